@@ -165,6 +165,13 @@ def scaling(args: argparse.Namespace) -> object:
     return scaling.run(args.out, args.minutes, args.rows)
 
 
+def remote_cache(args: argparse.Namespace) -> object:
+    """samples a second from a cache of files, of shards and on a web server, at real sizes; the index of a million"""
+    from benchmarks import remote_cache
+
+    return remote_cache.run(args.out, args.minutes, args.rows)
+
+
 def kernels(args: argparse.Namespace) -> object:
     """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
     from benchmarks import kernels
@@ -202,6 +209,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     hours: ("rows",),
     traffic: ("rows",),
     scaling: ("rows",),
+    remote_cache: ("rows",),
     kernels: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }

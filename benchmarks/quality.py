@@ -124,7 +124,7 @@ class Easel:
         self.config, self.device = config, device
         self.transformer, self.modulation = load_weights(config, weights, device, [SIZE])
         dtype = config.precision.encoder_dtype()
-        self.text = TextCache(config.model, dtype, Path(config.output.cache))
+        self.text = TextCache(config.model, dtype, config.output.place)
         self.vae = config.model.load_vae(device, dtype)
 
     def draw(self, prompts: list[Prompt]) -> list[Image.Image]:

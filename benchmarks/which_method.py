@@ -251,7 +251,7 @@ def stepper(config: TrainConfig) -> Callable[[], object]:
     """Load the tiny model with its adapter; return what takes a training step on noise."""
     config = resolve_folders(config)
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
-    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text)
+    text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
     caption = "" if config.text.embeddings is None else f"a {config.text.embeddings.token} picture"
     text.fill([caption], CPU)
     side = load_text_side(config, text, [caption], CPU)

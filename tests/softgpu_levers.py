@@ -141,7 +141,7 @@ class _Text:
 
 def _prepared(accumulation: int) -> Any:
     latents = SimpleNamespace(load=lambda view: _numbers("0", 4, 8, 8))
-    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, masks=None)
+    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, masks=None, remote=[])
 
 
 def assembled(levers: Levers, device: torch.device) -> StepCore:

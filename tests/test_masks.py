@@ -193,6 +193,8 @@ def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
 class Recorded:
     """A prepared run's parts that batches use, with constant latents."""
 
+    remote = ()
+
     def __init__(self, plan: Plan, masks: MaskCache):
         self.plan, self.masks, self.text, self.latents = plan, masks, self, self
 

@@ -96,7 +96,14 @@ def prepare(args: argparse.Namespace) -> None:
         import_libraries()
         from simpletune.training.loop import prepare_only
 
-        prepare_only(config)
+        prepare_only(config, args.source)
+
+
+def prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``prepare``."""
+    add_config(parser)
+    about = "folder or URL of another cache, single files or shards, whose samples are copied instead of encoded"
+    parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
 
 
 VERBS = {
@@ -104,5 +111,5 @@ VERBS = {
     "finish": (finish, finish_arguments),
     "check": (check, add_config),
     "schema": (schema, lambda parser: None),
-    "prepare": (prepare, add_config),
+    "prepare": (prepare, prepare_arguments),
 }

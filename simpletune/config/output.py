@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from simpletune.options import Option, Problem
+from simpletune.shards.place import GIB, CachePlace
 
 LOCAL_RUNS = "runs"  # the folder of runs that are also kept in an object store
+LOCAL_CACHE = ".cache"  # the folder of what is cached on this machine if the cache is in an object store
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _STORE = re.compile(r"^(s3|gs|az)://[^/]+")
+_READABLE = re.compile(r"^(s3|gs|az|https?)://[^/]+")
 
 
 class Output(Option):
@@ -22,7 +29,15 @@ class Output(Option):
     profiles: str = "profiles"
     """Folder for TensorBoard: scalars, pictures and traces."""
     cache: str = ".cache"
-    """Folder for cached latents and prompt embeddings, shared by all runs."""
+    """Folder for cached latents and prompt embeddings, shared by all runs. Or a URL, for example s3://BUCKET/cache,
+    gs://BUCKET/cache or az://CONTAINER/cache: they lie there as shards, and what was read last in the folder .cache,
+    with everything else that is cached. https://... is only read."""
+    cache_form: Literal["files", "shards"] | None = None
+    """Form of cached latents, masks and prompt embeddings. files: one file for each; shards: up to 256 of them in a
+    file, and an index, for large data sets. null: shards in an object store, otherwise files."""
+    cache_local_gib: Annotated[float, Field(gt=0)] = 32.0
+    """If the cache is in an object store: what was read from there may take this much of this machine's disk (GiB).
+    What was not used for longest is removed first."""
     prices: str | None = None
     """JSON file of your prices, {CARD: {per_hour, as_of, source}}, for predictions and the report; they come before
     those that ship with this package. null: only the latter."""
@@ -39,10 +54,32 @@ class Output(Option):
         """The URL of the object store that also keeps the runs; None if there is none."""
         return self.runs.rstrip("/") if _URL.match(self.runs) else None
 
+    @property
+    def cache_folder(self) -> Path:
+        """The folder of this machine for what is cached."""
+        return Path(LOCAL_CACHE if _URL.match(self.cache) else self.cache)
+
+    @property
+    def place(self) -> CachePlace:
+        """Where latents, masks and prompt embeddings are cached."""
+        url = self.cache.rstrip("/") if _URL.match(self.cache) else None
+        form = self.cache_form or ("files" if url is None else "shards")
+        return CachePlace(self.cache_folder, form, url, int(self.cache_local_gib * GIB))
+
     def rules(self) -> Iterator[Problem]:
         """Refuse URLs of what cannot be written to."""
         if self.store is not None and not _STORE.match(self.runs):
             yield Problem("output.runs", f"{self.runs} is not a store. Use s3://..., gs://..., az://... or a folder")
-        for name in ("profiles", "cache"):
-            if _URL.match(getattr(self, name)):
-                yield Problem(f"output.{name}", f"{getattr(self, name)} must be a folder. Use a folder of this machine")
+        if _URL.match(self.profiles):
+            yield Problem("output.profiles", f"{self.profiles} must be a folder. Use a folder of this machine")
+        if _URL.match(self.cache) and not _READABLE.match(self.cache):
+            yield Problem(
+                "output.cache",
+                f"{self.cache} is not a store. Use s3://..., gs://..., az://..., https://... or a folder",
+            )
+        if _URL.match(self.cache) and self.cache_form == "files":
+            yield Problem(
+                "output.cache_form",
+                f"files would take a request for each sample's header, and {self.cache} is an object store. Use "
+                "shards, or a folder as output.cache",
+            )

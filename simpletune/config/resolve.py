@@ -104,14 +104,14 @@ def resolve_data_folder(config: TrainConfig) -> TrainConfig:
     """Replace the data's ``demo:`` names by their folders."""
 
     def resolved(path: str) -> str:
-        return str(resolve(path, Path(config.output.cache))) if path.startswith(DEMO) else path
+        return str(resolve(path, config.output.cache_folder)) if path.startswith(DEMO) else path
 
     return config.model_copy(update={"data": with_paths(config.data, resolved)})
 
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:
     """Replace the model's ``demo:`` names by folders; download nothing."""
-    folders = {part: str(resolve(name, Path(config.output.cache))) for part, name in _demo_parts(config)}
+    folders = {part: str(resolve(name, config.output.cache_folder)) for part, name in _demo_parts(config)}
     return config.model_copy(update={"model": config.model.model_copy(update=folders)}) if folders else config
 
 

@@ -306,4 +306,4 @@ def profile_folder(config: TrainConfig) -> Path:
 
 def cache_of_bases(config: TrainConfig) -> Path | None:
     """Return the cache folder for quantised bases; None if they are not cached."""
-    return Path(config.output.cache) if config.memory.cache_quantised else None
+    return config.output.cache_folder if config.memory.cache_quantised else None

@@ -185,7 +185,7 @@ class Cache(KeyedFolder):
         place = place_of(key)
         with self._ranges() as ranges, ranges.held(place, place, wait=True):
             if reason := self._damage(key, whole):
-                say(f"cache   {reason}: renamed to {self.quarantine(key).name}; encoding it again")
+                say(f"cache   {reason}: renamed to {Path(self.quarantine(key)).name}; encoding it again")
 
     def _remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
@@ -217,19 +217,15 @@ class Cache(KeyedFolder):
         try:
             return self._read(key)
         except UserError as error:
-            place = self.quarantine(key)
+            place = Path(self.quarantine(key))
             raise UserError(
                 f"{error}: renamed to {place.name}. Restart, or continue with --resume latest, to encode it again"
             ) from None
 
-    def quarantine(self, key: str) -> Path:
-        """Rename a key's file, so that it can be inspected and is encoded again.
-
-        Returns:
-            The new path.
-        """
+    def quarantine(self, key: str) -> str:
+        """Rename a key's file, so that it can be inspected and is encoded again; return its new path."""
         self._sound.discard(key)
-        return quarantine(self.file(key))
+        return str(quarantine(self.file(key)))
 
     def _read(self, key: str) -> dict[str, Tensor]:
         """Load a key's tensors and verify their checksum, once per process.

@@ -117,6 +117,6 @@ def written_folders() -> dict[str, Path]:
     return {
         "runs": Path(output.folder),
         "profiles": Path(output.profiles),
-        "cache": Path(output.cache),
+        "cache": output.cache_folder,
         "hub cache": Path(constants.HF_HUB_CACHE),
     }

@@ -148,7 +148,7 @@ class InferenceSession:
             for weights in dict.fromkeys(models):
                 side = text_side_of(weights, stand_ins)
                 if side.key not in stores:
-                    dtype, cache = config.precision.encoder_dtype(), Path(config.output.cache)
+                    dtype, cache = config.precision.encoder_dtype(), config.output.place
                     stores[side.key] = PromptStore(config.model, dtype, cache, side)
                     stores[side.key].fill(prompts, self.device)
                 found[weights] = stores[side.key]

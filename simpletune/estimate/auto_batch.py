@@ -5,8 +5,6 @@ Predicted peaks are cached under ``<cache>/estimates/``, so a second start asks 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from simpletune.cards import Card
@@ -40,7 +38,7 @@ def peak_of(config: TrainConfig, size: Size) -> int:
     if config.train.reduce == "fast":
         own = {"gradient_accumulation": min(config.train.accumulation, ALIKE), "global_batch": None}
         config = config.model_copy(update={"train": config.train.model_copy(update=own)})
-    file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, ANY, size)}-batch.json"
+    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, ANY, size)}-batch.json"
     known = read_json_or_none(file)
     if known is not None:
         return int(known["peak"])

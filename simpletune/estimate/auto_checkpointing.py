@@ -10,7 +10,6 @@ more prediction.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ class Peaks:
     def __init__(self, config: TrainConfig, size: Size):
         self._config, self._size = config, size
         key = key_of_prediction(with_checkpointed(config, 0), ANY, size)
-        self._file = Path(config.output.cache) / "estimates" / f"{key}-blocks.json"
+        self._file = config.output.cache_folder / "estimates" / f"{key}-blocks.json"
         cached = read_json_or_none(self._file) or {}
         self._known = {str(name): int(peak) for name, peak in cached.items()}
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
+from simpletune.models.prompts import groups_of
 from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.prior import ClassPictures
@@ -120,7 +121,7 @@ def disk_needs(
         start: steps already done; their checkpoints free space as they are replaced.
         counts: of the data, used without a plan; nothing of it counts as cached.
     """
-    run, cache = run_folder(config), Path(config.output.cache)
+    run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
     yield Need("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield Need("result", run, result)
@@ -128,11 +129,24 @@ def disk_needs(
         pixels, prompts = counts.pixels, counts.prompts
     else:
         pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
-    prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
-    yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
-    yield Need("cached prompts", cache, prompts * prompt)
+    prompt = _bytes_of_prompt(config)
+    latents = pixels // 64 * config.model.latent_channels * LATENT_BYTES
+    if config.output.place.url is None:
+        yield Need("cached pictures", cache, latents)
+        yield Need("cached prompts", cache, prompts * prompt)
+    else:
+        read = DataCounts.of(plan) if plan is not None else counts
+        whole = read.pixels // 64 * config.model.latent_channels * LATENT_BYTES + read.prompts * prompt
+        yield Need("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
         yield Need("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
+
+
+def _bytes_of_prompt(config: TrainConfig) -> int:
+    """The bytes of one prompt's cached embeddings, at most."""
+    width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
+    packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
+    return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
@@ -153,14 +167,14 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Sum the pixels of all crops whose latents are not cached."""
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
-    latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
+    latents = LatentCache(config.model, dtype, config.output.place, tile)
     views = {view_key(view): view for view in plan.views()}
     return sum(math.prod(view.bucket) for key, view in views.items() if key not in latents.cache)
 
 
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Count the prompts that at least one encoder still has to encode."""
-    text = TextCache(config.model, config.precision.encoder_dtype(), Path(config.output.cache), config.text)
+    text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
     prompts = set(prompts_of(config, plan, validation_requests(config, plan)))
     keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
     return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -178,7 +177,7 @@ def price_of(card: Card, configured: str | None = None) -> Price | None:
 def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
     """Predict a run's steps on the CPU at hand; None if it was not calibrated."""
     name, threads = cpu_name(), torch.get_num_threads()
-    file = file_of(Path(config.output.cache), name, threads, "cpu")
+    file = file_of(config.output.cache_folder, name, threads, "cpu")
     if not file.is_file():
         return None
     constants = read(file)

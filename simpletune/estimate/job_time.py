@@ -127,7 +127,7 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
         card: that it runs on.
         counts: of the data set; None: it was not read, and its stages are not counted.
     """
-    speeds, interval, source = speeds_of(card, Path(config.output.cache))
+    speeds, interval, source = speeds_of(card, config.output.cache_folder)
     step = step_seconds(job.train.sections, speeds)
     batch = config.train.micro_batch * config.train.accumulation
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from simpletune.cards import Card
 from simpletune.config.recompute_rules import may_recompute_alone
@@ -131,7 +130,7 @@ class Search:
         self, config: TrainConfig, card: Card, reserved: int = 0, count: Callable[[str], object] = lambda last: None
     ):
         self.config, self.card, self.reserved, self.count = config, card, reserved, count
-        self.speeds = speeds_of(card, Path(config.output.cache))[0]
+        self.speeds = speeds_of(card, config.output.cache_folder)[0]
         self._known: dict[str, StepReport] = {}
         self._trained: dict[str, Trained] = {}  # simulated training stages that fit, for predictions of the whole job
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from simpletune import __version__
@@ -169,7 +168,7 @@ def estimate(
         UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
-    file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
+    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
     cached = read_json_or_none(file)
     if cached is None:
         job = simulate_parts(config, size, capability, trained)
@@ -189,7 +188,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[TrainConfig], StepReport
         simulated: predicts it, as on an L4 without its libraries' workspaces.
     """
     size = (config.data.resolution, config.data.resolution)
-    file = Path(config.output.cache) / "estimates" / f"{key_of_prediction(config, L4, size)}-step.json"
+    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, L4, size)}-step.json"
     cached = read_json_or_none(file)
     if cached is not None:
         return _restored_step(cached)

@@ -72,7 +72,7 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     first = plan.shots[0].request
     on_card = device.type == "cuda"
     card = card_at_hand(device) if on_card else None
-    speeds, source = speeds_at_hand(Path(config.output.cache), card[0] if card else None)
+    speeds, source = speeds_at_hand(config.output.cache_folder, card[0] if card else None)
     recorders, stages = Recorders(on_card), dict[str, Stage]()
     if undrawn:
         capability = card[0].capability if card else CAPABILITY

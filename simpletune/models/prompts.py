@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
 MAX_TOKENS = 4096  # of a CLIP encoder
+GROUP = 64  # numbers of a packed token with one scale
 BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
 
 
@@ -36,6 +37,7 @@ class Encoder:
         model: the part with its weights.
         length: tokens of a padded prompt; None: as many as its tokenizer says.
         is_t5: whether it is a T5 encoder rather than a CLIP one.
+        packed: whether its hidden states are cached in int8.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Encoder:
     model: str
     length: int | None = None
     is_t5: bool = False
+    packed: bool = False
 
 
 class Prompts:
@@ -110,7 +113,8 @@ class Prompts:
         length = "" if encoder.length is None else f"-{encoder.length}"
         tokens = _folder_hash(self._tokenizer_folder(encoder))
         weights = self.part(encoder.model).fingerprint()
-        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}"
+        packed = "-int8" if encoder.packed else ""
+        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}"
 
     def encode(
         self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
@@ -118,8 +122,8 @@ class Prompts:
         """Load one encoder, encode prompts with it, and free it.
 
         Yields:
-            For each prompt what ``run`` yields, in the encoders' type on the CPU, and ``tokens`` [1], the number of
-            tokens in the prompt before truncation.
+            For each prompt what ``run`` yields, in the encoders' type on the CPU or packed, and ``tokens`` [1], the
+            number of tokens in the prompt before truncation.
         """
         tokenizer = self.tokenizer(encoder)
         counts = [len(ids) for ids in tokenizer(prompts).input_ids]
@@ -127,7 +131,39 @@ class Prompts:
         outputs = self.run(encoder, ids, device, batch_size)
         for output, count in zip(outputs, counts, strict=True):
             parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
-            yield {**parts, "tokens": torch.tensor([count])}
+            yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
+
+
+def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Round an encoder's hidden states to int8, with a scale for each 64 numbers of a token: the largest is 127.
+
+    One scale for a whole token would round all of it as coarsely as its few large channels.
+
+    Args:
+        parts: an encoder's output, with ``hidden`` [L, width].
+
+    Returns:
+        The same with ``hidden`` in int8, and ``scale`` [L, width / 64] in fp32.
+    """
+    hidden = parts["hidden"].float()
+    grouped = hidden.unflatten(-1, (groups_of(hidden.shape[-1]), -1))
+    scale = grouped.abs().amax(dim=-1) / 127
+    steps = grouped / scale.where(scale > 0, 1.0)[..., None]
+    return {**parts, "hidden": steps.round().clamp(-127, 127).to(torch.int8).flatten(-2), "scale": scale}
+
+
+def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """An encoder's output as ``Prompts.assemble`` reads it: packed hidden states in a floating-point type."""
+    if "scale" not in parts:
+        return dict(parts)
+    found = {name: tensor for name, tensor in parts.items() if name != "scale"}
+    scale, hidden = parts["scale"], parts["hidden"].float()
+    return found | {"hidden": (hidden.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)}
+
+
+def groups_of(width: int) -> int:
+    """How many scales a token of so many numbers has."""
+    return width // GROUP if width % GROUP == 0 else 1
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: int | None) -> Tensor:  # [n, L]

@@ -5,7 +5,7 @@ Several processes divide prompts and pictures by the hash of what their files de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Rejected
 from simpletune.families import Model
 from simpletune.models.buckets import Size
-from simpletune.models.prompts import Encoder
+from simpletune.models.prompts import Encoder, unpack
 from simpletune.options import UserError
 from simpletune.pipeline.latent_cache import LatentCache, all_finite, free_memory
 from simpletune.pipeline.masks import MaskCache
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
+from simpletune.shards.cache import ShardedCache
+from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
@@ -91,16 +93,16 @@ class TextCache:
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        cache: the cache's root folder.
+        cache: where the cache lies; a path: a folder of single files.
         text: what trains on the text side. The words of a new token stand in its place; encoders that run in every step
             are not cached, and zeros stand for their embeddings.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, text: Text = NO_TEXT):
+    def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, text: Text = NO_TEXT):
         self.prompts, self.dtype = model.prompts(dtype), dtype
         self.tokens = Tokens(text, model, self.prompts)
         self.encoders = [e for e in self.prompts.encoders if e.name not in self.tokens.resident]
-        self.caches = {e.name: Cache(cache / "text" / self.prompts.fingerprint(e)) for e in self.encoders}
+        self.caches = {e.name: open_cache(cache, "text", self.prompts.fingerprint(e)) for e in self.encoders}
         self._regions = model.text_regions() if self.tokens.resident else {}
 
     def fill(self, prompts: Iterable[str], device: torch.device, share: Share = ALONE) -> int:
@@ -152,10 +154,16 @@ class TextCache:
     def part(self, encoder: Encoder, prompt: str) -> dict[str, Tensor]:
         """Load one encoder's output of one prompt; zeros for one that runs in every step."""
         if encoder.name in self.caches:
-            return self.caches[encoder.name].load(self.tokens.expanded(prompt))
+            return unpack(self.caches[encoder.name].load(self.tokens.expanded(prompt)), self.dtype)
         region, length = self._regions[encoder.name], self.tokens.length(encoder.name)
         pooled = torch.zeros(0 if region.pooled is None else region.pooled[1], dtype=self.dtype)
         return {"hidden": torch.zeros(length, region.width, dtype=self.dtype), "pooled": pooled}
+
+    def places(self, prompt: str, pooled: bool = False) -> Iterator[tuple[Cache, str]]:
+        """Where the outputs of one prompt are cached, or only those that ``pooled`` reads."""
+        for encoder in self.prompts.pooling if pooled else self.prompts.encoders:
+            if encoder.name in self.caches:
+                yield self.caches[encoder.name], self.tokens.expanded(prompt)
 
     def inputs(self, prompts: Sequence[str]) -> TextInputs | None:
         """What the trained text side reads of a micro-batch's prompts; None if nothing trains there."""
@@ -207,6 +215,12 @@ class Prepared:
         """What each data source contributes to an epoch."""
         return shares(self.plan)
 
+    @property
+    def remote(self) -> list[ShardedCache]:
+        """The caches that lie in an object store."""
+        caches = [self.latents.cache, self.masks.cache, *self.text.caches.values()]
+        return [cache for cache in caches if isinstance(cache, ShardedCache) and cache.part is not None]
+
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
         return {*self.plan.sizes(), *((request.width, request.height) for request in self.requests)}
@@ -224,9 +238,9 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
     Raises:
         UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
     """
-    cache, dtype, plan = Path(config.output.cache), config.precision.encoder_dtype(), data.plan
-    text = TextCache(config.model, dtype, cache, config.text)
-    latents, masks = LatentCache(config.model, dtype, cache, config.memory.vae_tile), MaskCache(cache)
+    place, dtype, plan = config.output.place, config.precision.encoder_dtype(), data.plan
+    text = TextCache(config.model, dtype, place, config.text)
+    latents, masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
     share, device = Share(accelerator.process_index, accelerator.num_processes), accelerator.device
     requests = validation_requests(config, plan)
     with stages.stage("text"):

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from simpletune.data.cache import ALONE, Cache, Share, view_key
+from simpletune.data.cache import ALONE, Share, view_key
 from simpletune.data.pictures import cut, decode
 from simpletune.data.samples import View
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.families import Model
+from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
@@ -27,14 +28,14 @@ class LatentCache:
     Args:
         model: the model, with folders resolved.
         dtype: the type in which the autoencoder runs.
-        cache: the cache's root folder.
+        cache: where the cache lies; a path: a folder of single files.
         tile: ``memory.vae_tile``.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, tile: int | None = None):
+    def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
         name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
-        self.cache = Cache(cache / "latents" / (name if tile is None else f"{name}-tile{tile}"))
+        self.cache = open_cache(cache, "latents", name if tile is None else f"{name}-tile{tile}")
 
     def fill(self, views: Sequence[View], device: torch.device, share: Share = ALONE) -> tuple[int, list[Rejected]]:
         """Encode the crops that are not cached yet.

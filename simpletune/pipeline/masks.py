@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.data.cache import ALONE, Cache, Share
+from simpletune.data.cache import ALONE, Share
 from simpletune.data.masks import latent_mask, mask_key, masked
 from simpletune.data.samples import View
 from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system.signals import poll
 
 MASKS = 64  # claimed together
@@ -21,11 +22,11 @@ class MaskCache:
     """Masks by crop, in a byte for each place.
 
     Args:
-        cache: the cache's root folder.
+        cache: where the cache lies; a path: a folder of single files.
     """
 
-    def __init__(self, cache: Path):
-        self.cache = Cache(cache / "masks")
+    def __init__(self, cache: CachePlace | Path):
+        self.cache = open_cache(cache, "masks")
 
     def fill(self, views: Sequence[View], share: Share = ALONE) -> list[Rejected]:
         """Crop the masks that are not cached yet.

@@ -168,6 +168,12 @@ class ModulationPlan:
         self._window: int | None = None
         self._rows: Tensor | None = None
 
+    def steps_with(self, step: int) -> range:
+        """The steps whose modulations are computed together with those of a step."""
+        length = self.modulation.window
+        first = step - step % length
+        return range(first, first + length)
+
     def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
         """The modulations of one step; the first step of a window computes those of the whole window."""
         length = self.modulation.window

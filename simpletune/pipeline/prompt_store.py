@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from simpletune.data.cache import Cache
 from simpletune.families import Model
 from simpletune.pipeline.encode import encode_prompts
 from simpletune.pipeline.latent_cache import free_memory
+from simpletune.shards.place import CachePlace, open_cache
 from simpletune.text.encoding import Embeddings, TextEncoding
 from simpletune.text.side import PLAIN, TextSide
 
@@ -28,17 +28,17 @@ class PromptStore:
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        cache: the cache's root folder.
+        cache: where the cache lies; a path: a folder of single files.
         side: embeddings and updates of the text encoders.
 
     Raises:
         UserError: vectors or updates are for other encoders than the model's.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: Path, side: TextSide = PLAIN):
+    def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, side: TextSide = PLAIN):
         self.encoding = TextEncoding(model, dtype, side)
         prompts = self.encoding.prompts
-        self.caches = {e.name: Cache(cache / "text" / prompts.fingerprint(e)) for e in prompts.encoders}
+        self.caches = {e.name: open_cache(cache, "text", prompts.fingerprint(e)) for e in prompts.encoders}
 
     def fill(self, prompts: Iterable[str], device: torch.device) -> int:
         """Encode the prompts that are not cached yet, one encoder at a time.

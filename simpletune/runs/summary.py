@@ -149,7 +149,9 @@ def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) ->
     """Compute the pace of a run from the seconds of its steps; None if the rows were lost."""
     per_step = median_seconds(rows, attempts)
     pace = samples / per_step if per_step else None
-    return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace)}
+    waited = [row["waited"] for row in rows if "waited" in row]
+    waits = {"seconds_waited_per_step": rounded(statistics.fmean(waited))} if waited else {}
+    return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace), **waits}
 
 
 def _peaks(attempts: Sequence[Attempt]) -> Json:
@@ -231,6 +233,8 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     took += f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
     pace = summary["seconds_per_step"]
     paced = "" if pace is None else f"{pace:.3g} s per step, "
+    if (waited := summary.get("seconds_waited_per_step")) is not None:
+        paced += f"{waited:.2g} s of it waiting for the cache, "
     say(f"\ndone in {took}{begun}: {paced}{memory}")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,10 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from simpletune.data.cache import Cache, view_key
+from simpletune.data.masks import mask_key
 from simpletune.data.samples import Draw
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
 from simpletune.prior import NoPrior, PriorOption
+from simpletune.shards.ahead import ReadAhead
 from simpletune.step.dealing import Share
 from simpletune.step.passes import WHOLE, Passes
 from simpletune.system.rng import stream
@@ -79,7 +83,9 @@ class Batches:
         self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
         self.seed, self.device, self.share = seed, device, share
         self.passes = Passes(self.plan, prior, share)
+        self.remote = prepared.remote
         self.modulations: ModulationPlan | None = None
+        self._named = range(0)
         if modulation is not None:
             self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, apart=share.exact)
 
@@ -103,6 +109,23 @@ class Batches:
             key = (self.seed, "step", step, self.passes.place(step, micro))
             found.append(replace(batch, fillers=len(draws) - real, parts=parts, key=key))
         return found
+
+    def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
+        """What a step reads of the caches, as pairs of a cache and a key; with a modulation plan also the pooled
+        embeddings of its window, unless an earlier call has named them."""
+        for micro in range(self.passes.count(step)):
+            for draw in self.passes.micro_batch(step, micro):
+                yield self.latents.cache, view_key(draw.view)
+                if draw.view.picture.mask is not None:
+                    yield self.masks.cache, mask_key(draw.view)
+                yield from self.text.places(draw.caption)
+        if self.modulations is not None and (window := self.modulations.steps_with(step)) != self._named:
+            self._named = window
+            for draws in (
+                self.passes.micro_batch(s, micro) for s in window for micro in range(self.passes.accumulation)
+            ):
+                for draw in draws:
+                    yield from self.text.places(draw.caption, pooled=True)
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
         """Copy fetched micro-batches to the device asynchronously, and add their modulations."""
@@ -192,20 +215,40 @@ class Prefetcher:
         self._batches, self._steps = batches, steps
         self._thread = ThreadPoolExecutor(1, "prefetch") if on else None
         self._coming: tuple[int, Future[list[Batch]]] | None = None
+        self._remote = batches.remote
+        self._ahead: ReadAhead | None = None
+        if self._remote:
+            self._ahead = ReadAhead(batches.needs, steps, min(cache.part.limit for cache in self._remote if cache.part))
+        self.waited: float | None = None
+        """Seconds that the last step has waited for its samples; None if the cache is a folder."""
 
     def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
         """Return one step's micro-batches on the device, and start fetching the next step's."""
-        if self._thread is None:
-            return self._batches.step(step)
-        known, self._coming = self._coming, None
-        fetched = known[1].result() if known is not None and known[0] == step else self._batches.fetch(step)
-        if step + 1 < self._steps:
+        if self._ahead is not None:
+            self._ahead.at(step)
+        fetched = self._fetched(step)
+        if self._thread is not None and step + 1 < self._steps:
             self._coming = step + 1, self._thread.submit(self._batches.fetch, step + 1)
         return self._batches.place(step, fetched)
+
+    def _fetched(self, step: int) -> list[Batch]:
+        """One step's micro-batches in host memory."""
+        known, self._coming = self._coming, None
+        began, before = time.perf_counter(), sum(cache.waited for cache in self._remote)
+        if known is not None and known[0] == step:
+            fetched = known[1].result()
+            waited = time.perf_counter() - began
+        else:
+            fetched = self._batches.fetch(step)
+            waited = sum(cache.waited for cache in self._remote) - before
+        self.waited = waited if self._remote else None
+        return fetched

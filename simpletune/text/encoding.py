@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simpletune.families import Model
 from simpletune.models.parts import load_text_model
-from simpletune.models.prompts import BATCH, Encoder, Prompts, token_ids
+from simpletune.models.prompts import BATCH, Encoder, Prompts, pack, token_ids, unpack
 from simpletune.models.text_layers import T5, encoder_of
 from simpletune.options import UserError, shortened
 from simpletune.text.changed import ChangedTensors, add_updates, replaced_rows
@@ -156,7 +156,8 @@ class TextEncoding:
         ]
         run = self._run_t5 if encoder.is_t5 else self._run_clip
         for output, count in zip(run(encoder, ids, rows, device), counts, strict=True):
-            yield {**{n: t.to("cpu", self.dtype) for n, t in output.items()}, "tokens": torch.tensor([count])}
+            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
+            yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
 
     def _run_clip(
         self, encoder: Encoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
@@ -192,7 +193,7 @@ class TextEncoding:
 
     def finish(self, encoder: Encoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """An encoder's output for one prompt, with embeddings of the outputs in their places."""
-        found = dict(parts)
+        found = unpack(parts, self.dtype)
         for each in self.embeddings:
             if each.place == "output" and encoder.name in each.vectors and occurs(prompt, each.token):
                 hidden = found["hidden"].clone()

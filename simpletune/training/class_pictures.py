@@ -138,7 +138,7 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
         "version": VERSION,
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(config.output.cache) / "class" / key / f"{first.seed}-{requests[-1].seed}"
+    return config.output.cache_folder / "class" / key / f"{first.seed}-{requests[-1].seed}"
 
 
 def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
@@ -159,7 +159,7 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFold
     claims, and loads the base once it has claimed some."""
     device, model = accelerator.device, config.model
     share = Share(accelerator.process_index, accelerator.num_processes)
-    text = TextCache(model, config.precision.encoder_dtype(), Path(config.output.cache))
+    text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
     text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, share)
     by_key = {str(request.seed): request for request in requests}
     sampler: Sampler | None = None

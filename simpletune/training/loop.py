@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,12 @@ from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.data.cache import Share
 from simpletune.optim.rounding import key_draws
 from simpletune.options import plural
-from simpletune.pipeline.encode import prepare
+from simpletune.pipeline.encode import encode
+from simpletune.pipeline.plan_data import plan_data
+from simpletune.pipeline.take_over import take_over
 from simpletune.profiling import EpochTraces, phase
 from simpletune.remote.keep import kept_in_store
 from simpletune.runs import checkpoint
@@ -193,7 +197,8 @@ def loop(run: Run) -> EpochTraces:
                 run.average.update(None if run.core.fp16 is None else run.core.fp16.scale.overflow)
             run.control.look()
             figures = global_figures(loss, norm, run.core, asked_now(run))
-            pending.push(PendingStep.launched(step, lr, began, run.core, figures))
+            launched = PendingStep.launched(step, lr, began, run.core, figures)
+            pending.push(replace(launched, waited=prefetcher.waited))
             failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
 
@@ -249,6 +254,7 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
     if run.guard.check(done, loss, norm) and run.main:
         row = {"loss": loss, "lr": done.lr, "seconds": round(done.seconds, 6), "grad_norm": norm}
         row |= {"loss_scale": done.fp16[0]} if run.core.fp16 is not None else {}
+        row |= {"waited": round(done.waited, 6)} if done.waited is not None else {}
         epoch = done.step // run.prepared.plan.steps_per_epoch
         append_metrics(run.folder, {"step": done.step + 1, "epoch": epoch, **row})
         run.attempt.last_step = done.step + 1
@@ -270,17 +276,29 @@ def stop_signal(run: Run, asked: bool) -> int | None:
     return (received_signal() or (signal.SIGINT if run.control.stops else SIGNALS[0])) if asked else None
 
 
-def prepare_only(config: TrainConfig) -> None:
+def prepare_only(config: TrainConfig, source: str | None = None) -> None:
     """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once.
 
     Several processes, of one launcher or of several on machines that share the cache's folder, divide the work.
+
+    Args:
+        config: configuration as the user gave it.
+        source: the folder or URL of another cache, whose samples are copied instead of encoded; None: encode all.
+
+    Raises:
+        UserError: for anything that the user can fix.
     """
     with watched():
         accelerator, reason = make_accelerator(config)
         config = settle_compute(config, capability_of(accelerator.device))
         say(f"simpletune {config.name}: prepare on {reason}")
         stages = StageTimer(cuda=accelerator.device.type == "cuda")
-        prepared = prepare(with_class_pictures(resolve_folders(config), accelerator, stages), accelerator, stages)
+        resolved = with_class_pictures(resolve_folders(config), accelerator, stages)
+        data = plan_data(resolved)
+        if source is not None:
+            with stages.stage("copy"):
+                take_over(resolved, data.plan, source, Share(accelerator.process_index, accelerator.num_processes))
+        prepared = encode(resolved, data, accelerator, stages)
         print_data(prepared)
         for name, figures in stages.as_json().items():
             say(f"{name:<8}{figures['seconds']:.1f} s")

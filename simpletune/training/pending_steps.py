@@ -106,6 +106,7 @@ class PendingStep:
         losses: losses of the micro-batches, on the device.
         normed: parameters that had a gradient.
         norms: [len(normed)] norms of their gradients, on the device.
+        waited: seconds that it waited for a remote cache; None if there is none.
     """
 
     step: int
@@ -116,6 +117,7 @@ class PendingStep:
     losses: Sequence[Tensor]
     normed: Sequence[nn.Parameter]
     norms: Tensor
+    waited: float | None = None
 
     @classmethod
     def launched(cls, step: int, lr: float, began: DeviceEvent, core: StepCore, figures: Tensor) -> PendingStep:

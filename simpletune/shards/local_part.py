@@ -1,0 +1,109 @@
+"""The local part of a remote cache: samples that were read last, in a folder of bounded size."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from simpletune.system.disk import reason_full
+from simpletune.system.locks import Ranges
+
+SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not searched for every sample
+
+
+class LocalPart:
+    """Files in a folder, of which the least recently used are removed where they exceed a limit.
+
+    Processes of one machine may share the folder. Threads may share an object.
+
+    Args:
+        folder: the folder.
+        limit: bytes that the files may take.
+        processes: of this machine that share it, so that they stay within the limit together.
+    """
+
+    def __init__(self, folder: Path, limit: int, processes: int = 1):
+        self.folder, self.limit = folder, limit
+        self._room = limit // SPARE // max(processes, 1)
+        self._written = self._room  # so that the first file looks at what an earlier process has left
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> bytearray | None:
+        """Read a file; None if it is not there. It then counts as used."""
+        file = self.folder / name
+        try:
+            with open(file, "rb", buffering=0) as handle:
+                content = bytearray(os.fstat(handle.fileno()).st_size)
+                got = handle.readinto(content)
+            os.utime(file)
+        except FileNotFoundError:
+            return None
+        return content if got == len(content) else None
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a file is there, which then counts as used."""
+        try:
+            os.utime(self.folder / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put(self, name: str, content: bytes | bytearray) -> bool:
+        """Write a file; return whether it was kept: one that takes too much of the limit is not."""
+        if len(content) > self._room:
+            return False
+        with self._lock:
+            self._written += len(content)
+            full = self._written > self._room
+        if full:
+            self.trim(self.limit - self.limit // SPARE - len(content))
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.{os.getpid()}-{threading.get_ident()}.part")
+        try:
+            part.write_bytes(content)
+            os.replace(part, file)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if reason_full(error) is None:
+                raise
+            self.trim(self.limit // 2)  # the disk is full: what was read need not be kept
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def trim(self, most: int) -> None:
+        """Remove the files that were not used for longest, until at most ``most`` bytes are left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with Ranges(self.folder / ".lock") as ranges, ranges.held(0, 0) as alone:
+            if not alone:  # another process is at it
+                return
+            found = [(*_used(path), path) for path in self.folder.rglob("*") if path.name != ".lock"]
+            total = sum(size for _, size, _ in found)
+            for _, size, path in sorted(found):
+                if total <= most:
+                    break
+                with suppress(FileNotFoundError):  # another process has removed it
+                    if path.is_file():
+                        path.unlink()
+                        total -= size
+            with self._lock:
+                self._written = 0
+
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(_used(path)[1] for path in self.folder.rglob("*"))
+
+
+def _used(path: Path) -> tuple[int, int]:
+    """When a file was last used, in ns, and its size; for a folder or where it has gone (0, 0)."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return (status.st_mtime_ns, status.st_size) if path.is_file() else (0, 0)
