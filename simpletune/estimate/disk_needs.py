@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
+from simpletune.data.source import UnusablePicture
 from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
 from simpletune.pipeline.latent_cache import LatentCache
+from simpletune.pipeline.stream_plan import StreamPlan
 from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
@@ -22,6 +26,7 @@ from simpletune.text.sizes import text_parameters
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, per pixel
 HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
+TRIED = 32  # rows of a stream that say how much of it is cached
 CLOSE = 0.8  # of the free space: warn above this
 
 
@@ -62,8 +67,18 @@ class DataCounts(NamedTuple):
             config: with folders resolved.
             plan: of the run.
         """
-        prompts, pixels = _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
-        return cls.of(plan)._replace(prompts=prompts, pixels=pixels)
+        prompts, pixels = _to_encode(config, plan)
+        found = cls.of_stream(config, plan) if isinstance(plan, StreamPlan) else cls.of(plan)
+        return found._replace(prompts=prompts, pixels=pixels)
+
+    @classmethod
+    def of_stream(cls, config: TrainConfig, plan: StreamPlan, start: int = 0) -> DataCounts:
+        """Count what the steps of a run from ``start`` on use of a stream. Its prompts count as all different."""
+        used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
+        areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
+        prompts = len(used) if plan.samples.source.prompt is None else 1
+        pixels = int(areas[plan.samples.bucket[used]].sum())
+        return cls(plan.pictures(), prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
 
 NOTHING = DataCounts(0, 0, 0, 0)
@@ -127,7 +142,7 @@ def disk_needs(
     if plan is None:
         pixels, prompts = counts.pixels, counts.prompts
     else:
-        pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
+        prompts, pixels = _to_encode(config, plan, start)
     prompt = config.model.text_tokens * config.model.text_width * config.precision.encoder_dtype().itemsize
     yield Need("cached pictures", cache, pixels // 64 * config.model.latent_channels * LATENT_BYTES)
     yield Need("cached prompts", cache, prompts * prompt)
@@ -148,6 +163,29 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
     every = option.every or steps
     due = [*range(start - start % every + every, steps, every), *([steps] if start < steps else [])]
     return max(0, option.most_at_once([*there, *due], best) - len(option.kept(there)))
+
+
+def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
+    """The prompts, and the pixels of crops, that are not cached."""
+    if not isinstance(plan, StreamPlan):
+        return _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
+    counts, lacking = DataCounts.of_stream(config, plan, start), _share_lacking(config, plan, start)
+    return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
+
+
+def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
+    """The share of a stream's crops whose latents are not cached, by a few of them."""
+    used = plan.used(start, config.steps(plan.steps_per_epoch))
+    some = used[:: max(1, len(used) // TRIED)]
+    dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
+    latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
+    lacking = 0
+    for place, variant in zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True):
+        try:
+            lacking += view_key(plan.view(plan.samples[place], variant)) not in latents.cache
+        except UnusablePicture:  # encoding says so
+            continue
+    return lacking / max(1, len(some))
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
