@@ -100,6 +100,12 @@ class StreamPlan(Plan):
             batches = substituted(batches, self.samples.bucket, self.unusable[0])
         return Micros(batches)
 
+    def _order(self, number: int) -> np.ndarray:
+        """The micro-batches of one epoch: int64 [micro-batches, batch_size], -1 where one is short."""
+        order = self._epoch(number)
+        assert isinstance(order, Micros)
+        return order.batches
+
     def _bucket_of(self, index: int) -> Size:
         return self.samples.sizes[self.samples.bucket[index]]
 
@@ -112,7 +118,7 @@ class StreamPlan(Plan):
         variants, found = self.samples.source.variants, [np.empty(0, np.int64)]
         for epoch in range(start // self.steps_per_epoch, -(-steps // self.steps_per_epoch)):
             first, end = (max(0, step - epoch * self.steps_per_epoch) * self.accumulation for step in (start, steps))
-            micros = self._order_of_epoch(epoch).batches[first:end]
+            micros = self._order(epoch)[first:end]
             found.append(micros[micros >= 0] * variants + epoch % variants)
             if len(found) > variants + 2:  # whole epochs have shown every sample in every variant
                 break
@@ -120,7 +126,7 @@ class StreamPlan(Plan):
 
     def first(self, count: int) -> np.ndarray:
         """The places of the first samples of the run: int64 [count or fewer]."""
-        flat = self._order_of_epoch(0).batches.reshape(-1)
+        flat = self._order(0).reshape(-1)
         return flat[flat >= 0][:count]
 
     def _subjects(self) -> StreamedSamples:
