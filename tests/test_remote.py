@@ -13,17 +13,17 @@ import object_store
 import pytest
 import torch
 from launching import Launcher
-from object_store import BUCKET, Faults
+from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
 
 from simpletune.cli import main as cli_main
 from simpletune.config.load import validate
 from simpletune.options import UserError
-from simpletune.remote import store as store_module
 from simpletune.remote import upload
 from simpletune.remote.index import INDEX, Index, LostRun, put_index, read_index, take
-from simpletune.remote.store import Changed, Store, StoreError
 from simpletune.runs.folder import read_metrics
+from simpletune.stores import store as store_module
+from simpletune.stores.store import Changed, Store, StoreError
 from simpletune.system import failpoints, signals
 
 URL = f"s3://{BUCKET}/runs"
@@ -294,6 +294,30 @@ def test_an_object_of_the_wrong_size_is_not_taken(kept: dict, faults: Faults, tm
     with pytest.raises(StoreError, match="file gave 5000 bytes instead of 10000"):
         store.fetch("file", tmp_path / "fetched", 10000)
     assert not (tmp_path / "fetched").exists()
+
+
+@pytest.mark.parametrize("fault", ["error", "cut", "short", "slow"])
+def test_a_range_is_read_again_where_the_store_fails(kept: dict, faults: Faults, fault: Fault) -> None:
+    store, content = store_of(kept), bytes(range(256)) * 40
+    store.replace("file", content, None)
+    assert (store.size("file"), store.size("other")) == (len(content), None)
+    first = faults.seen + 1
+    faults.choose = lambda number, method, path: fault if number == first else None
+    assert store.read_range("file", 1000, 9000) == content[1000:9000]
+    assert faults.seen == first + (fault != "slow")
+    assert store.read_range("file", 5, 5) == b"" and faults.seen == first + (fault != "slow")
+
+
+def test_a_range_that_is_never_whole_is_an_error(kept: dict, faults: Faults) -> None:
+    store = store_of(kept)
+    store.replace("file", bytes(1000), None)
+    with pytest.raises(StoreError, match="file .* gave 990 bytes instead of 1,990"):
+        store.read_range("file", 10, 2000)
+    with pytest.raises(StoreError, match="reading bytes 0 to 10 of other .* failed"):
+        store.read_range("other", 0, 10)
+    faults.choose = lambda number, method, path: "short"
+    with pytest.raises(StoreError, match="gave 500 bytes instead of 1,000"):
+        store.read_range("file", 0, 1000)
 
 
 def test_a_bucket_that_does_not_exist(tiny_config: dict, machine) -> None:

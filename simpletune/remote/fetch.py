@@ -8,9 +8,9 @@ from pathlib import Path
 from simpletune.options import UserError
 from simpletune.remote.index import INDEX, Index, StoredCheckpoint
 from simpletune.remote.link import linked_run
-from simpletune.remote.store import Store, StoreError
 from simpletune.remote.upload import LEFT_OUT
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
+from simpletune.stores.store import Store, StoreError
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say

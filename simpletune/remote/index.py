@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from simpletune.options import UserError, plural
-from simpletune.remote.store import Changed, Store, StoreError
+from simpletune.stores.store import Changed, Store, StoreError
 
 INDEX = "index.json"
 READS = 3  # attempts to read a damaged index

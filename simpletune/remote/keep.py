@@ -14,9 +14,9 @@ from simpletune.options import UserError
 from simpletune.remote.fetch import fetch
 from simpletune.remote.index import Index, read_index, stored_words, take
 from simpletune.remote.link import link, linked_run
-from simpletune.remote.store import Store, StoreError
 from simpletune.remote.upload import Uploader
 from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.stores.store import Store, StoreError
 from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.processes import is_first_process

@@ -15,11 +15,11 @@ from simpletune.config.checkpoints import Checkpoint
 from simpletune.options import UserError
 from simpletune.remote.index import Index, LostRun, StoredCheckpoint, StoredFile, put_index
 from simpletune.remote.link import link, linked_run
-from simpletune.remote.store import Store
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints
 from simpletune.runs.choice import best_step
 from simpletune.runs.folder import REMOTE
 from simpletune.runs.state_file import read_state
+from simpletune.stores.store import Store
 from simpletune.system.atomic import remove
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import duration, say

@@ -27,6 +27,7 @@ PARTS_AT_ONCE = 4
 RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # of one request
 ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # limits of one request
 CHANGED = "the object has changed since it was read"
+READS = 3  # attempts to read a range, beside the client's own
 
 
 class StoreError(OSError):
@@ -41,15 +42,16 @@ class Store:
     """A folder of an object store.
 
     Args:
-        url: of the folder, for example ``s3://bucket/runs/NAME``.
+        url: of the folder, for example ``s3://bucket/runs/NAME``. ``http(s)://`` can only be read, by key.
+        field: of the configuration that names it, for messages.
 
     Raises:
         UserError: obstore is not installed, or the URL or its settings are invalid.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, field: str = "output.runs"):
         self.url = url.rstrip("/")
-        self._store = _open(self.url)
+        self._store = _open(self.url, field)
 
     def keys(self, prefix: str = "") -> dict[str, int]:
         """List the objects under a prefix, which ends in ``/``: their sizes in bytes by key."""
@@ -106,6 +108,41 @@ class Store:
                 return None
             return bytes(answer.bytes()), answer.meta["e_tag"]
 
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None if there is no such object."""
+        import obstore
+
+        with self._errors(f"looking for {key}"):
+            try:
+                return obstore.head(self._store, key)["size"]
+            except FileNotFoundError:
+                return None
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Read the bytes of an object from ``start`` to ``end``, the latter excluded.
+
+        A range that fails, or has another length than asked for, is read up to ``READS`` times. Threads may
+        share a store.
+
+        Raises:
+            StoreError: there is no such object, it is shorter, or it could not be read.
+        """
+        import obstore
+
+        if end <= start:
+            return b""
+        for left in reversed(range(READS)):
+            try:
+                with self._errors(f"reading bytes {start:,} to {end:,} of {key}"):
+                    content = bytes(obstore.get_range(self._store, key, start=start, end=end))
+                    if len(content) != end - start:
+                        raise StoreError(f"{key} in {self.url} gave {len(content):,} bytes instead of {end - start:,}")
+                    return content
+            except StoreError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
     def replace(self, key: str, content: bytes, known: str | None) -> str | None:
         """Store a small object, only if the stored one is still the known one.
 
@@ -159,7 +196,7 @@ def first_sentence(error: Exception) -> str:
     return reason_of(error).partition("Debug source")[0].strip()[:300]
 
 
-def _open(url: str) -> ObjectStore:
+def _open(url: str, field: str) -> ObjectStore:
     """Open a store.
 
     Raises:
@@ -170,11 +207,11 @@ def _open(url: str) -> ObjectStore:
         from obstore.store import from_url
     except ImportError:
         raise UserError(
-            f"output.runs: {url} needs the package obstore, which is not installed. Run: "
-            f".venv/bin/pip install {PACKAGES}",
+            f"{field}: {url} needs the package obstore, which is not installed. Run: .venv/bin/pip install {PACKAGES}",
             code=3,
         ) from None
-    plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    places = [url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
+    plain = any(place.startswith("http://") for place in places)
     try:
         return from_url(
             url,
@@ -183,4 +220,4 @@ def _open(url: str) -> ObjectStore:
         )
     except (BaseError, ValueError) as error:
         reason = redact(first_sentence(error))
-        raise UserError(f"output.runs: {url} cannot be opened ({reason}). Check the URL and the credentials") from None
+        raise UserError(f"{field}: {url} cannot be opened ({reason}). Check the URL and the credentials") from None
