@@ -28,7 +28,7 @@ from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.stream_plan import StreamPlan, stream_plan
 from simpletune.runs.folder import read_metrics
 from simpletune.streams.columns import Columns
-from simpletune.streams.opening import open_rows
+from simpletune.streams.opening import Form, open_rows
 from simpletune.streams.order import epoch_order, substituted
 from simpletune.streams.rows import Held, ShardedRows
 from simpletune.training.loop import train
@@ -87,7 +87,7 @@ def test_parquet_rows_are_found_by_their_number(shards: Path) -> None:
     assert rows.name(8) == "train-00001-of-00003.parquet#00000001"
     one = rows_at(shards / "train-00001-of-00003.parquet")
     assert [one.key(n) for n in range(7)] == [rows.key(n) for n in range(7, 14)], "whatever else is listed"
-    assert len(open_rows(str(shards), COLUMNS, split="00002-of")) == 6
+    assert len(open_rows(str(shards), COLUMNS, Form(split="00002-of"))) == 6
 
 
 def test_a_block_is_read_once_while_it_fits() -> None:

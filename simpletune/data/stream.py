@@ -30,8 +30,8 @@ class Stream(Source):
     """Rows of a data set in shards, found by its own index and read when they are needed."""
 
     source: Literal["stream"] = "stream"
-    """Parquet files or an MDS data set (mosaicml-streaming) of any number of rows. Only the rows that the run uses are
-    read and encoded, and none are listed."""
+    """Parquet files or an MDS data set (mosaicml-streaming) of any number of rows: a folder, a pattern (x/*.parquet), a
+    URL (s3://, gs://, az://), or hf://datasets/OWNER/NAME. Only the rows that the run uses are read and encoded."""
     format: Literal["auto", "parquet", "mds"] = "auto"
     """Kind of shards. auto: mds if there is an index.json, else parquet."""
     split: Annotated[str, Field(min_length=1)] | None = None
@@ -47,6 +47,9 @@ class Stream(Source):
     shuffle_window: Annotated[int, Field(ge=1)] = 8192
     """How many rows are shuffled with each other. An epoch visits the row groups (in MDS the shards) in random order
     and shuffles their rows in windows of this size, so a short run reads few of them. A larger window mixes better."""
+    local_gib: Annotated[float, Field(gt=0)] = 16.0
+    """Room in GiB in output.cache for shards of an MDS data set in an object store or on the hub, which are fetched
+    whole; those used longest ago go first. Parquet files are read in ranges."""
     mask: Literal["alpha"] | None = None
     """Learn only, or mostly, from the opaque parts of the pictures (masked training); null: from all of them."""
 
@@ -86,15 +89,18 @@ class Stream(Source):
             field, _, message = str(error).partition(": ")
             yield Problem(field, message)
 
-    def rows(self) -> ShardedRows:
+    def rows(self, local: Path | None = None) -> ShardedRows:
         """Open the data set and read its index.
+
+        Args:
+            local: keeps shards that are fetched whole; None: a temporary folder.
 
         Raises:
             UserError: it is missing or damaged, or lacks a column.
         """
-        from simpletune.streams.opening import open_rows
+        from simpletune.streams.opening import Form, open_rows
 
-        return open_rows(self.path, self.columns, self.format, self.split)
+        return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
 
     @property
     def columns(self) -> Columns:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -189,7 +190,7 @@ def stream_plan(config: TrainConfig) -> StreamPlan:
         UserError: the data set is missing or damaged, or no rows are left to train on.
     """
     assert isinstance(config.data, Stream)
-    every = streamed_samples(config.data, config.model.multiple)
+    every = streamed_samples(config.data, config.model.multiple, Path(config.output.cache) / "streams")
     training, held_out = split_samples(every, config.validation.split, config.train.seed)
     batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
     return StreamPlan(training, config.objective, config.train.seed, batch, held_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -83,17 +84,18 @@ class StreamedSamples(Sequence[Sample]):
         return np.cumsum(np.where(first, self.rows.block_bytes[blocks], 0)) // HELD
 
 
-def streamed_samples(source: Stream, step: int) -> StreamedSamples:
+def streamed_samples(source: Stream, step: int, local: Path) -> StreamedSamples:
     """All rows of a data set.
 
     Args:
         source: the options, with ``demo:`` names resolved.
         step: sides of buckets are multiples of this, in pixels.
+        local: keeps shards that are fetched whole.
 
     Raises:
         UserError: it is missing or damaged, or lacks a column.
     """
-    rows = source.rows()
+    rows = source.rows(local)
     numbers = np.arange(len(rows), dtype=np.int64)
     if source.aspect == "square":
         size = source.resolution, source.resolution

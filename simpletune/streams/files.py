@@ -24,6 +24,9 @@ class Files(Protocol):
             UserError: they cannot be listed.
         """
 
+    def version(self, name: str) -> str | None:
+        """What changes with a file's content; None: not known."""
+
     def open(self, name: str) -> BinaryIO:
         """Open a file to read and seek in.
 
@@ -70,6 +73,10 @@ class LocalFiles:
             for name in files:
                 if not name.startswith(".") and (Path(folder) / name).is_file():
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
+
+    def version(self, name: str) -> str | None:
+        """Not known without reading it."""
+        return None
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read and seek in."""

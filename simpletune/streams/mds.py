@@ -133,10 +133,12 @@ class MDSRows(ShardedRows):
         """What tells a shard's content: its hashes, or without any its length and the bytes at some places."""
         file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
         about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
-        if not hashes:
+        name = self._folder + file.name
+        if not hashes and (version := self._files.version(name)):
+            about["version"] = version
+        elif not hashes:
             last = max(0, file.bytes - PROBE)
             places = sorted({place * last // (PROBES - 1) for place in range(PROBES)})
-            name = self._folder + file.name
             probes = [self._files.read(name, start, min(file.bytes, start + PROBE)) for start in places]
             about["probes"] = hashlib.sha256(b"".join(probes)).hexdigest()
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
