@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import stream_data
+from launching import Launcher
 from PIL import Image
 from safetensors.torch import load_file
 from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet
@@ -167,7 +168,7 @@ def weights(run: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("form", ["parquet", "zstd"])
+@pytest.mark.parametrize("form", ["parquet", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_resuming_in_the_middle_of_an_epoch_is_exact(
     form: str, tiny_config: dict, shards: Path, tmp_path: Path, shared_cache: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_unusable_rows_stop_the_run_with_their_reasons(tiny_config: dict, tmp_pa
         assert text in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_places_of_unusable_rows_are_taken_and_resuming_stays_exact(tiny_config: dict, tmp_path: Path) -> None:
     place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
     data = config_of(tiny_config, place, on_error="skip")
@@ -246,6 +248,24 @@ def test_the_places_of_unusable_rows_are_taken_and_resuming_stays_exact(tiny_con
     assert {each["name"].partition("-of")[0] + each["name"][-3:] for each in left_out} == {
         "train-00000001", "train-00000004", "train-00001001", "train-00001003",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_change_to_one_give_the_bits_of_one(
+    launcher: Launcher, tiny_config: dict, tmp_path: Path
+) -> None:
+    place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
+    data = config_of(tiny_config, place, on_error="skip", shuffle_window=5)
+    data |= {"train": {"steps": 6, "gradient_accumulation": 2, "reduce": "exact"}, "checkpoint": {"every": 2}}
+    data["output"] |= {"cache": str(tmp_path / "cache")}
+    one = train(validate({**data, "name": "one", "checkpoint": {"every": None}}, "stream"))
+    outcome = launcher.train(data, data, moments={0: "step.begun:5=kill"})
+    assert outcome.codes[0] == -9, outcome.said
+    outcome = launcher.train(data, resume="auto")
+    assert outcome.codes == [0] and "step 4 of 6" in outcome.said[0], outcome.said
+    run = Path(data["output"]["runs"]) / data["name"]
+    assert weights(run) == weights(one)
+    assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(one)]
 
 
 def test_a_data_set_without_a_usable_row_is_refused(tiny_config: dict, tmp_path: Path) -> None:

@@ -76,13 +76,15 @@ class Stream(Source):
         return Scan(sorted(pictures, key=lambda picture: picture.name), rejected, self.captions_from, notes=notes)
 
     def problems(self, path: Path) -> Iterator[Problem]:
-        """Check the index, without reading a row."""
+        """Check the index, without reading a row; that of a URL only when the run starts."""
         if self.repeats != 1:
             yield Problem(
                 "data.repeats",
                 f"{self.repeats} is not possible with data.source stream, the only source of a run. Use 1 and more "
                 "train.epochs",
             )
+        if "://" in self.path:
+            return
         try:
             self.rows()
         except UserError as error:

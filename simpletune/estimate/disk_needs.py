@@ -13,7 +13,6 @@ import numpy as np
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
-from simpletune.data.source import UnusablePicture
 from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.pipeline.stream_plan import StreamPlan
@@ -179,13 +178,10 @@ def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
     some = used[:: max(1, len(used) // TRIED)]
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
     latents = LatentCache(config.model, dtype, Path(config.output.cache), tile)
-    lacking = 0
-    for place, variant in zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True):
-        try:
-            lacking += view_key(plan.view(plan.samples[place], variant)) not in latents.cache
-        except UnusablePicture:  # encoding says so
-            continue
-    return lacking / max(1, len(some))
+    pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
+    samples = plan.samples.uncaptioned()
+    keys = [view_key(plan.view(samples[place], variant)) for place, variant in pairs]
+    return sum(key not in latents.cache for key in keys) / max(1, len(keys))
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:

@@ -34,7 +34,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     steps, asked = config.steps(plan.steps_per_epoch), config.validation.eval_samples
     filling = Filling(config, plan, caches)
     filling.steps(start, steps)
-    filling.evaluation(max(1, MOST if asked == "auto" else asked))
+    filling.evaluation(MOST if asked == "auto" else asked)
     requests = validation_requests(config, filling.plan)
     caches.fill_text(prompts_beside(config, requests))
     planned = config.model.has_modulation and config.memory.modulation != "resident"
@@ -67,11 +67,13 @@ class Filling:
         self._until_all(lambda: self.plan.used(start, steps), False, pictures)
 
     def evaluation(self, count: int) -> None:
-        """Encode what an evaluation of so many samples sees: held-out rows, or the first of the run."""
+        """Encode what an evaluation of so many samples sees: held-out rows, or the first of the run.
+
+        The first one is always tried: it gives the validation prompt, and stands in the manifest.
+        """
         if len(self.plan.drawn):
             self._until_all(lambda: self.plan.usable_drawn()[:count] * self._variants, True)
-        else:
-            self._until_all(lambda: self.plan.first(count) * self._variants, False)
+        self._until_all(lambda: self.plan.first(1 if len(self.plan.drawn) else max(1, count)) * self._variants, False)
 
     def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, pictures: bool = True) -> None:
         """Encode samples, and what takes the place of those that cannot be used, until nothing is missing.

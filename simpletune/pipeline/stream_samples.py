@@ -66,6 +66,10 @@ class StreamedSamples(Sequence[Sample]):
         shapes = None if self.shapes is None else self.shapes[places]
         return replace(self, numbers=self.numbers[places], bucket=self.bucket[places], shapes=shapes)
 
+    def uncaptioned(self) -> StreamedSamples:
+        """The same samples without their captions, which need not be read for them."""
+        return replace(self, source=self.source.model_copy(update={"prompt": "-"}))
+
     def name(self, index: int) -> str:
         """The name of a sample's row."""
         return self.rows.name(int(self.numbers[index]))
