@@ -17,6 +17,7 @@ from simpletune.config.family_rules import family_rules
 from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.output import Output
 from simpletune.config.recompute_rules import recompute_rules
+from simpletune.config.stream_rules import stream_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -193,6 +194,7 @@ class TrainConfig(Option):
         yield from self.precision.rules()
         yield from self._in_backward_rules()
         yield from batch_rules(self)
+        yield from stream_rules(self)
         yield from self.checkpoint.rules()
         yield from self.output.rules()
         if self.train.steps is not None and self.train.epochs is not None:

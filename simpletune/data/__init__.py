@@ -13,6 +13,7 @@ from pydantic import Field
 
 from simpletune.data.folder import Folder
 from simpletune.data.several import Several
+from simpletune.data.stream import Stream
 from simpletune.data.table import Table
 
-Data = Annotated[Folder | Table | Several, Field(discriminator="source")]
+Data = Annotated[Folder | Table | Stream | Several, Field(discriminator="source")]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 LATENTS_VERSION = 2  # increment when the crop of a picture or its encoding changes
 READ_WHOLE = 4 * 2**30  # bytes; if a run's files exceed this, only their headers are checked when it starts
+REMEMBERED = 2**16  # keys whose checksum a process verifies once; it verifies others each time
 PLACES = 2**60  # of keys: the first 15 digits of the hash that names a key's file
 _DAMAGE = (ValueError, KeyError, UserError)
 
@@ -248,7 +249,8 @@ class Cache(KeyedFolder):
             raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
         if key not in self._sound and about.get("crc32") != checksum(tensors):
             raise UserError(f"{file} is damaged (its checksum does not match)")
-        self._sound.add(key)
+        if len(self._sound) < REMEMBERED:
+            self._sound.add(key)
         return tensors
 
 

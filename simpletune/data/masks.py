@@ -58,9 +58,18 @@ def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
     Raises:
         UnusablePicture: the picture has no transparency.
     """
+    require_alpha(data)
+    return Mask("alpha", digest, read)
+
+
+def require_alpha(data: bytes) -> None:
+    """Check that a picture has an opacity of its own.
+
+    Raises:
+        UnusablePicture: it has none.
+    """
     if not has_alpha(data):
         raise UnusablePicture("has no transparency, which data.mask=alpha reads. Add an alpha channel")
-    return Mask("alpha", digest, read)
 
 
 def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: Size) -> Mask:
@@ -127,7 +136,7 @@ def latent_mask(view: View) -> np.ndarray:
         raise UnusablePicture(f"its mask cannot be read ({error.strerror or error})") from None
     if not image.getextrema()[1]:
         raise UnusablePicture("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
-    if image.size != view.picture.size:
+    if mask.kind == "file" and image.size != view.picture.size:
         image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
     pixels = (cut(image.convert("RGB"), view.bucket, view.offset, view.flip)[0] + 1) * 127.5  # [h, w]
     height, width = pixels.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import Draw, Sample, View, make_samples, repeats_of
 from simpletune.data.several import Several, field_of
+from simpletune.data.shares import SourceShare, share_of_listed
 from simpletune.data.source import Picture, Source
 from simpletune.data.split import split_pictures
 from simpletune.models.buckets import Size
@@ -98,18 +99,23 @@ class Plan:
     ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
-        self.samples, self.data, self.objective = list(samples), data, objective
-        self.held_out, self.seed = list(held_out), seed
+        self.samples, self.data, self.objective = samples, data, objective
+        self.held_out, self.seed = held_out, seed
         self.batch_size, self.accumulation = batch.batch_size, batch.accumulation
         self.sources = data.members
         self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
-        self.buckets: dict[Size, list[int]] = defaultdict(list)
-        for index, sample in enumerate(self.samples):
-            self.buckets[sample.bucket].append(index)
+        self.buckets = self._by_bucket()
         self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.buckets.values())
         self.steps_per_epoch = steps_in_epoch(map(len, self.buckets.values()), batch)
         """Optimizer steps in an epoch."""
         self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
+
+    def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
+        """The samples of each bucket."""
+        found: dict[Size, list[int]] = defaultdict(list)
+        for index, sample in enumerate(self.samples):
+            found[sample.bucket].append(index)
+        return found
 
     @property
     def samples_per_step(self) -> float:
@@ -141,7 +147,7 @@ class Plan:
         """The size of the bucket with the most pixels."""
         return max(self.sizes(), key=lambda size: size[0] * size[1])
 
-    def _order_of_epoch(self, number: int) -> list[list[int]]:
+    def _order_of_epoch(self, number: int) -> Sequence[Sequence[int]]:
         """The micro-batches (sample indices) of one epoch; a bucket's last one may be short."""
         batches = []
         for (width, height), members in sorted(self.buckets.items()):
@@ -164,7 +170,11 @@ class Plan:
         """The pixels of a picture of each micro-batch of a step, which its cost follows."""
         epoch, places = self._places(step)
         order = self._epoch(epoch)
-        return [math.prod(self.samples[order[place][0]].bucket) for place in places]
+        return [math.prod(self._bucket_of(order[place][0])) for place in places]
+
+    def _bucket_of(self, index: int) -> Size:
+        """The bucket of a sample."""
+        return self.samples[index].bucket
 
     def samples_in(self, step: int) -> int:
         """How many samples a step contains over all its micro-batches."""
@@ -233,13 +243,32 @@ class Plan:
             yield from ((sample, variant) for variant in range(self.source_of(sample).variants))
         yield from ((sample, 0) for sample in self.held_out)
 
+    def pictures(self) -> int:
+        """The number of different pictures that are trained on."""
+        return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
+
+    def share(self, index: int, path: str) -> SourceShare:
+        """What one source contributes to an epoch.
+
+        Args:
+            index: of the source.
+            path: as it is shown.
+        """
+        return share_of_listed(self, index, path)
+
     def example(self) -> str:
         """The prompt of the first sample that is not for regularization."""
         return self.prompt(self._subjects()[0], 0)
 
-    def _subjects(self) -> list[Sample]:
+    def _subjects(self) -> Sequence[Sample]:
         """The samples that are not for regularization; all of them if there is no other."""
         return [sample for sample in self.samples if not self.source_of(sample).regularization] or self.samples
+
+    def _evaluated(self, count: int) -> list[Sample]:
+        """The samples of an evaluation: evenly spread, in order."""
+        samples = self.held_out or self._subjects()
+        few = count < len(samples)
+        return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
     def evaluation(self, count: int) -> list[Draw]:
         """A fixed set of draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
@@ -248,9 +277,8 @@ class Plan:
         with samples, so that the two are not correlated.
         """
         levels = stream(self.seed, "evaluation-levels").permutation(count)
-        draws, samples = [], self.held_out or self._subjects()
-        for index in range(count):
-            sample = samples[index * len(samples) // count if count < len(samples) else index % len(samples)]
+        draws = []
+        for index, sample in enumerate(self._evaluated(count)):
             level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.picture.source])
             draws.append(Draw(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index)))
         return draws

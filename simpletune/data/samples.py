@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simpletune.data.several import Several, field_of
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.models.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.options import Json
 
 
 @dataclass(frozen=True)
@@ -109,3 +111,17 @@ def make_samples(
         bucket = bucket_of(picture, source, step)
         samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
     return samples
+
+
+def samples_by_bucket(manifest: Sequence[Json]) -> Counter[str]:
+    """How many samples each bucket has in an epoch, by the manifest of a plan; a stream's says so in its first line."""
+    if manifest and "buckets" in manifest[0]:
+        return Counter(manifest[0]["buckets"])
+    return Counter("x".join(map(str, row["bucket"])) for row in manifest if not row.get("held_out"))
+
+
+def pictures_in(manifest: Sequence[Json]) -> int:
+    """How many pictures are trained on, by the manifest of a plan."""
+    if manifest and "buckets" in manifest[0]:
+        return samples_by_bucket(manifest).total()
+    return len({row["file"] for row in manifest if not row.get("held_out")})

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.data.folder import Folder
 from simpletune.data.prompts import prompt_of, prompts_vary
 from simpletune.data.source import Picture, Rejected, Scan, Source
+from simpletune.data.stream import Stream
 from simpletune.data.table import Table
 from simpletune.options import Option, Problem, UserError
 
@@ -28,6 +29,9 @@ class Several(Option):
     """Sources (concepts, subsets, backends) with fields of their own: repeats, weight, prompt, resolution, aspect,
     captions. The same folder may be listed more than once, as for a bucketed and a square copy. An override of
     data.FIELD sets the field in every source, of data.sources.0.FIELD in the first."""
+
+    streamed: ClassVar[bool] = False
+    """Whether rows are read when they are needed; no such source mixes with others."""
 
     @property
     def members(self) -> tuple[Source, ...]:
@@ -131,7 +135,9 @@ def _scan(data: Several, index: int, source: Source) -> Scan:
         raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
 
 
-def with_paths(data: Folder | Table | Several, change: Callable[[str], str]) -> Folder | Table | Several:
+def with_paths(
+    data: Folder | Table | Stream | Several, change: Callable[[str], str]
+) -> Folder | Table | Stream | Several:
     """The same sources with other paths of pictures and masks.
 
     Args:

@@ -25,8 +25,8 @@ class SourceShare:
         passes: how often each of them appears in an epoch; a range if folder names repeat some more often.
         samples: their presentations in an epoch.
         held_out: pictures that ``validation.split`` holds out.
-        prompts: different prompts over all variants, without the empty one of caption dropout.
-        crops: different crops and flips over all variants.
+        prompts: different prompts over all variants, without the empty one of caption dropout; None: not counted.
+        crops: different crops and flips over all variants; None: not counted.
         masks: how many of the pictures have a mask.
         weight: factor of the loss.
         regularization: whether it is for prior preservation.
@@ -38,8 +38,8 @@ class SourceShare:
     passes: str
     samples: int
     held_out: int
-    prompts: int
-    crops: int
+    prompts: int | None
+    crops: int | None
     masks: int
     weight: float
     regularization: bool
@@ -48,8 +48,9 @@ class SourceShare:
     def in_words(self) -> str:
         """One line about the source."""
         parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
-        parts += [self.shape, plural(self.prompts, "prompt")]
-        parts += [plural(self.crops, "crop")] if self.crops != self.pictures + self.held_out else []
+        parts += [self.shape, *([] if self.prompts is None else [plural(self.prompts, "prompt")])]
+        counted = self.crops is not None and self.crops != self.pictures + self.held_out
+        parts += [plural(self.crops or 0, "crop")] if counted else []
         parts += [plural(self.masks, "mask")] if self.masks else []
         parts += [f"loss weight {self.weight:g}"] if self.weight != 1 else []
         parts += ["for regularization"] if self.regularization else []
@@ -65,10 +66,12 @@ def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
         names: paths to show instead of those of the plan's sources.
     """
     paths = names or tuple(source.path for source in plan.sources)
-    return [_share(plan, index, source, paths[index]) for index, source in enumerate(plan.sources)]
+    return [plan.share(index, path) for index, path in enumerate(paths)]
 
 
-def _share(plan: Plan, index: int, source: Source, path: str) -> SourceShare:
+def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
+    """What one source contributes to a plan that lists its samples."""
+    source: Source = plan.sources[index]
     samples = [sample for sample in plan.samples if sample.picture.source == index]
     held_out = [sample for sample in plan.held_out if sample.picture.source == index]
     firsts = [sample for sample in samples if not sample.repeat]
@@ -92,7 +95,7 @@ def _share(plan: Plan, index: int, source: Source, path: str) -> SourceShare:
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
     """One line for each source, numbered; nothing for a single source without options of its own."""
-    if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or found[0].prompts > found[0].pictures):
+    if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or (found[0].prompts or 0) > found[0].pictures):
         return
     for index, share in enumerate(found):
         yield f"source {index}: {share.in_words()}" if len(found) > 1 else share.in_words()
@@ -121,8 +124,8 @@ def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
             share.passes,
             f"{share.samples:,}",
             share.shape,
-            f"{share.prompts:,}",
-            f"{share.crops:,}",
+            "not counted" if share.prompts is None else f"{share.prompts:,}",
+            "not counted" if share.crops is None else f"{share.crops:,}",
             f"{share.masks:,}",
             f"{share.weight:g}",
             "regularization" if share.regularization else "training",

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -26,11 +26,13 @@ class Mask:
         kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a file of its own.
         digest: SHA-256 of the bytes.
         read: returns the bytes.
+        by_row: the digest is that of the row's place, and reading verifies the bytes by itself.
     """
 
     kind: Literal["alpha", "file"]
     digest: str
     read: Callable[[], bytes] = field(compare=False, repr=False)
+    by_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Picture:
         more: its other captions, if it has several.
         repeats: how often its folder's name repeats it, beside ``data.repeats``.
         mask: where it is learned from; None: everywhere.
+        by_row: the digest is that of the row's place in a data set in shards, which is known without reading the
+            picture; reading verifies the bytes by itself.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Picture:
     more: tuple[str, ...] = ()
     repeats: int = 1
     mask: Mask | None = None
+    by_row: bool = False
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -80,7 +85,7 @@ def same_bytes(picture: Picture | Mask) -> bytes:
         UnusablePicture: it cannot be read, or has changed since the scan.
     """
     data = picture.read()
-    if hashlib.sha256(data).hexdigest() != picture.digest:
+    if not picture.by_row and hashlib.sha256(data).hexdigest() != picture.digest:
         raise UnusablePicture("has changed since the folder was scanned. Restart")
     return data
 
@@ -144,6 +149,9 @@ class Source(Option):
     if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
         source: str
         mask: str | None
+
+    streamed: ClassVar[bool] = False
+    """Whether its rows are found by number and read when they are needed, instead of listed before the run."""
 
     path: Annotated[str, AfterValidator(_named)]
     """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""

@@ -146,6 +146,8 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     Raises:
         UserError: the data cannot be scanned at all.
     """
+    if config.data.streamed:  # whose split draws from all rows, and not from those that are looked at
+        config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     pictures = _named(without(scan.pictures, small), config)

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.models.prompts import groups_of
 from simpletune.pipeline.encode import TextCache, prompts_of, validation_requests
 from simpletune.pipeline.latent_cache import LatentCache
+from simpletune.pipeline.stream_plan import StreamPlan
 from simpletune.prior import ClassPictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.system.console import say
@@ -23,6 +26,7 @@ from simpletune.text.sizes import text_parameters
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, per pixel
 HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
+TRIED = 32  # rows of a stream that say how much of it is cached
 CLOSE = 0.8  # of the free space: warn above this
 
 
@@ -63,8 +67,22 @@ class DataCounts(NamedTuple):
             config: with folders resolved.
             plan: of the run.
         """
-        prompts, pixels = _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
-        return cls.of(plan)._replace(prompts=prompts, pixels=pixels)
+        prompts, pixels = _to_encode(config, plan)
+        return cls.read_by(config, plan)._replace(prompts=prompts, pixels=pixels)
+
+    @classmethod
+    def read_by(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
+        """Count what a run reads of its data; of a stream, what its steps from ``start`` on use."""
+        return cls.of_stream(config, plan, start) if isinstance(plan, StreamPlan) else cls.of(plan)
+
+    @classmethod
+    def of_stream(cls, config: TrainConfig, plan: StreamPlan, start: int = 0) -> DataCounts:
+        """Count what the steps of a run from ``start`` on use of a stream. Its prompts count as all different."""
+        used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
+        areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
+        prompts = len(used) if plan.samples.source.prompt is None else 1
+        pixels = int(areas[plan.samples.bucket[used]].sum())
+        return cls(plan.pictures(), prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
 
 NOTHING = DataCounts(0, 0, 0, 0)
@@ -128,14 +146,14 @@ def disk_needs(
     if plan is None:
         pixels, prompts = counts.pixels, counts.prompts
     else:
-        pixels, prompts = _pixels_to_encode(config, plan), _prompts_to_encode(config, plan)
+        prompts, pixels = _to_encode(config, plan, start)
     prompt = _bytes_of_prompt(config)
     latents = pixels // 64 * config.model.latent_channels * LATENT_BYTES
     if config.output.place.url is None:
         yield Need("cached pictures", cache, latents)
         yield Need("cached prompts", cache, prompts * prompt)
     else:
-        read = DataCounts.of(plan) if plan is not None else counts
+        read = counts if plan is None else DataCounts.read_by(config, plan, start)
         whole = read.pixels // 64 * config.model.latent_channels * LATENT_BYTES + read.prompts * prompt
         yield Need("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
@@ -162,6 +180,26 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
     every = option.every or steps
     due = [*range(start - start % every + every, steps, every), *([steps] if start < steps else [])]
     return max(0, option.most_at_once([*there, *due], best) - len(option.kept(there)))
+
+
+def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
+    """The prompts, and the pixels of crops, that are not cached."""
+    if not isinstance(plan, StreamPlan):
+        return _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
+    counts, lacking = DataCounts.of_stream(config, plan, start), _share_lacking(config, plan, start)
+    return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
+
+
+def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
+    """The share of a stream's crops whose latents are not cached, by a few of them."""
+    used = plan.used(start, config.steps(plan.steps_per_epoch))
+    some = used[:: max(1, len(used) // TRIED)]
+    dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
+    latents = LatentCache(config.model, dtype, config.output.place, tile)
+    pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
+    samples = plan.samples.uncaptioned()
+    keys = [view_key(plan.view(samples[place], variant)) for place, variant in pairs]
+    return sum(key not in latents.cache for key in keys) / max(1, len(keys))
 
 
 def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:

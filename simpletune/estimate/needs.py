@@ -15,6 +15,7 @@ from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
+from simpletune.pipeline.stream_plan import stream_plan
 from simpletune.prior import ClassPictures
 from simpletune.simulation.simulate_stages import JobReport
 from simpletune.simulation.simulate_text import parts_in_steps
@@ -75,9 +76,11 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
 def counts_of(config: TrainConfig) -> DataCounts | None:
     """Count the pictures and prompts of the data set; None if it is missing or cannot be read."""
     paths = [source.path for source in config.data.members]
-    if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
-        return None
     try:
+        if config.data.streamed:
+            return DataCounts.of_stream(config, stream_plan(config))
+        if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
+            return None
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
         found = DataCounts.of(make_plan(config, without(pictures, small)))

@@ -197,7 +197,7 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
     members = config.data.members
     wanted = [each for each in scan_sources(config.data).pictures if not members[each.source].regularization]
     there = {(picture.source, picture.name): picture for picture in wanted}
-    trained: Json = read_json_or_none(run / DATA) or {}
+    trained: Json = {} if config.data.streamed else read_json_or_none(run / DATA) or {}  # a stream lists no pictures
     rows = {(row.get("source", 0), row["file"]): row["sha256"] for row in trained.get("samples", [])}
     rows = {key: digest for key, digest in rows.items() if not members[key[0]].regularization}
     lacking = [key[1] for key, digest in rows.items() if key not in there or there[key].digest != digest]

@@ -30,6 +30,7 @@ from simpletune.pipeline.latent_cache import LatentCache, all_finite, free_memor
 from simpletune.pipeline.masks import MaskCache
 from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
+from simpletune.pipeline.stream_plan import StreamPlan
 from simpletune.shards.cache import ShardedCache
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system.console import progress
@@ -189,6 +190,7 @@ class Prepared:
         requests: the validation pictures to draw.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
+        notes: what else to say of the data; a plan that lists no samples has nothing else to tell it from.
     """
 
     plan: Plan
@@ -198,6 +200,7 @@ class Prepared:
     requests: list[Request]
     captions: str
     left_out: list[Rejected] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
         """The training data and the skipped entries, for the run's folder."""
@@ -226,7 +229,9 @@ class Prepared:
         return {*self.plan.sizes(), *((request.width, request.height) for request in self.requests)}
 
 
-def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer) -> Prepared:
+def encode(
+    config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
+) -> Prepared:
     """Fill the caches. Each process encodes its share, and waits at the end until all is there.
 
     Args:
@@ -234,24 +239,62 @@ def encode(config: TrainConfig, data: PlannedData, accelerator: Accelerator, sta
         data: the scanned data and its plan.
         accelerator: provides the processes and the device.
         stages: records the time and memory of each stage.
+        start: steps that are done. Of a stream, only what the others use is encoded.
 
     Raises:
         UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
     """
-    place, dtype, plan = config.output.place, config.precision.encoder_dtype(), data.plan
-    text = TextCache(config.model, dtype, place, config.text)
-    latents, masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
-    share, device = Share(accelerator.process_index, accelerator.num_processes), accelerator.device
+    plan, caches = data.plan, Caches(config, accelerator, stages)
+    if isinstance(plan, StreamPlan):
+        from simpletune.pipeline.stream_encode import encode_stream
+
+        return encode_stream(config, plan, caches, start)
     requests = validation_requests(config, plan)
-    with stages.stage("text"):
-        text.fill(prompts_of(config, plan, requests), device, share)
-    with stages.stage("latents"):
-        _, found = latents.fill(plan.views(), device, share)
-        rejected = agreed([*found, *masks.fill(plan.views(), share)], plan.views(), accelerator)
+    caches.fill_text(prompts_of(config, plan, requests))
+    rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, without(data.usable, rejected))
-    return Prepared(plan, text, latents, masks, requests, data.captions, [*data.left_out, *rejected])
+    return caches.prepared(plan, requests, data.captions, [*data.left_out, *rejected])
+
+
+class Caches:
+    """The caches of a run, filled in their stages.
+
+    Args:
+        config: the configuration, with folders resolved.
+        accelerator: provides the processes and the device.
+        stages: records the time and memory of each stage.
+    """
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, stages: StageTimer):
+        place, dtype = config.output.place, config.precision.encoder_dtype()
+        self.text = TextCache(config.model, dtype, place, config.text)
+        self.latents, self.masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
+        self._share = Share(accelerator.process_index, accelerator.num_processes)
+        self._accelerator, self._stages = accelerator, stages
+
+    def fill_text(self, prompts: Iterable[str]) -> None:
+        """Encode the prompts that are not cached."""
+        with self._stages.stage("text"):
+            self.text.fill(prompts, self._accelerator.device, self._share)
+
+    def fill_pictures(self, parts: Sequence[Sequence[View]]) -> list[Rejected]:
+        """Encode the crops that are not cached, one part after the other.
+
+        Returns:
+            What any process has rejected, equal in all of them.
+        """
+        found: list[Rejected] = []
+        with self._stages.stage("latents"):
+            for views in parts:
+                found += self.latents.fill(views, self._accelerator.device, self._share)[1]
+                found += self.masks.fill(views, self._share)
+            return agreed(found, [view for views in parts for view in views], self._accelerator)
+
+    def prepared(self, plan: Plan, requests: list[Request], captions: str, left_out: list[Rejected]) -> Prepared:
+        """The result, once all is there."""
+        return Prepared(plan, self.text, self.latents, self.masks, requests, captions, left_out)
 
 
 def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accelerator) -> list[Rejected]:
@@ -272,10 +315,19 @@ def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -
 
 def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
-    captions = plan.captions()
+    return [*with_class(config, plan.captions()), *prompts_beside(config, requests)]
+
+
+def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
+    """The captions, and their prompts of the class if every micro-batch has a second pass with them."""
     of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
+    return [*captions, *of_class]
+
+
+def prompts_beside(config: TrainConfig, requests: Sequence[Request]) -> list[str]:
+    """The prompts that are not of the data: of validation pictures, and those for which drift is measured."""
     drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
-    return [*captions, *of_class, *drawn, *drift_prompts(config.validation)]
+    return [*drawn, *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:

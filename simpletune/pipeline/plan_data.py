@@ -14,6 +14,7 @@ from simpletune.data.several import scan_sources, source_notes, stopping
 from simpletune.data.source import Picture, Rejected
 from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
+from simpletune.pipeline.stream_plan import stream_plan
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
 from simpletune.text.placeholders import occurs
@@ -45,6 +46,8 @@ def plan_data(config: TrainConfig) -> PlannedData:
     Raises:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
+    if config.data.streamed:
+        return plan_stream(config)
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
@@ -59,6 +62,23 @@ def plan_data(config: TrainConfig) -> PlannedData:
     require_token(config, plan)
     failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def plan_stream(config: TrainConfig) -> PlannedData:
+    """Plan the run over a data set in shards by its index, without reading a row.
+
+    Args:
+        config: the configuration, with folders resolved.
+
+    Raises:
+        UserError: the data set is missing or damaged.
+    """
+    plan = stream_plan(config)
+    for note in [*plan.samples.rows.notes(), *source_notes(config.data)]:
+        say(f"data    {note}")
+    require_positions(config, plan)
+    failpoint("data.scanned")
+    return PlannedData(plan, [], plan.samples.source.captions_from, [])
 
 
 def hint_at_shares(plan: Plan) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING, drift_words
+from simpletune.data.samples import pictures_in
 from simpletune.data.several import with_paths
 from simpletune.hub.fetch import is_hub_name
 from simpletune.models.family_facts import Licence
@@ -50,7 +51,7 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
 def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
     """Build the text of a model card; arguments as for ``write_card``."""
     example = example_of(config, manifest[0]["caption"])
-    pictures = len({row["file"] for row in manifest if not row.get("held_out")})
+    pictures = pictures_in(manifest)
     sections = [
         front_matter(config),
         f"# {config.name}",

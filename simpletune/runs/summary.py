@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.data.evaluation import drift_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
-from simpletune.data.samples import Sample
+from simpletune.data.samples import Sample, samples_by_bucket
 from simpletune.data.shares import source_lines
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, plural, shortened
@@ -88,16 +87,16 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         saved: checkpoint.
     """
     step, attempts = saved.step, read_attempts(run)
-    samples = [row for row in saved.manifest if not row.get("held_out")]
+    buckets = samples_by_bucket(saved.manifest)
     micros = saved.micro_batches or config.train.accumulation * saved.processes
     batch = GlobalBatch(config.train.micro_batch, micros)
-    per_epoch = steps_in_epoch(Counter(tuple(row["bucket"]) for row in samples).values(), batch)
+    per_epoch = steps_in_epoch(buckets.values(), batch)
     asked = config.steps(per_epoch)
     summary: Json = {"name": config.name, "steps": step, "steps_asked": asked, "steps_per_epoch": per_epoch}
     if step < asked:
         summary["status"] = f"finished early at step {step} of {asked}"
     rows = [row for row in read_metrics(run) if row["step"] <= step]
-    summary |= _paced(rows, attempts, len(samples) / per_epoch)
+    summary |= _paced(rows, attempts, buckets.total() / per_epoch)
     summary |= _first_and_final([row["loss"] for row in rows])
     if attempts:
         summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
@@ -193,11 +192,10 @@ def print_stopped(run: Path, steps: int) -> None:
 def print_data(prepared: Prepared) -> None:
     """Print the training data."""
     plan = prepared.plan
-    pictures = {(plan.source_of(sample).path, sample.picture.name) for sample in plan.samples}
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
-    say(f"data    {plural(len(pictures), 'picture')}, {an_epoch}")
+    say(f"data    {plural(plan.pictures(), 'picture')}, {an_epoch}")
     for line in source_lines(prepared.sources()):
         say(f"        {line}")
     if plan.held_out:
@@ -207,14 +205,21 @@ def print_data(prepared: Prepared) -> None:
     if plan.fillers:
         many = plural(plan.fillers, "filler row", "filler rows")
         say(f"        {many} per epoch without weight in the loss, to complete micro-batches")
+    for note in prepared.notes if plan.data.streamed else _notes_of(prepared):
+        say(f"        {note}")
+
+
+def _notes_of(prepared: Prepared) -> Iterator[str]:
+    """What else to say of listed data: pictures that are scaled up, and long captions."""
+    plan = prepared.plan
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:
         one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
-        say(f"        {plural(small, one, many)} scaled up")
+        yield f"{plural(small, one, many)} scaled up"
     too_long = prepared.text.too_long(plan.captions())
     if too_long:
         many = plural(len(too_long), "caption is", "captions are")
-        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the first 77")
+        yield f"{many} longer than 77 tokens: the CLIP encoders see only the first 77"
 
 
 def _scaled_up(sample: Sample) -> bool:

@@ -62,6 +62,14 @@ class Store:
             chunks = obstore.list(self._store, prefix or None)
             return {meta["path"]: meta["size"] for chunk in chunks for meta in chunk}
 
+    def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """List the objects under a prefix, which ends in ``/``: their sizes in bytes and ETags by key."""
+        import obstore
+
+        with self._errors(f"listing {prefix or 'the folder'}"):
+            chunks = obstore.list(self._store, prefix or None)
+            return {meta["path"]: (meta["size"], meta["e_tag"] or "") for chunk in chunks for meta in chunk}
+
     def upload(self, file: Path, key: str) -> None:
         """Store a file under a key. The object appears whole or not at all.
 

@@ -180,7 +180,8 @@ def load_model(
     transformer = load_base_together(config, accelerator, prepared.sizes(), cache_of_bases(config))
     failpoint("model.loaded")
     total = config.model.parameter_count()
-    text = load_text_side(config, prepared.text, prepared.plan.captions(), accelerator.device)
+    captions = prepared.plan.captions() if config.text.trains else []
+    text = load_text_side(config, prepared.text, captions, accelerator.device)
     core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
     average = average_of(config, transformer, core.optimizer)
     if saved:

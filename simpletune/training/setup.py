@@ -103,7 +103,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         require_room(resolved, data.plan, start, options.force)
     predicted, timed = predict(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
     attention = settle_attention(resolved, data.plan.sizes(), device)
-    prepared = encode(resolved, data, accelerator, stages)
+    prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
     announce_resume(saved, config, prepared, processes)
     if main:

@@ -1,0 +1,43 @@
+"""What a run cannot do whose data is read while it is prepared, row by row, instead of listed before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from simpletune.options import Problem
+from simpletune.prior import ClassPictures
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+
+
+def stream_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Check what needs all pictures or captions before the first step."""
+    if not config.data.streamed:
+        return
+    if config.train.batch_size == "auto":
+        yield Problem(
+            "train.batch_size",
+            "auto may change after pictures were encoded, and with it which rows of a stream the run uses. Use a "
+            "number; simpletune estimate says what fits",
+        )
+    split = config.validation.split
+    if split is not None and split < 1:
+        yield Problem(
+            "validation.split",
+            f"{split:g} would hold out a share of a stream by the bytes of all its pictures, which are not read. Use a "
+            "whole number of pictures, such as 64",
+        )
+    if config.text.trains:
+        yield Problem(
+            "text",
+            "training the text side reads every caption of the data before the first step, and a stream's are read "
+            "when they are needed. Use data.source table or folder, or text without embeddings and lora",
+        )
+    if isinstance(config.prior, ClassPictures):
+        yield Problem(
+            "prior.method",
+            f"{config.prior.method} adds a source of class pictures, and a stream does not mix with other sources. Use "
+            "another prior.method, or data.source table",
+        )

@@ -1,0 +1,48 @@
+"""The columns of a data set that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simpletune.options import UserError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a data set that are read.
+
+    Args:
+        picture: of the pictures' bytes.
+        caption: of the captions; None: there is one prompt for all.
+        size: of the pictures' widths and heights in pixels; None: they are not needed.
+    """
+
+    picture: str
+    caption: str | None
+    size: tuple[str, str] | None = None
+
+    def named(self) -> dict[str, str]:
+        """The columns by the field of the configuration that names them."""
+        found = {"image_column": self.picture}
+        if self.caption is not None:
+            found["caption_column"] = self.caption
+        return found | (dict(zip(("width_column", "height_column"), self.size, strict=True)) if self.size else {})
+
+
+def require_columns(columns: Columns, known: Sequence[str], where: str) -> None:
+    """Check that a data set has the columns that are read.
+
+    Args:
+        columns: those that are read.
+        known: those that it has.
+        where: the file that lists them.
+
+    Raises:
+        UserError: one is missing.
+    """
+    for field, name in columns.named().items():
+        if name in known:
+            continue
+        more = " (data.aspect=square needs no sizes)" if field in ("width_column", "height_column") else ""
+        raise UserError(f"data.{field}: {where} has no column {name!r}. Use one of: {', '.join(known)}{more}")

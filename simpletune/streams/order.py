@@ -1,0 +1,102 @@
+"""The order in which an epoch visits rows in shards: random, and yet near-sequential.
+
+Blocks are shuffled as wholes. Their rows, one block after another, form windows, and rows are shuffled within a window.
+So a stretch of the epoch touches few blocks, and any part of it can be computed from the seed and the epoch's number.
+tests/reference/stream_order.py says the same row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+from simpletune.system.rng import stream
+
+
+def epoch_order(
+    key: tuple[int, int],
+    block: np.ndarray,  # [n]
+    bucket: np.ndarray,  # [n]
+    window: int,
+    batch_size: int,
+) -> np.ndarray:  # int64 [micro-batches, batch_size]
+    """The micro-batches of one epoch: numbers of samples, each once; -1 fills up a bucket's last one.
+
+    Args:
+        key: the run's seed and the epoch's number.
+        block: the block of each sample.
+        bucket: the bucket of each sample; a micro-batch has one bucket.
+        window: how many rows are shuffled with each other.
+        batch_size: samples of a micro-batch.
+    """
+    seed, epoch = key
+    present = np.unique(block)
+    rank = np.empty(int(present[-1]) + 1, dtype=np.int64)
+    rank[present[stream(seed, "block-order", epoch).permutation(len(present))]] = np.arange(len(present))
+    window_of = np.empty(len(block), dtype=np.int64)
+    window_of[np.argsort(rank[block], kind="stable")] = np.arange(len(block)) // window
+    order = np.lexsort((stream(seed, "row-order", epoch).random(len(block)), window_of, bucket))
+    micros = [_in_batches(members, batch_size) for members in np.split(order, _ends(bucket[order]))]
+    batches = np.concatenate(micros)
+    last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch waits for its last row
+    return batches[np.lexsort((stream(seed, "pass-order", epoch).random(len(batches)), last))]
+
+
+def _ends(bucket: np.ndarray) -> np.ndarray:
+    """Where the next bucket begins, in samples sorted by bucket."""
+    return np.flatnonzero(np.diff(bucket)) + 1
+
+
+def _in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:
+    filled = np.full(-(-len(members) // batch_size) * batch_size, -1, dtype=np.int64)
+    filled[: len(members)] = members
+    return filled.reshape(-1, batch_size)
+
+
+def substituted(
+    batches: np.ndarray,  # [micro-batches, batch_size]
+    bucket: np.ndarray,  # [n]
+    unusable: np.ndarray,
+) -> np.ndarray:
+    """An epoch's order in which the place of an unusable sample goes to the next usable one of its bucket.
+
+    Args:
+        batches: the epoch's order.
+        bucket: the bucket of each sample.
+        unusable: numbers of samples; each bucket has a usable one.
+    """
+    flat = batches.reshape(-1).copy()
+    bad = np.isin(flat, unusable)
+    for number in np.unique(bucket[flat[bad]]):
+        places = np.flatnonzero((flat >= 0) & (bucket[flat] == number))
+        good, gone = places[~bad[places]], places[bad[places]]
+        flat[gone] = flat[good[np.searchsorted(good, gone) % len(good)]]
+    return flat.reshape(batches.shape)
+
+
+class Micros(Sequence[Sequence[int]]):
+    """The micro-batches of an epoch, as lists of samples.
+
+    Args:
+        batches: numbers of samples, -1 where a micro-batch is short: int64 [micro-batches, batch_size].
+    """
+
+    def __init__(self, batches: np.ndarray):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @overload
+    def __getitem__(self, place: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[list[int]]: ...
+
+    def __getitem__(self, place: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        row = self.batches[place]
+        return [int(number) for number in row[row >= 0]]
