@@ -118,6 +118,8 @@ class FamilyFacts(Option):
     """The names of its CLIP text encoders."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
+    shards: ClassVar[bool] = False
+    """Whether processes may divide the weights of its models among them."""
 
     # What a family must tell
 
