@@ -286,7 +286,7 @@ def test_state_is_joined_and_cut_in_any_way() -> None:
         start = chance.randrange(96)
         stop = chance.randrange(start + 1, 98)
         state = joined_state([p for p in pieces if p.start < stop and start < p.stop], start, stop)
-        assert torch.equal(state["exp_avg"], whole[start:stop]) and state["step"] == 7
+        torch.testing.assert_close(state, {"exp_avg": whole[start:stop], "step": torch.tensor(7.0)}, rtol=0, atol=0)
     with pytest.raises(ValueError, match="lack"):
         joined_state([StatePiece(0, 5, {"exp_avg": whole[:5]})], 0, 6)
 
@@ -399,14 +399,13 @@ def by_hand(rank: int) -> None:
             divided(inputs[rank]).float().square().mean().backward()
             taken = sharding.take_gradients()
             norms = sharding.norms(taken)
-            gradients = [p.grad.float() for p in whole.parameters()]
-            tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
-            torch.testing.assert_close(norms, [g.norm() for g in gradients], **tolerance)
+            rtol, atol = (1e-5, 1e-7) if dtype == torch.float32 else (2e-2, 1e-3)
+            wanted = [gradient_of(p).float().norm() for p in whole.parameters()]
+            torch.testing.assert_close(norms, wanted, rtol=rtol, atol=atol)
             sharding.clip_each(taken, norms, 0.3)
-            torch.nn.utils.get_total_norm(gradients)
             for p in whole.parameters():
                 torch.nn.utils.clip_grad_norm_([p], 0.3)
-            same_gradients(sharding, whole, tolerance)
+            same_gradients(sharding, whole, rtol, atol)
             key_draws(optimizer, 5, step)
             key_draws(alone, 5, step)
             optimizer.step()
@@ -415,7 +414,7 @@ def by_hand(rank: int) -> None:
             else:
                 with torch.no_grad():
                     for name, p in whole.named_parameters():
-                        new, *kept = adamw_step(p, p.grad, means[name], step, 0.01, (0.9, 0.999), 1e-8, 0.1)
+                        new, *kept = adamw_step(p, gradient_of(p), means[name], step, 0.01, (0.9, 0.999), 1e-8, 0.1)
                         means[name] = (kept[0], kept[1])
                         p.copy_(new)
             for name, p in whole.named_parameters():
@@ -431,13 +430,18 @@ def by_hand(rank: int) -> None:
             whole.zero_grad()
 
 
-def same_gradients(sharding: Any, whole: torch.nn.Module, tolerance: dict[str, float]) -> None:
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def same_gradients(sharding: Any, whole: torch.nn.Module, rtol: float, atol: float) -> None:
     """Compare the clipped gradients, then give the parts exactly those of the whole model."""
     for name, p in whole.named_parameters():
         shard = sharding.shards[name]
-        mine = p.grad.reshape(-1)[shard.place.start :][: shard.held.numel()]
+        mine = gradient_of(p).reshape(-1)[shard.place.start :][: shard.held.numel()]
         if shard.held.numel():
-            torch.testing.assert_close(shard.held.grad.reshape(-1), mine, **tolerance)
+            torch.testing.assert_close(shard.held.grad.reshape(-1), mine, rtol=rtol, atol=atol)
             shard.held.grad.copy_(mine.view(shard.held.shape))
 
 

@@ -68,8 +68,9 @@ def widened(values: Mapping[str, Tensor | int | float]) -> State:
     wide: State = {name: value for name, value in values.items() if not name.startswith(("qmap", "absmax"))}
     for name in SIGNED:
         if f"absmax{name[-1]}" in values:
-            table, scales = values[f"qmap{name[-1]}"], values[f"absmax{name[-1]}"]
-            wide[name] = dequantised(wide[name], table, scales)
+            numbers, table, scales = (values[f"{part}{name[-1]}"] for part in ("state", "qmap", "absmax"))
+            assert isinstance(numbers, Tensor) and isinstance(table, Tensor) and isinstance(scales, Tensor)
+            wide[name] = dequantised(numbers, table, scales)
     return wide
 
 

@@ -168,9 +168,12 @@ class LedAverage:
 
 def whole_of(shard: Shard) -> Tensor:
     """Gather a parameter; all processes take part."""
+    from torch.distributed.tensor import DTensor
+
+    whole: Tensor = shard.whole
+    assert isinstance(whole, DTensor)
     with torch.no_grad():
-        found: Tensor = shard.whole.full_tensor()  # type: ignore[operator]
-    return found
+        return whole.full_tensor()
 
 
 def leading_of(model: nn.Module) -> Leading | None:

@@ -5,12 +5,15 @@ torch's group of processes that exchange nothing ("fake") gives its collectives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
+
+from simpletune.memory.accounting import allocating
+from simpletune.memory.fake import replaced
 
 _processes = 1
 
@@ -39,13 +42,34 @@ def fake_processes(processes: int) -> Iterator[None]:
 
 
 @contextmanager
+def counting_gathered() -> Iterator[None]:
+    """Count what torch gathers within this context as weights, and what it sums as gradients."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kinds = {"unshard": "weights", "wait_for_unshard": "weights", "post_backward": "gradients"}
+    with ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(replaced(FSDPParamGroup, name, _allocating(kind, getattr(FSDPParamGroup, name))))
+        yield
+
+
+def _allocating(kind: str, method: Callable[..., object]) -> Callable[..., object]:
+    def counted(*arguments: object, **named: object) -> object:
+        with allocating(kind):
+            return method(*arguments, **named)
+
+    return counted
+
+
+@contextmanager
 def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
     """Make a group torch's default within this context; None: there is none."""
-    before, c10d._world._default_pg = c10d._world._default_pg, group
+    before = c10d._world.default_pg
+    c10d._world.default_pg = group
     try:
         yield
     finally:
-        c10d._world._default_pg = before
+        c10d._world.default_pg = before
 
 
 @cache
@@ -55,6 +79,6 @@ def _fake_group(processes: int) -> distributed.ProcessGroup:
 
     with _default(None):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-        made = c10d._world._default_pg
+        made = c10d._world.default_pg
     assert made is not None
     return made

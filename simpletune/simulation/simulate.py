@@ -28,7 +28,7 @@ from simpletune.models.transformer import Transformer, units_of
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.text_side import empty_text_side
 from simpletune.simulation.equal_updates import count_equal_updates
-from simpletune.simulation.processes import fake_processes, simulated_processes
+from simpletune.simulation.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -200,7 +200,8 @@ def take_steps(
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
-    with recorder.watching(accounting) if recorder else nullcontext():
+    watching = recorder.watching(accounting) if recorder else nullcontext()
+    with watching, nullcontext() if processes == 1 else counting_gathered():
         for step in range(steps):
             accounting.forget_snapshots()
             if recorder is not None:

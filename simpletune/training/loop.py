@@ -25,6 +25,7 @@ from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, r
 from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
+from simpletune.simulation.processes import one_of
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
 from simpletune.system.atomic import write_json
@@ -33,7 +34,7 @@ from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
-from simpletune.system.processes import is_first_process
+from simpletune.system.processes import is_first_process, processes
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.accelerator import make_accelerator
@@ -76,7 +77,7 @@ def train(
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
     writing = room_for("writing the run's files", folder)
-    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing:
+    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
