@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.demo import pictures, tiny_sd3
+from simpletune.memory.fake import fake_tensors
 from simpletune.optim.eight_bit_shards import SMALLEST, dequantised, joined, quantised
 from simpletune.optim.place import Place, ShardGenerator, StatePiece, joined_state
 from simpletune.options import ConfigError
@@ -25,6 +26,8 @@ from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import read_metrics, read_rows
 from simpletune.sharding.shards import starts_of
+from simpletune.simulation.processes import fake_processes, one_of
+from simpletune.simulation.simulate import simulate
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.training.loop import train
 
@@ -383,8 +386,14 @@ def by_hand(rank: int) -> None:
     """Three steps of AdamW in fp32 by the paper's equations, and in bf16 by rounding a whole model's gradients."""
     from simpletune.optim.adamw import AdamW
     from simpletune.optim.rounding import key_draws
+    from simpletune.sharding.leading import whole_of
     from simpletune.sharding.shards import Sharding, local
 
+    if rank == 0:  # as the first process predicts its memory; it must not gather with the group of a simulation later
+        with fake_tensors(), fake_processes(2):
+            simulated = Net(torch.float32)
+            Sharding(simulated, list(simulated.blocks), torch.device("cpu"))
+            simulated(torch.ones(2, 9)).sum().backward()
     for dtype in (torch.float32, torch.bfloat16):
         whole, divided = Net(dtype), Net(dtype)
         sharding = Sharding(divided, list(divided.blocks), torch.device("cpu"))
@@ -425,6 +434,8 @@ def by_hand(rank: int) -> None:
                 else:
                     torch.testing.assert_close(got, mine, rtol=1e-5, atol=1e-7)
                 assert torch.equal(local(sharding.shards[name].whole.detach()).reshape(-1), got)
+                gathered = whole_of(sharding.shards[name], sharding.group)
+                torch.testing.assert_close(gathered, p.detach(), rtol=1e-5, atol=1e-7)
             optimizer.zero_grad()
             alone.zero_grad()
             whole.zero_grad()
@@ -453,3 +464,64 @@ def test_gradients_norms_and_updates_by_hand(launcher: Launcher) -> None:
         port = str(free.getsockname()[1])
     outcome = launcher.programs(BY_HAND, ["0", port], ["1", port])
     assert outcome.codes == [0, 0], outcome.said
+
+
+def test_the_memory_of_each_process_is_predicted_from_its_parts(ground: dict[str, Any]) -> None:
+    """Against arithmetic: rows, two moments each, and what is gathered of the root and of one or two blocks."""
+    config = validate(changed(ground, "predicted", ema=None), "test")
+    reports = []
+    for count in (1, 2):
+        with one_of(count):
+            reports.append(simulate(config))
+    whole, half = reports
+    sizes = {name: torch.Size(shape).numel() * 4 for name, shape in whole.trained.items()}
+    own = sum(starts_of(shape, 2)[1] * 4 for shape in whole.trained.values())
+    assert half.trained == whole.trained and whole.trained_bytes == sum(sizes.values())
+    assert half.trained_bytes == own
+    counters = whole.state_bytes - 2 * whole.trained_bytes
+    assert half.state_bytes == 2 * own + counters
+    blocks = [sum(size for name, size in sizes.items() if f"blocks.{number}." in name) for number in (0, 1)]
+    root = sum(sizes.values()) - sum(blocks)
+    gathered = half.peak.by_kind["weights"] - own
+    assert root < gathered < root + 4.2 * max(blocks), "the buffer of a gather and its copies, of two blocks"
+    assert half.peak.bytes < whole.peak.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "later"), [(4, 4), (4, 2), (4, 1), (1, 2)])
+def test_any_number_of_processes_goes_on(
+    launcher: Launcher, one: Path, ground: dict[str, Any], first: int, later: int
+) -> None:
+    data = changed(ground, f"{first}-then-{later}")
+    killed(launcher, data, first, rank=0, moment="step.begun:5=kill")
+    trained(launcher, data, later, resume="auto")
+    require_close(run_of(data), one)
+    if first == later:
+        unbroken = changed(ground, "four")
+        trained(launcher, unbroken, 4)
+        require_same_bits(run_of(data), run_of(unbroken))
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "adamw8bit": ({"optimizer": {"name": "adamw8bit", "lr": 0.001}}, 2e-3),
+    "adamw_bf16": ({"optimizer": {"name": "adamw_bf16", "lr": 0.001}}, 2e-3),
+    "schedule_free": ({"optimizer": {"name": "adamw_schedule_free", "lr": 0.001}, "ema": None}, 2e-3),
+    "bf16": ({"precision": {"weights": "bf16"}}, 1.5e-2),
+    "per_parameter": ({"train": {"clip": "per_parameter", "clip_norm": 0.01}}, 1e-4),
+    "skip": ({"train": {"on_nonfinite": "skip"}}, 1e-4),
+    "resident": ({"memory": {"checkpointing": "none"}}, 1e-4),
+    "offloaded": ({"memory": {"checkpointing": "all", "offload_checkpoint_inputs": True}}, 1e-4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_train_what_one_process_does(launcher: Launcher, ground: dict[str, Any], case: str) -> None:
+    """Two processes, killed and continued, against one; 8-bit state has other blocks, and bf16 rounds other sums."""
+    changes, tolerance = OPTIONS[case]
+    alone, data = (changed(ground, f"{case}-{count}", **changes) for count in (1, 2))
+    trained(launcher, alone, 1)
+    killed(launcher, data, 2, rank=1, moment="step.begun:4=kill")
+    trained(launcher, data, 2, resume="auto")
+    rows = [torch.tensor([row["loss"] for row in read_metrics(run_of(each))]) for each in (data, alone)]
+    torch.testing.assert_close(*rows, rtol=tolerance, atol=1e-6)

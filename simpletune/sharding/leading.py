@@ -76,7 +76,7 @@ class Leading:
                 if word == Word.GATHER_UNIT:
                     self._gather_unit(number)
                 elif word == Word.GATHER:
-                    whole_of(shards[number])
+                    whole_of(shards[number], self.sharding.group)
                 elif word == Word.SWAP_IN:
                     assert average is not None
                     self.sharding.reshard()
@@ -97,7 +97,7 @@ class Leading:
         assert self._leads
         for number, (name, shard) in enumerate(self.sharding.shards.items()):
             self.tell(Word.GATHER, number)
-            yield name, whole_of(shard)
+            yield name, whole_of(shard, self.sharding.group)
 
     def averaging(self, average: Average) -> Average:
         """An average that is swapped in and out in all processes when the first one does so."""
@@ -166,14 +166,18 @@ class LedAverage:
         self._average.load(tensors, step)
 
 
-def whole_of(shard: Shard) -> Tensor:
-    """Gather a parameter; all processes take part."""
-    from torch.distributed.tensor import DTensor
+def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
+    """Gather a parameter; all processes take part.
 
-    whole: Tensor = shard.whole
-    assert isinstance(whole, DTensor)
-    with torch.no_grad():
-        return whole.full_tensor()
+    Not by ``DTensor.full_tensor``, which did not wait for the other processes in one that had run a simulation with
+    another group before (seen with torch 2.13.0).
+    """
+    most, held = shard.starts[1], shard.held.detach().reshape(-1)  # only the last parts may have fewer
+    sent = torch.zeros(most, dtype=held.dtype, device=held.device)
+    sent[: held.numel()] = held
+    parts = sent.new_empty(most * group.size())
+    distributed.all_gather_into_tensor(parts, sent, group=group)
+    return parts[: shard.starts[-1]].view(shard.shape)
 
 
 def leading_of(model: nn.Module) -> Leading | None:
