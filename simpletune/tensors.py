@@ -46,8 +46,9 @@ def is_wrapper(kind: type) -> bool:
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor, or the plain tensors inside a subclass (integers and scales of a quantised weight)."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in [each for each in parts if hasattr(each, "untyped_storage")]:  # a DTensor has its mesh, too
+            yield from plain_tensors(part)
     else:
         yield tensor
 

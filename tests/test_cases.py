@@ -23,7 +23,7 @@ from simpletune.options import ConfigError, option_classes, union_of
 from simpletune.pipeline.text_side import empty_text_side
 from simpletune.runs import checkpoint
 from simpletune.runs.result import result_files
-from simpletune.step.core import attach
+from simpletune.step.attach import attach
 from simpletune.tensors import trained_parameters
 from simpletune.training.loop import train
 

@@ -41,7 +41,7 @@ from simpletune.models.flops import trained_of
 from simpletune.options import ConfigError, UserError
 from simpletune.quant.plain import FP32
 from simpletune.runs.folder import read_metrics
-from simpletune.step.core import attach
+from simpletune.step.attach import attach
 from simpletune.tensors import trained_parameters
 from simpletune.training.loop import train
 

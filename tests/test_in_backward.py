@@ -28,7 +28,7 @@ from simpletune.options import ConfigError, UserError, union_of
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import CHECKSUM, with_checksum
-from simpletune.step.core import attach
+from simpletune.step.attach import attach
 from simpletune.training.accelerator import make_accelerator
 from simpletune.training.loop import train
 

@@ -33,7 +33,7 @@ from simpletune.lora.write import write_lora
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
-from simpletune.step.core import attach
+from simpletune.step.attach import attach
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

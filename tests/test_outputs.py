@@ -26,7 +26,7 @@ from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request, Sampler
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
-from simpletune.step.core import attach
+from simpletune.step.attach import attach
 from simpletune.training.loop import train
 
 

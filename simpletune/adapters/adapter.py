@@ -23,6 +23,8 @@ class TrainingMethod(Option):
     """Whether base weights change, which requires a trainable precision."""
     trains: ClassVar[bool] = True
     """Whether anything of the denoiser trains."""
+    shards: ClassVar[bool] = False
+    """Whether all weights train, so that processes can divide them among them."""
     holds_lora: ClassVar[bool] = False
     """Whether its result is a LoRA file, which a LoRA on the text encoders can join."""
     title: ClassVar[str] = "LoRA"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -21,6 +21,7 @@ class Full(TrainingMethod):
     """Full fine-tuning: train every parameter of the transformer or U-Net."""
 
     trains_base: ClassVar[bool] = True
+    shards: ClassVar[bool] = True
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""
@@ -45,7 +46,14 @@ class Full(TrainingMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
+        from simpletune.sharding.export import own_class, write_divided_folder
+        from simpletune.sharding.leading import leading_of
         from simpletune.system.model_folder import write_model_folder
 
-        family = family_of_class(type(model).__name__)
-        return write_model_folder(model, folder / family.denoiser, metadata, family.whole_tensors(model))
+        leading = leading_of(model)
+        with nullcontext() if leading is None else own_class(model):
+            family = family_of_class(type(model).__name__)
+            place, whole = folder / family.denoiser, family.whole_tensors(model)
+            if leading is None:
+                return write_model_folder(model, place, metadata, whole)
+            return write_divided_folder(model, leading, place, metadata, whole)

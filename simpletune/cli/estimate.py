@@ -36,12 +36,18 @@ def estimate(args: argparse.Namespace) -> None:
         )
     import_libraries()
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
+    from simpletune.simulation.processes import one_of
 
+    if args.processes < 1 or (args.compare and args.processes > 1):
+        raise UserError("--processes: a number of at least 1, and not with --compare. Leave it out")
     if args.compare:
         files = [word for word in args.compare if "=" not in word]
         overrides = [*(word for word in args.compare if "=" in word), *args.overrides]
         print(compare_configs([Path(file) for file in files], overrides, args.device, args.picture, args.json))
-    else:
+        return
+    if args.processes > 1 and "," in (args.device or ""):
+        raise UserError("--processes: hours and prices are those of one card. Name one card, or leave out --processes")
+    with one_of(args.processes):
         print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json, args.prices))
 
 
@@ -57,6 +63,9 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; several with commas between")
     parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="predict each of N processes; memory only"
+    )
     add_reserve(parser)
 
 

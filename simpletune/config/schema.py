@@ -17,6 +17,7 @@ from simpletune.config.family_rules import family_rules
 from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.output import Output
 from simpletune.config.recompute_rules import recompute_rules
+from simpletune.config.sharding_rules import sharding_rules
 from simpletune.config.stream_rules import stream_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
@@ -64,6 +65,9 @@ class Train(Option):
     the last bits depend on the number of processes. exact: by a fixed tree in fp32, so that 1, 2, 4 and 8 processes
     give the same bits, and a run goes on with another number of them as if it had had it always; takes memory for one
     more sum of gradients for each doubling of a process's micro-batches."""
+    sharding: Literal["none", "full"] = "none"
+    """What several processes hold of the weights in full fine-tuning. none: all of them, with their gradients and
+    optimizer state; full: a part (FSDP2), and a block's whole weights only while it computes. One process holds all."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of all random numbers, which depend only on it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -86,6 +90,10 @@ class Train(Option):
     def accumulation(self) -> int:
         """Micro-batches per step, over all processes."""
         return self.gradient_accumulation if self.global_batch is None else self.global_batch // self.micro_batch
+
+    def is_sharded(self, processes: int) -> bool:
+        """Tell whether so many processes divide the weights among them."""
+        return self.sharding == "full" and processes > 1
 
 
 class Tracking(Option):
@@ -195,6 +203,7 @@ class TrainConfig(Option):
         yield from self._in_backward_rules()
         yield from batch_rules(self)
         yield from stream_rules(self)
+        yield from sharding_rules(self)
         yield from self.checkpoint.rules()
         yield from self.output.rules()
         if self.train.steps is not None and self.train.epochs is not None:

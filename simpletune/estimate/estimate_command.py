@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from simpletune.cards import Card, card_of
+from simpletune.config.batches import of_process, process_rules
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
@@ -21,8 +22,9 @@ from simpletune.estimate.predict import Estimate, estimate
 from simpletune.estimate.terminal import as_text, comparison
 from simpletune.estimate.time_text import CardRow, card_table, time_lines
 from simpletune.models.buckets import Size
-from simpletune.options import UserError
+from simpletune.options import ConfigError, UserError, plural
 from simpletune.prices import Price, of_cards
+from simpletune.simulation.processes import simulated_processes
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 
@@ -69,23 +71,36 @@ def estimate_config(
         return compare_cards(file, overrides, cards, int(reserve * GIB), as_json, prices)
     card = cards[0] if cards else None
     reserved = int(reserve * GIB)
+    processes = simulated_processes()
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = chosen(config, card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
+    timed_card = card if processes == 1 else None  # what processes exchange has no predicted time
     if as_json:
-        timed = time_of(config, prediction, card).as_json(price_of(card, config, prices)) if card else None
-        return json.dumps({"name": config.name, **prediction.as_json(card, reserved), "time": timed}, indent=2)
-    lines = [as_text(config.name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
-    if card is not None:
+        timed = None if timed_card is None else time_of(config, prediction, timed_card)
+        priced = None if timed is None or card is None else timed.as_json(price_of(card, config, prices))
+        about = {"name": config.name, "processes": processes}
+        return json.dumps({**about, **prediction.as_json(card, reserved), "time": priced}, indent=2)
+    name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
+    lines = [as_text(name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
+    if card is not None and processes == 1:
         lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, config, prices))]
     return "\n".join(lines)
 
 
 def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
-    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` for one process on a card."""
-    size = square(config)
-    return choose(choose_batch(config, size, card=card, reserved=reserved), size, card, reserved)
+    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one process of those that are simulated.
+
+    Raises:
+        ConfigError: so many processes cannot share a step of this size.
+    """
+    size, processes = square(config), simulated_processes()
+    config = choose_batch(config, size, processes, card, reserved)
+    problems = list(process_rules(config.train, processes))
+    if problems:
+        raise ConfigError(problems, f"{config.name}, {plural(processes, 'process', 'processes')}")
+    return choose(of_process(config, processes), size, card, reserved)
 
 
 def cards_of(device: str | None) -> list[Card]:

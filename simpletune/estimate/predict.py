@@ -21,6 +21,7 @@ from simpletune.memory.snapshot import MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
+from simpletune.simulation.processes import simulated_processes
 from simpletune.simulation.simulate import L4, StepReport
 from simpletune.simulation.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.simulation.trained import Trained
@@ -237,6 +238,8 @@ def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
 def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
     """Hash everything that a prediction depends on."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
+    if config.train.is_sharded(simulated_processes()):
+        options["processes"] = simulated_processes()
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
     attention = attention_of(config, capability)
     about = json.dumps([options, attention, size, versions], sort_keys=True)

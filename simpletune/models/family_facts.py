@@ -121,6 +121,8 @@ class FamilyFacts(Option):
     ends_with_feed_forward: ClassVar[bool] = False
     """Whether what a unit computes from its feed-forward networks' outputs are sums and products with modulations
     alone. Its recomputation may then omit them where modulations carry no gradient."""
+    shards: ClassVar[bool] = False
+    """Whether processes may divide the weights of its models among them."""
 
     # What a family must tell
 

@@ -16,12 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simpletune.optim.place import ShardGenerator
 from simpletune.printable import reason_of
 from simpletune.system.console import say
 
 PIECE = 1 << 20
 """Elements that torch's operators update at once: their temporaries stay small and, on a CPU, in its cache."""
 HALF = 1 << 15
+Draws = torch.Generator | ShardGenerator | None
+"""What random bits are drawn from; None: torch's global generator."""
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()")
@@ -50,18 +53,20 @@ class Factors(NamedTuple):
     rate: float
 
 
-def draw(like: Tensor, generator: torch.Generator | None) -> Tensor:
+def draw(like: Tensor, generator: Draws) -> Tensor:
     """Draw 16 random bits for each element, as int16 less 2^15: half as wide as int32, and the same bits.
 
     Args:
         like: a tensor of the same shape, on the same device.
-        generator: on that device; None uses the global one.
+        generator: on that device; of a shard, it draws for the whole parameter. None uses the global one.
     """
     noise = torch.empty(like.shape, dtype=torch.int16, device=like.device)
+    if isinstance(generator, ShardGenerator):
+        return generator.draw(noise, -HALF, HALF)
     return noise.random_(-HALF, HALF, generator=generator)
 
 
-def round_into(out: Tensor, x: Tensor, generator: torch.Generator | None) -> None:
+def round_into(out: Tensor, x: Tensor, generator: Draws) -> None:
     """Write fp32 numbers to a bf16 tensor, rounded up or down at random so that the expected value is x.
 
     Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
@@ -80,7 +85,7 @@ def adamw_bf16(
     parameter: Tensor,
     gradient: Tensor,
     state: tuple[Tensor, Tensor, Tensor | None],
-    generator: torch.Generator | None,
+    generator: Draws,
     factors: Factors,
 ) -> None:
     """Take a step of AdamW (arXiv:1711.05101) with bf16 state, in fp32 arithmetic, in place.

@@ -5,7 +5,7 @@ Tensors with fewer than 4096 elements keep fp32 state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -16,6 +16,9 @@ from simpletune.optim.optimizer import OptimizerOption
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from simpletune.optim.optimizer import State
+    from simpletune.optim.place import StatePiece
 
 PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 
@@ -38,6 +41,12 @@ class AdamW8bit(OptimizerOption):
 
         return AdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
+    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
+        """Join saved shards, quantising anew if their blocks of 256 numbers lie otherwise."""
+        from simpletune.optim.eight_bit_shards import joined
+
+        return joined(pieces, start, stop)
+
 
 class PagedAdamW8bit(OptimizerOption):
     """AdamW with 8-bit state that the driver pages between host and device. Equals adamw8bit on the CPU."""
@@ -50,6 +59,7 @@ class PagedAdamW8bit(OptimizerOption):
     """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 2.03
+    not_sharded: ClassVar[str | None] = "pages state to host memory, of which each process has only a part"
     undoes: ClassVar[bool] = False  # the host would read the paged state while the device writes it
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -88,3 +98,9 @@ class Lion8bit(OptimizerOption):
         from simpletune.optim.eight_bit_steps import Lion8bit
 
         return Lion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
+        """Join saved shards, quantising anew if their blocks of 256 numbers lie otherwise."""
+        from simpletune.optim.eight_bit_shards import joined
+
+        return joined(pieces, start, stop)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.ema import Average
+    from simpletune.optim.place import Place, StatePiece
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
 
@@ -44,13 +45,19 @@ class OptimizerOption(Option):
     """Whether an update can be undone on the device, as a step with fp16 products needs."""
     averages: ClassVar[bool] = False
     """Whether the optimizer itself averages the weights, and takes no other schedule than a constant one."""
+    not_sharded: ClassVar[str | None] = None
+    """Why it cannot update a shard of a parameter by itself; None: it can."""
 
     def rules(self) -> Iterator[Problem]:
         """Check the options by themselves."""
         yield from ()
 
     def build(
-        self, parameters: Iterable[nn.Parameter], in_backward: bool = False, ratios: Sequence[float] | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        in_backward: bool = False,
+        ratios: Sequence[float] | None = None,
+        places: Sequence[Place] | None = None,
     ) -> torch.optim.Optimizer:
         """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.
 
@@ -58,18 +65,25 @@ class OptimizerOption(Option):
             parameters: the parameters to train.
             in_backward: whether each is updated separately (``RoundedOptimizer.update``).
             ratios: a factor on the learning rate of each parameter; None: 1 for all.
+            places: where each parameter lies in its whole, if the parameters are shards.
         """
         from simpletune.optim.rounding import RoundedOptimizer
 
         parameters = list(parameters)
         rounded = self.rounding == "stochastic" and any(parameter.itemsize < 4 for parameter in parameters)
         if rounded or self.draws or in_backward or set(ratios or ()) - {1.0}:
-            return RoundedOptimizer(parameters, self.make, rounded, ratios)
+            return RoundedOptimizer(parameters, self.make, rounded, ratios, places)
         return self.make(parameters)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
         """Move a loaded state tensor to its parameter's device, except for step counters."""
         return value if name == "step" else value.to(parameter.device)
+
+    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
+        """Return the state of the elements ``start`` to ``stop`` of a parameter, flat, from that of saved shards."""
+        from simpletune.optim.place import joined_state
+
+        return joined_state(pieces, start, stop)
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build the underlying optimizer. Its ``step`` must neither read device tensors from the host nor wait for the

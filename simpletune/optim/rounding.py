@@ -4,7 +4,8 @@ bf16 has 8 bits of precision: rounding to nearest always loses an update below 1
 Rounding up or down at random, in proportion to the distance, preserves the update on average (arXiv:2010.06192).
 
 Each parameter's draws have their own key, (seed, step, index of the parameter). They do not depend on the order of
-updates, on grouping, on whether the update runs in the backward pass, or on the process.
+updates, on grouping, on whether the update runs in the backward pass, or on the process. A shard takes its part of the
+whole parameter's draws, so they do not depend on the number of processes either.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from simpletune.optim.bf16_updates import cut, round_into
+from simpletune.optim.bf16_updates import Draws, cut, round_into
 from simpletune.optim.optimizer import BeginsSteps, State, begin_step
+from simpletune.optim.place import Place, ShardGenerator
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22
@@ -83,6 +85,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         make: builds the optimizer for some parameters, which must not depend on each other.
         rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
         ratios: a factor on the learning rate of each parameter; None: 1 for all.
+        places: where each parameter lies in its whole, if the parameters are shards.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class RoundedOptimizer(torch.optim.Optimizer):
         make: MakeOptimizer,
         rounded: bool = True,
         ratios: Sequence[float] | None = None,
+        places: Sequence[Place] | None = None,
     ):
         parameters = list(parameters)
+        self._places = places
         self._ratios = [1.0] * len(parameters) if ratios is None else list(ratios)
         self._wide = [torch.float32 if rounded else parameter.dtype for parameter in parameters]
         self._shells = [
@@ -220,13 +225,16 @@ class RoundedOptimizer(torch.optim.Optimizer):
         for shell in shells:
             shell.data, shell.grad = nothing, None
         for number, gradient in zip(numbers, gradients, strict=True):  # reuse their memory for the noise
-            noise = gradient.view(torch.int32)
-            noise.random_(0, 1 << 16, generator=self._generator(number, flat.device))
+            noise, generator = gradient.view(torch.int32), self._generator(number, flat.device)
+            if isinstance(generator, ShardGenerator):
+                noise.copy_(generator.draw(noise, 0, 1 << 16))
+            else:
+                noise.random_(0, 1 << 16, generator=generator)
         nan = flat.isnan()
         cut(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as round_into does
         torch._foreach_copy_(own, weights)
 
-    def _step_inner(self, numbers: list[int], generator: torch.Generator | None) -> None:
+    def _step_inner(self, numbers: list[int], generator: Draws) -> None:
         """Run the wrapped optimizer on some shells, which are on one device."""
         inner, shells = self._inner[numbers[0]], [self._shells[number] for number in numbers]
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
@@ -243,11 +251,14 @@ class RoundedOptimizer(torch.optim.Optimizer):
         """Whether a parameter's optimizer draws random numbers."""
         return "generator" in self._inner[number].defaults
 
-    def _generator(self, number: int, device: torch.device) -> torch.Generator | None:
+    def _generator(self, number: int, device: torch.device) -> Draws:
         """The generator of a parameter's draws in this step; None for the global one."""
         draws = self.param_groups[0]["draws"]
-        if draws is None:
-            return None
-        seed, step = draws
-        generator = self._generators.setdefault(device, torch.Generator(device))
-        return generator.manual_seed(key_of(seed, "rounding", step, number) % 2**63)
+        place = None if self._places is None else self._places[number]
+        generator = None
+        if draws is not None:
+            seed, step = draws
+            generator = self._generators.setdefault(device, torch.Generator(device))
+            key = key_of(seed, "rounding", step, number if place is None else place.number)
+            generator.manual_seed(key % 2**63)
+        return generator if place is None else ShardGenerator(generator, place)

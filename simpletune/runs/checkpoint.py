@@ -27,17 +27,21 @@ from simpletune.runs.checkpoint_folders import (
     checkpoint_folder,
     list_checkpoints,
     remove_oldest,
+    saved_file,
 )
 from simpletune.runs.choice import best_step
 from simpletune.runs.result import export_result
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
-from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine
+from simpletune.sharding.checkpoints import held_rows, restore_parts, write_together
+from simpletune.sharding.leading import Word, leading_of
+from simpletune.sharding.shards import held_parameters, sharding_of
+from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
-from simpletune.system.safetensors_file import WeightReader, write_safetensors
+from simpletune.system.safetensors_file import INDEX_SUFFIX, WeightReader, write_safetensors
 from simpletune.tensors import trained_parameters
 
 
@@ -100,13 +104,21 @@ def save(run: Path, state: TrainingState) -> Path:
     """
     folder = checkpoint_folder(run, state.step)
     tensors, scalars = state_to_tensors(state.optimizer)
-    needed = size_of_state(trained_parameters(state.model), tensors, state.average)
+    needed = size_of_state(held_parameters(state.model), tensors, state.average)
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
         _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
     failpoint("checkpoint.after-rename")
     remove_oldest(run, state.config.checkpoint, best_step(run))
     return folder
+
+
+def save_own_part(run: Path, state: TrainingState) -> None:
+    """Write this process's part of a checkpoint of a divided model, which the first process saves at this moment."""
+    sharding = sharding_of(state.model)
+    assert sharding is not None
+    part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(state.config, state.step)
+    write_together(part, sharding, state.optimizer, state.average, metadata)
 
 
 def size_of_state(
@@ -128,12 +140,18 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     """
     failpoint("checkpoint.begun")
     metadata = metadata_of(state.config, state.step)
-    write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
-    failpoint("checkpoint.weights")
-    write_safetensors(tensors, part / OPTIMIZER, {})
-    failpoint("checkpoint.optimizer")
-    if state.average is not None:
-        write_safetensors(state.average.tensors(), part / AVERAGE, {})
+    leading = leading_of(state.model)
+    if leading is None:
+        write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
+        failpoint("checkpoint.weights")
+        write_safetensors(tensors, part / OPTIMIZER, {})
+        failpoint("checkpoint.optimizer")
+        if state.average is not None:
+            write_safetensors(state.average.tensors(), part / AVERAGE, {})
+    else:
+        leading.tell(Word.SAVE, state.step)
+        write_together(part, leading.sharding, state.optimizer, state.average, metadata)
+        scalars = {"values": {}, "shared": {}}
     if state.config.adapter.exports_to_checkpoints:
         with averaged(state.average):
             export_result(state.config, state.model, part, metadata)
@@ -253,7 +271,9 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("micro_batches")
     if saved.fp16 is not None and not isinstance(saved.fp16, dict):
         raise TypeError("fp16")
-    if not isinstance(checksums, dict) or not {TRAINABLE, OPTIMIZER} <= set(checksums):
+    if not isinstance(checksums, dict):
+        raise ValueError("sha256")
+    if not {TRAINABLE, OPTIMIZER} <= {name.replace(INDEX_SUFFIX, ".safetensors") for name in checksums}:
         raise ValueError("sha256")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
         raise ValueError("a file outside the checkpoint")
@@ -266,16 +286,20 @@ def restore(
     option: OptimizerOption,
     average: Average | None = None,
 ) -> None:
-    """Restore a checkpoint's weights, average and optimizer state, bit for bit."""
-    reader = WeightReader([saved.folder / TRAINABLE])
-    parameters = trained_parameters(model)
-    if reader.names != set(parameters):
-        raise UserError(
-            f"--resume: {saved.folder / TRAINABLE} does not fit the model: {sorted(reader.names ^ set(parameters))[:8]}"
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(reader.get(name))
-    load_state(option, optimizer, WeightReader([saved.folder / OPTIMIZER]).get_all(), saved.optimizer)
+    """Restore a checkpoint's weights, average and optimizer state, bit for bit.
+
+    Any number of processes may have written it. State in 8 bits is quantised anew where its blocks lie otherwise.
+    """
+    weights, states, averages = (saved_file(saved.folder, name) for name in (TRAINABLE, OPTIMIZER, AVERAGE))
+    reader, names = WeightReader([weights]), set(trained_parameters(model))
+    if reader.names != names:
+        raise UserError(f"--resume: {weights} does not fit the model: {sorted(reader.names ^ names)[:8]}")
+    if sharding_of(model) is None and states.name == OPTIMIZER:
+        with torch.no_grad():
+            for name, parameter in trained_parameters(model).items():
+                parameter.copy_(reader.get(name))
+        load_state(option, optimizer, WeightReader([states]).get_all(), saved.optimizer)
+    else:
+        restore_parts(model, optimizer, option, (weights, states), saved.optimizer)
     if average is not None:
-        average.load(WeightReader([saved.folder / AVERAGE]).get_all(), saved.step)
+        average.load(dict(held_rows(model, WeightReader([averages]))), saved.step)

@@ -13,10 +13,17 @@ from pathlib import Path
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.failpoints import failpoint
+from simpletune.system.safetensors_file import INDEX_SUFFIX
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "ema.safetensors"
 NAME = re.compile(r"^step-(\d{6,})$")
+
+
+def saved_file(folder: Path, name: str) -> Path:
+    """Return a file of a checkpoint's tensors, or the index of those that several processes have written instead."""
+    index = folder / f"{name.removesuffix('.safetensors')}{INDEX_SUFFIX}"
+    return index if index.is_file() else folder / name
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

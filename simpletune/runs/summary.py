@@ -25,7 +25,7 @@ from simpletune.runs.attempts import (
     total_seconds,
 )
 from simpletune.runs.checkpoint import SavedState
-from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints
+from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints, saved_file
 from simpletune.runs.choice import LAST, Choice, choose
 from simpletune.runs.folder import (
     EVALUATION,
@@ -101,7 +101,7 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     if attempts:
         summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
         summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
-    trained = WeightReader([saved.folder / TRAINABLE])
+    trained = WeightReader([saved_file(saved.folder, TRAINABLE)])
     before: Json = read_json_or_none(run / EVALUATION) or {}
     evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
     summary |= {

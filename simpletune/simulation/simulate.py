@@ -30,6 +30,7 @@ from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.text_side import empty_text_side
 from simpletune.simulation.equal_passes import count_equal_passes
 from simpletune.simulation.equal_updates import count_equal_updates
+from simpletune.simulation.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -177,18 +178,25 @@ def take_steps(
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
+    processes = simulated_processes() if config.train.is_sharded(simulated_processes()) else 1
     text = empty_text_side(config, CPU)
     base = [*all_tensors(transformer), *frozen_tensors(text)]
     accounting.register(base, "weights")
-    count_equal(units_of(transformer))
-    with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext():
-        core = assemble(config, transformer, SingleProcess(CPU), text=text)
+    if processes == 1:
+        count_equal(units_of(transformer))
+    together = nullcontext() if processes == 1 else fake_processes(processes)
+    with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext(), together:
+        core = assemble(config, transformer, SingleProcess(CPU, processes), text=text)
     on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
-    count_equal_passes(core, recorder)
-    register_trained(accounting, transformer, base)
+    if processes == 1:
+        count_equal_passes(core, recorder)
+        register_trained(accounting, transformer, base)
+    else:  # the whole weights are gone once nothing refers to them
+        base.clear()
+        accounting.register(all_tensors(transformer), "weights")
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, transformer, core.optimizer)
@@ -196,7 +204,8 @@ def take_steps(
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
-    with recorder.watching(accounting) if recorder else nullcontext():
+    watching = recorder.watching(accounting) if recorder else nullcontext()
+    with watching, nullcontext() if processes == 1 else counting_gathered():
         accounting.forget_snapshots()
         if recorder is not None:
             recorder.begin_step()

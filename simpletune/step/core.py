@@ -16,26 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 from simpletune.adapters.adapter import TrainingMethod
 from simpletune.config.schema import TrainConfig
 from simpletune.ema import Average
-from simpletune.models.compile import compile_training
 from simpletune.models.fp16_blocks import fp16_blocks_of
-from simpletune.models.transformer import Transformer, device_of, units_of
-from simpletune.optim.in_backward import clip_each, step_in_backward
+from simpletune.models.transformer import Transformer
+from simpletune.optim.in_backward import clip_each
 from simpletune.optim.loss_scale import LossScale
 from simpletune.optim.optimizer import begin_step
 from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.options import plural
 from simpletune.pipeline.load import modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
 from simpletune.profiling import phase
+from simpletune.sharding.shards import held_parameters, sharding_of
+from simpletune.step.attach import attach
 from simpletune.step.attention import attention_by
 from simpletune.step.batches import Batch
 from simpletune.step.fp16 import Fp16
 from simpletune.step.reduction import TreeSum
-from simpletune.system.console import say
 from simpletune.system.rng import reseed_global
 from simpletune.tensors import trained_parameters
-from simpletune.text.update import NAME, TextUpdate, text_disabled, text_of, without_text
+from simpletune.text.update import TextUpdate, text_disabled, text_of, without_text
 
 
 class StepCore:
@@ -43,7 +42,8 @@ class StepCore:
 
     Args:
         config: the run's configuration.
-        model: the transformer, wrapped in DDP if there are several processes, unless ``train.reduce`` is ``exact``.
+        model: the transformer, wrapped in DDP if there are several processes, unless ``train.reduce`` is ``exact`` or
+            the weights are divided among them.
         optimizer: updates the trained parameters.
         accelerator: synchronises processes.
         modulation: the detached modulation of the transformer; batches then carry modulations.
@@ -64,7 +64,8 @@ class StepCore:
         self.modulation, self.fp16 = modulation, fp16
         self.process = config.objective.process(config.model.scheduler_config)
         self.device = accelerator.device
-        self.parameters = list(trained_parameters(model).values())
+        self.parameters = list(held_parameters(model).values())
+        self.named, self.sharding = trained_parameters(model), sharding_of(model)
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per pass
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
@@ -193,6 +194,9 @@ class StepCore:
         if self.config.memory.optimizer_in_backward:  # the gradients are freed, but their norms were recorded
             assert isinstance(self.optimizer, RoundedOptimizer)
             norms, self.optimizer.norms = self.optimizer.norms, {}
+        elif self.sharding is not None:
+            whole = self.sharding.take_gradients()
+            norms = dict(zip(whole, self.sharding.norms(whole), strict=True))
         else:
             gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
             if self.fp16 is not None:
@@ -211,6 +215,8 @@ class StepCore:
             return
         if option.clip == "global":
             torch.nn.utils.clip_grads_with_norm_(self.parameters, option.clip_norm, norm.nan_to_num(nan=0.0))
+        elif self.sharding is not None:
+            self.sharding.clip_each(self.normed, list(self.norms), option.clip_norm)
         else:
             clip_each(self.parameters, option.clip_norm)
 
@@ -247,9 +253,11 @@ def assemble(
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     blocks = fp16_blocks_of(transformer)
     fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
-    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale, text)
+    divided = config.train.is_sharded(accelerator.num_processes)
+    place = accelerator.device if divided else None
+    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale, text, place)
     model: nn.Module = transformer
-    if config.train.reduce == "fast":
+    if config.train.reduce == "fast" and not divided:
         if accelerator.num_processes > 1:
             ignore_frozen_in_ddp(transformer)
         model = accelerator.prepare_model(transformer, device_placement=False)
@@ -266,50 +274,9 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
 
 
-def attach(
-    config: TrainConfig,
-    transformer: Transformer,
-    sizes: int = 1,
-    scale: LossScale | None = None,
-    text: TextUpdate | None = None,
-) -> torch.optim.Optimizer:
-    """Attach the adapter to the loaded model, wrap its blocks' passes, and build the optimizer.
-
-    Args:
-        config: the run's configuration.
-        transformer: the loaded transformer.
-        sizes: how many picture sizes the run has.
-        scale: of the loss, which updates in the backward pass must remove.
-        text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
-    """
-    assert config.text.trains == (text is not None)
-    config.adapter.attach(transformer, config.train.seed)
-    in_backward = config.memory.optimizer_in_backward
-    blocks, device = units_of(transformer), device_of(transformer)
-    if config.speed.compile and compile_training(blocks, device, sizes):
-        say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
-    trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
-    streamed = config.memory.attach(blocks, device, trains, last)
-    if text is not None:
-        text.attach_lora(config.train.seed)
-        transformer.add_module(NAME, text)
-    trained = trained_parameters(transformer)
-    optimizer = config.optimizer.build(trained.values(), in_backward, [lr_ratio(config, name) for name in trained])
-    if in_backward:
-        assert isinstance(optimizer, RoundedOptimizer)
-        step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
-    return optimizer
-
-
-def lr_ratio(config: TrainConfig, name: str) -> float:
-    """The factor on the learning rate of a trained parameter, by its name in the model."""
-    own = name.removeprefix(f"{NAME}.")
-    return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)
-
-
 def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
     """Start the average of the weights that is drawn, evaluated and exported: the EMA or the optimizer's; or None."""
-    parameters = trained_parameters(transformer)
+    parameters = held_parameters(transformer)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 
 

@@ -24,11 +24,13 @@ class Share:
         process: its index.
         processes: how many there are.
         exact: it sums by the tree.
+        even: all processes compute as many passes, because each pass gathers weights from all of them.
     """
 
     process: int = 0
     processes: int = 1
     exact: bool = False
+    even: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -40,9 +42,15 @@ class Share:
 
         Args:
             areas: the pixels of a picture of each micro-batch of the step.
+
+        Returns:
+            Their places; the number of micro-batches stands for one of fillers.
         """
         ranked = sorted(range(len(areas)), key=lambda place: -areas[place])
         own = ranked[self.process :: self.processes]
+        lacking = -(-len(areas) // self.processes) - len(own) if self.even else 0
+        if lacking:
+            return [*sorted(own), *[len(areas)] * lacking]
         return [own[leaf] for leaf in leaves(len(own))] if self.exact else sorted(own)
 
 

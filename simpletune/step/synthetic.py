@@ -106,18 +106,17 @@ def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
 
 
 class SingleProcess:
-    """The parts of accelerate's Accelerator that a step core uses, for one process.
+    """The parts of accelerate's Accelerator that a step core uses, for one process that exchanges nothing.
 
     accelerate's own class fixes the device for the rest of the process, including a training that follows.
 
     Args:
         device: the device of the step.
+        processes: how many there would be, of which it is the first.
     """
 
-    num_processes = 1
-
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, processes: int = 1):
+        self.device, self.num_processes = device, processes
 
     def prepare_model(self, model: nn.Module, device_placement: bool = False) -> nn.Module:
         """Return the model unchanged."""

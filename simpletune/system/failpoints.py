@@ -30,6 +30,7 @@ NAMES = {
     "step.updated": "the weights are updated, but the step is not logged",
     "metrics.appended": "the step is logged",
     "checkpoint.begun": "a checkpoint's temporary folder is created, but empty",
+    "checkpoint.part": "a process has written its part of divided weights, but not of the optimizer",
     "checkpoint.weights": "a checkpoint's weights are written, but not its optimizer",
     "checkpoint.optimizer": "a checkpoint's optimizer is written, but not its state.json",
     "checkpoint.before-rename": "a checkpoint is complete, but not renamed",

@@ -56,6 +56,7 @@ TYPES = {
 }
 
 
+INDEX_SUFFIX = ".shards.json"
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 
 
@@ -130,29 +131,67 @@ class WeightReader:
     """Read single tensors from memory-mapped files, which loads only the requested ones.
 
     Args:
-        files: safetensors files.
+        files: safetensors files, and indices (``.shards.json``) of files that hold some rows of every tensor each.
     """
 
     def __init__(self, files: list[Path]):
         from safetensors import safe_open
 
+        self._owners: dict[str, list[Any]] = {}  # the files with a tensor's rows, in order
         for file in files:
-            read_header(file)
-        self._files = [safe_open(file, framework="pt") for file in files]
-        self._owner = {name: handle for handle in self._files for name in handle.keys()}
+            found: dict[str, list[Any]] = {}
+            for part in files_of_index(file) if file.name.endswith(INDEX_SUFFIX) else [file]:
+                read_header(part)
+                handle = safe_open(part, framework="pt")
+                for name in handle.keys():
+                    found.setdefault(name, []).append(handle)
+            self._owners |= found
 
     @property
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._owner)
+        return set(self._owners)
 
     def get(self, name: str) -> Tensor:
         """Load one tensor to the CPU, in its type on disk."""
-        return self._owner[name].get_tensor(name)
+        parts: list[Tensor] = [handle.get_tensor(name) for handle in self._owners[name]]
+        return _joined(parts)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Load the rows ``first`` to ``last - 1`` of one tensor to the CPU."""
+        parts: list[Tensor] = []
+        for handle in self._owners[name]:
+            part = handle.get_slice(name)
+            count = part.get_shape()[0]
+            if first < count and last > 0:
+                parts.append(part[max(first, 0) : min(last, count)])
+            first, last = first - count, last - count
+        return _joined(parts)
 
     def get_all(self) -> dict[str, Tensor]:
         """Load all tensors to the CPU."""
-        return {name: self.get(name) for name in sorted(self._owner)}
+        return {name: self.get(name) for name in sorted(self._owners)}
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    import torch
+
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """List the files that an index of shards names, which must be in its own folder.
+
+    Raises:
+        UserError: the index is damaged or names other files.
+    """
+    try:
+        names = [str(each["file"]) for each in json.loads(index.read_text())["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index} is damaged ({type(error).__name__}). Use another checkpoint") from None
+    if any(name != Path(name).name or name in ("", ".", "..") for name in names):
+        raise UserError(f"{index} names files outside its folder. It was not read; use another checkpoint")
+    return [index.with_name(name) for name in names]
 
 
 def write_safetensors(

@@ -45,6 +45,19 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
         raise
 
 
+def is_due(run: Run, done: int, stops: bool) -> bool:
+    """Tell whether ``save_and_validate`` may have something to do, equally in all processes.
+
+    Args:
+        run: current run.
+        done: number of finished steps.
+        stops: the run stops here.
+    """
+    config, asked = run.config, run.control.may_answer
+    regular = due(config.checkpoint.every, done) or due(config.validation.every, done)
+    return stops or asked or regular or is_evaluated(config, done)
+
+
 def stops_early(run: Run, done: int) -> bool:
     """Tell whether training ends after ``done`` steps because the validation loss no longer falls, equally in all
     processes; the run's length is then ``done``."""

@@ -86,6 +86,15 @@ class Control:
         """Note that all processes know of the requests and have logged every step."""
         self._agreed = True
 
+    @property
+    def may_answer(self) -> bool:
+        """Whether requests may be answered after this step, equally in all processes."""
+        return self.ready or self._agreed
+
+    def settle(self) -> None:
+        """Note, in all processes, that what was asked is answered."""
+        self._agreed = False
+
     def look(self) -> None:
         """Read the file if it has changed."""
         if self.folder is None:

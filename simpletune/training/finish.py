@@ -42,7 +42,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         "seconds_setup": setup_seconds(attempts),
         "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
         "attention": run.attention,
-        "trainable_parameters": sum(parameter.numel() for parameter in run.core.parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in run.core.named.values()),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,
         "eval_loss_before": read_evaluation(run.folder),

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from simpletune.config.batches import smaller_batch
-from simpletune.config.schema import TrainConfig, cache_of_bases
+from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw
 from simpletune.ema import Average
@@ -17,10 +17,12 @@ from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
 from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.load import load_base_together
+from simpletune.pipeline.load import load_base, load_base_together
 from simpletune.pipeline.text_side import load_text_side
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint
+from simpletune.sharding.checkpoints import require_shared
+from simpletune.sharding.leading import Leading
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore, assemble, average_of
 from simpletune.step.dealing import Share
@@ -97,7 +99,8 @@ def _loaded(
 ) -> Ready:
     """Load without a trial."""
     model = load_model(config, prepared, accelerator, saved)
-    share = Share(accelerator.process_index, accelerator.num_processes, config.train.reduce == "exact")
+    processes, train = accelerator.num_processes, config.train
+    share = Share(accelerator.process_index, processes, train.reduce == "exact", train.is_sharded(processes))
     modulation = model.core.modulation
     batches = Batches(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
     return Ready(config, prepared, model, batches)
@@ -177,19 +180,28 @@ def load_model(
         accelerator: accelerate's view of processes and device.
         saved: checkpoint to continue from, if any.
     """
-    transformer = load_base_together(config, accelerator, prepared.sizes(), cache_of_bases(config))
+    sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.is_sharded(accelerator.num_processes)
+    if divided:  # each unit moves to the device when it is divided
+        transformer = load_base(config, torch.device("cpu"), sizes, cache)
+    else:
+        transformer = load_base_together(config, accelerator, sizes, cache)
     failpoint("model.loaded")
     total = config.model.parameter_count()
     captions = prepared.plan.captions() if config.text.trains else []
     text = load_text_side(config, prepared.text, captions, accelerator.device)
     core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
     average = average_of(config, transformer, core.optimizer)
+    leading = None if core.sharding is None else Leading(core.sharding)
+    if core.sharding is not None:
+        require_shared(run_folder(config), core.sharding)
+    if leading is not None and average is not None:
+        average = leading.averaging(average)
     if saved:
         checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:
             core.fp16.load(saved.fp16)
         failpoint("run.restored")
-    trainable = sum(parameter.numel() for parameter in core.parameters)
+    trainable = sum(parameter.numel() for parameter in core.named.values())
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     announce_kernel(config, transformer, accelerator.device, prepared.plan)
     return LoadedModel(transformer, core, average, total)

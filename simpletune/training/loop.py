@@ -29,6 +29,7 @@ from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, r
 from simpletune.runs.mending import require_place
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
+from simpletune.simulation.processes import one_of
 from simpletune.step.batches import Prefetcher
 from simpletune.step.core import set_learning_rate
 from simpletune.system.atomic import write_json
@@ -37,11 +38,11 @@ from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
-from simpletune.system.processes import is_first_process
+from simpletune.system.processes import is_first_process, processes
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.accelerator import make_accelerator
-from simpletune.training.between_steps import is_interrupted, save_and_validate, stops_early
+from simpletune.training.between_steps import is_due, is_interrupted, save_and_validate, stops_early
 from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
@@ -80,7 +81,7 @@ def train(
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
     writing = room_for("writing the run's files", folder)
-    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing:
+    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
@@ -93,23 +94,27 @@ def train(
 
 def validate_train_finish(run: Run) -> None:
     """Validate the base, train, and finish the run."""
-    if run.main and run.start == 0:
-        before = run.optional(EVALUATING, run.evaluate, 0)
-        write_json(run.folder / EVALUATION, {"eval_loss": before, **run.evaluated_on})
-        run.optional(DRAWING, run.validate, 0)
-    elif run.main and run.start < run.steps:
-        run.look(run.start)  # if the run was stopped while evaluating or drawing
+    run.first_alone(validate_first, run)
     run.attempt.set_up()
     announce_stops(run)
     stop_if_asked()
     with deferred_signals(run.accelerator.num_processes):
         traces = loop(run)
-        if run.main and run.start < run.steps:
-            run.save(run.steps)
+        if run.start < run.steps:
+            run.first_alone(run.save, run.steps)
         stop_together(run)
     stop_if_asked()
-    if run.main:
-        finish(run, traces)
+    run.first_alone(finish, run, traces)
+
+
+def validate_first(run: Run) -> None:
+    """Evaluate and draw before the first step of this process, if that is still to be done."""
+    if run.start == 0:
+        before = run.optional(EVALUATING, run.evaluate, 0)
+        write_json(run.folder / EVALUATION, {"eval_loss": before, **run.evaluated_on})
+        run.optional(DRAWING, run.validate, 0)
+    elif run.start < run.steps:
+        run.look(run.start)  # if the run was stopped while evaluating or drawing
 
 
 def is_finished(config: TrainConfig) -> bool:
@@ -207,8 +212,9 @@ def loop(run: Run) -> EpochTraces:
             ends = log_steps(run, pending, progress, everything=interrupted)
             if last:
                 break  # finish() handles the last step
-            if run.main:
-                save_and_validate(run, step + 1, progress, stops=ends is not None)
+            if is_due(run, step + 1, stops=ends is not None):
+                run.first_alone(save_and_validate, run, step + 1, progress, ends is not None)
+                run.control.settle()
             if ends is not None:
                 run.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
                 raise Stopped(ends, by=None if received_signal() else run.control.stopped_by)

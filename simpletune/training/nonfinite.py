@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,10 +19,10 @@ from simpletune.models.fp16_blocks import in_words
 from simpletune.options import UserError, shortened
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
+from simpletune.sharding.checkpoints import NonFinite
 from simpletune.step.batches import Batch, Batches
 from simpletune.step.core import StepCore
 from simpletune.step.fp16 import LATER, is_overflow
-from simpletune.tensors import trained_parameters
 from simpletune.training.pending_steps import PendingStep, global_figures
 
 CODE = 4  # exit code
@@ -139,7 +140,7 @@ class NonFiniteGuard:
         parts += [f"{name}: its {inputs} non-finite" for name, inputs in dict(rows).items()]
         parts += self._quarantine(done.step) if mine else []
         norms = dict(zip(done.normed, done.norms.tolist(), strict=True))
-        named = trained_parameters(self.core.model).items()
+        named = self.core.named.items()
         parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
         if parameters:
             parts.append(f"Non-finite gradients: {shortened(parameters, LISTED)}")
@@ -207,9 +208,26 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
         devices = {peak.device for peak in peaks}
         if all(torch.stack([p for p in peaks if p.device == device]).isfinite().all().item() for device in devices):
             return
-    bad = nonfinite_names((name, (parameter,)) for name, parameter in parameters.items())
-    raise UserError(
+    raise not_saved(nonfinite_names((name, (parameter,)) for name, parameter in parameters.items()), folder, step)
+
+
+def not_saved(bad: list[str], folder: Path, step: int) -> UserError:
+    """Build the error for a checkpoint that would have NaN or infinity in these parameters."""
+    return UserError(
         f"step {step}: {len(bad)} trained parameters are non-finite ({shortened(bad, LISTED)}), so no checkpoint was "
         f"saved. {how_to_go_on(folder)}",
         CODE,
     )
+
+
+@contextmanager
+def finite_only(folder: Path, step: int) -> Iterator[None]:
+    """Explain NaN or infinity that any process has found in its part of the weights while saving.
+
+    Raises:
+        UserError: with the names of the parameters.
+    """
+    try:
+        yield
+    except NonFinite as error:
+        raise not_saved(error.names, folder, step) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,16 +22,17 @@ from simpletune.remote.keep import Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
+from simpletune.sharding.leading import leading_of
+from simpletune.sharding.shards import held_parameters
 from simpletune.step.batches import Batches
 from simpletune.step.core import StepCore
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.stage_timer import StageTimer
-from simpletune.tensors import trained_parameters
 from simpletune.training.control import Control
 from simpletune.training.evaluate import Evaluator, samples_to_evaluate
-from simpletune.training.nonfinite import NonFiniteGuard, require_finite
+from simpletune.training.nonfinite import NonFiniteGuard, finite_only, require_finite
 from simpletune.training.trackers import Trackers
 from simpletune.training.validation import Previews
 
@@ -115,21 +117,34 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""
-        with self.stages.stage("save"):
-            require_finite(trained_parameters(self.transformer), self.folder, step)
-            state = checkpoint.TrainingState(
-                step=step,
-                config=self.config,
-                model=self.transformer,
-                optimizer=self.core.optimizer,
-                manifest=self.prepared.plan.manifest(),
-                average=self.average,
-                processes=self.accelerator.num_processes,
-                fp16=None if self.core.fp16 is None else self.core.fp16.state(),
-            )
-            checkpoint.save(self.folder, state)
+        with self.stages.stage("save"), finite_only(self.folder, step):
+            require_finite(held_parameters(self.transformer), self.folder, step)
+            checkpoint.save(self.folder, self.state(step))
         self.attempt.update()
         self.store.saved(step)
+
+    def state(self, step: int) -> checkpoint.TrainingState:
+        """Return what a checkpoint saves."""
+        return checkpoint.TrainingState(
+            step=step,
+            config=self.config,
+            model=self.transformer,
+            optimizer=self.core.optimizer,
+            manifest=self.prepared.plan.manifest(),
+            average=self.average,
+            processes=self.accelerator.num_processes,
+            fp16=None if self.core.fp16 is None else self.core.fp16.state(),
+        )
+
+    def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
+        """Let the first process work alone between two steps. If the weights are divided, the others help it."""
+        leading = leading_of(self.transformer)
+        if not self.main:
+            if leading is not None:
+                leading.follow(self.average, lambda step: checkpoint.save_own_part(self.folder, self.state(step)))
+            return
+        with nullcontext() if leading is None else leading.lead():
+            work(*arguments)
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Run an optional task: on failure, warn once per kind of error, free its device memory and return None. The

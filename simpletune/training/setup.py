@@ -210,8 +210,12 @@ def predict(
     if device.type != "cuda" and not options.estimate_first:
         return None, None
     from simpletune.estimate.forecast import forecast, forecast_time
+    from simpletune.simulation.processes import simulated_processes
 
     predicted = forecast(config, device, plan.largest(), options.force)
+    if config.train.is_sharded(simulated_processes()):
+        say("time    not predicted: with train.sharding full it depends on what connects the processes")
+        return predicted, None
     return predicted, forecast_time(config, predicted, device, plan)
 
 

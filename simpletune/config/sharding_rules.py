@@ -1,0 +1,77 @@
+"""Check what dividing the weights among processes (``train.sharding``) requires of other options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from simpletune.options import Problem
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+
+
+def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Report what does not work with weights of which each process holds a part."""
+    if config.train.sharding == "none":
+        return
+    memory, train, none = config.memory, config.train, "or train.sharding none"
+    if not config.adapter.shards:
+        yield Problem(
+            "train.sharding",
+            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen base, "
+            "which each process holds whole: quantised, it takes least memory. Use none, or adapter.method full",
+        )
+    if not config.model.shards:
+        yield Problem(
+            "train.sharding",
+            f"full divides a transformer block by block, and {config.model.title} models are no transformers. Use none",
+        )
+    if config.optimizer.not_sharded is not None:
+        yield Problem(
+            "optimizer.name",
+            f"{config.optimizer.name} {config.optimizer.not_sharded}, but train.sharding full gives it a part of each "
+            f"parameter. Use adamw, adamw8bit or adamw_bf16, {none}",
+        )
+    if memory.resident_blocks is not None:
+        yield Problem(
+            "memory.resident_blocks",
+            f"{memory.resident_blocks} streams blocks whose weights each process holds whole, but train.sharding full "
+            f"gathers them from all processes. Use null, {none}",
+        )
+    if memory.optimizer_in_backward:
+        yield Problem(
+            "memory.optimizer_in_backward",
+            "true updates each parameter on its own, but train.sharding full sums the gradients of a whole block. Use "
+            f"false, {none}",
+        )
+    if train.reduce == "exact":
+        yield Problem(
+            "train.reduce",
+            f"exact sums whole gradients in each process, but train.sharding full leaves it a part of them. Use fast, "
+            f"{none}",
+        )
+    if train.batch_size == "auto":
+        yield Problem(
+            "train.batch_size",
+            "auto tries a micro-batch out, and with train.sharding full a process that runs out of memory in it would "
+            f"leave the others waiting for its weights. Use a number, {none}",
+        )
+    if config.speed.compile:
+        yield Problem(
+            "speed.compile",
+            f"true compiles blocks whose weights stay where they are, but train.sharding full gathers them for each "
+            f"pass. Use false, {none}",
+        )
+    if config.text.trains:
+        yield Problem(
+            "text",
+            "the text side trains whole in each process, but train.sharding full divides all that trains. Use neither "
+            f"text.lora nor text.embeddings, {none}",
+        )
+    if config.precision.settled == "fp16":
+        yield Problem(
+            "precision.compute",
+            "fp16 undoes a step by what each process sees overflow, but with train.sharding full it sees a part of the "
+            f"gradients. Use bf16 or fp32, {none}",
+        )

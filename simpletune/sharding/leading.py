@@ -1,0 +1,186 @@
+"""Let one process evaluate, draw, save and export with a divided model, while the others do their part when told.
+
+Between two steps only the first process works, and any of its forward passes needs the weights of all. It leads: before
+each unit's pass it tells the others to gather that unit's weights with it; so nothing is computed twice, and whatever
+fails in the first process fails there alone, because the others always wait for the next word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+
+from simpletune.ema import Average
+from simpletune.sharding.shards import Shard, Sharding
+
+KEY = "_simpletune_leading"
+
+
+class Word(IntEnum):
+    """What the first process tells the others to do, with a number."""
+
+    END = 0
+    """Go on with training."""
+    GATHER_UNIT = 1
+    """Gather the weights of the unit of this number."""
+    GATHER = 2
+    """Gather the parameter of this number."""
+    SWAP_IN = 3
+    """Put the average in place of the weights."""
+    SWAP_OUT = 4
+    """Put the weights back."""
+    SAVE = 5
+    """Write the parts of the checkpoint after this number of steps."""
+
+
+class Leading:
+    """The way in which the first process leads the others.
+
+    Args:
+        sharding: of the model.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self.sharding, self._leads = sharding, False
+        sharding.units[-1].__dict__[KEY] = self
+        for number, unit in enumerate(sharding.units):
+            unit.register_forward_pre_hook(partial(self._before_pass, number), prepend=True)
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """Work alone within this context, in the first process; the others follow."""
+        self._leads = True
+        try:
+            yield
+        finally:
+            self.sharding.reshard()
+            self.tell(Word.END)
+            self._leads = False
+
+    def follow(self, average: Average | None, save: Callable[[int], None]) -> None:
+        """Do what the first process tells, until it has done its work.
+
+        Args:
+            average: of this process's parts of the weights.
+            save: writes this process's parts of the checkpoint after a number of steps.
+        """
+        shards = list(self.sharding.shards.values())
+        with ExitStack() as swapped:
+            while (heard := self._hear())[0] != Word.END:
+                word, number = heard
+                if word == Word.GATHER_UNIT:
+                    self._gather_unit(number)
+                elif word == Word.GATHER:
+                    whole_of(shards[number], self.sharding.group)
+                elif word == Word.SWAP_IN:
+                    assert average is not None
+                    self.sharding.reshard()
+                    swapped.enter_context(average.in_place())
+                elif word == Word.SWAP_OUT:
+                    self.sharding.reshard()
+                    swapped.close()
+                elif word == Word.SAVE:
+                    save(number)
+        self.sharding.reshard()
+
+    def tell(self, word: Word, number: int = 0) -> None:
+        """Tell the others what to do."""
+        distributed.broadcast(torch.tensor([word, number], device=self.sharding.device), 0)
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather one parameter after the other, in the first process while it leads: names and whole tensors."""
+        assert self._leads
+        for number, (name, shard) in enumerate(self.sharding.shards.items()):
+            self.tell(Word.GATHER, number)
+            yield name, whole_of(shard, self.sharding.group)
+
+    def averaging(self, average: Average) -> Average:
+        """An average that is swapped in and out in all processes when the first one does so."""
+        return LedAverage(average, self)
+
+    @contextmanager
+    def swapped(self, swap: AbstractContextManager[None]) -> Iterator[None]:
+        """Swap the average in, in all processes, within this context."""
+        if not self._leads:
+            with swap:
+                yield
+            return
+        self.sharding.reshard()
+        self.tell(Word.SWAP_IN)
+        try:
+            with swap:
+                yield
+        finally:
+            self.sharding.reshard()
+            self.tell(Word.SWAP_OUT)
+
+    def _hear(self) -> tuple[int, int]:
+        told = torch.zeros(2, dtype=torch.int64, device=self.sharding.device)
+        distributed.broadcast(told, 0)
+        word, number = told.tolist()
+        return word, number
+
+    def _before_pass(self, number: int, unit: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Tell the others to gather the weights that the unit's own hook gathers next."""
+        if self._leads:
+            self.tell(Word.GATHER_UNIT, number)
+
+    def _gather_unit(self, number: int) -> None:
+        """Take part in the gathering of a unit's weights; those of no block stay, as they do in the first process."""
+        unit = self.sharding.units[number]
+        unit.unshard()  # type: ignore[operator]
+        if unit is not self.sharding.units[-1]:
+            unit.reshard()  # type: ignore[operator]
+
+
+class LedAverage:
+    """An average of a divided model's weights.
+
+    Args:
+        average: of this process's parts.
+        leading: tells the other processes.
+    """
+
+    def __init__(self, average: Average, leading: Leading):
+        self._average, self._leading = average, leading
+
+    def update(self, undone: Tensor | None = None) -> None:
+        """Update the averages of this process's parts."""
+        self._average.update(undone)
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Swap the average into the weights within this context."""
+        return self._leading.swapped(self._average.in_place())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fp32 averages of this process's parts by name."""
+        return self._average.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Restore what ``tensors`` returned after ``step`` steps."""
+        self._average.load(tensors, step)
+
+
+def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
+    """Gather a parameter; all processes take part.
+
+    Not by ``DTensor.full_tensor``, which did not wait for the other processes in one that had run a simulation with
+    another group before (seen with torch 2.13.0).
+    """
+    most, held = shard.starts[1], shard.held.detach().reshape(-1)  # only the last parts may have fewer
+    sent = torch.zeros(most, dtype=held.dtype, device=held.device)
+    sent[: held.numel()] = held
+    parts = sent.new_empty(most * group.size())
+    distributed.all_gather_into_tensor(parts, sent, group=group)
+    return parts[: shard.starts[-1]].view(shard.shape)
+
+
+def leading_of(model: nn.Module) -> Leading | None:
+    """The way in which the first process leads the others with a model; None if it is not divided."""
+    found: Leading | None = model.__dict__.get(KEY)
+    return found

@@ -1,0 +1,61 @@
+"""Attach what trains to a loaded model, and build its optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from simpletune.config.schema import TrainConfig
+from simpletune.models.compile import compile_training
+from simpletune.models.transformer import Transformer, device_of, units_of
+from simpletune.optim.in_backward import step_in_backward
+from simpletune.optim.loss_scale import LossScale
+from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.options import plural
+from simpletune.sharding.shards import Sharding, held_parameters
+from simpletune.system.console import say
+from simpletune.text.update import NAME, TextUpdate
+
+
+def attach(
+    config: TrainConfig,
+    transformer: Transformer,
+    sizes: int = 1,
+    scale: LossScale | None = None,
+    text: TextUpdate | None = None,
+    place: torch.device | None = None,
+) -> torch.optim.Optimizer:
+    """Attach the adapter to the loaded model, divide or wrap its blocks, and build the optimizer.
+
+    Args:
+        config: the run's configuration.
+        transformer: the loaded transformer.
+        sizes: how many picture sizes the run has.
+        scale: of the loss, which updates in the backward pass must remove.
+        text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
+        place: device on which all processes divide the weights among them; None: each has all.
+    """
+    assert config.text.trains == (text is not None)
+    config.adapter.attach(transformer, config.train.seed)
+    in_backward, blocks = config.memory.optimizer_in_backward, units_of(transformer)
+    sharding = None if place is None else Sharding(transformer, blocks, place)
+    device = device_of(transformer)
+    if config.speed.compile and compile_training(blocks, device, sizes):
+        say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
+    trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
+    streamed = config.memory.attach(blocks, device, trains, last)
+    if text is not None:
+        text.attach_lora(config.train.seed)
+        transformer.add_module(NAME, text)
+    trained = held_parameters(transformer)
+    ratios, places = [lr_ratio(config, name) for name in trained], None if sharding is None else sharding.places
+    optimizer = config.optimizer.build(trained.values(), in_backward, ratios, places)
+    if in_backward:
+        assert isinstance(optimizer, RoundedOptimizer)
+        step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
+    return optimizer
+
+
+def lr_ratio(config: TrainConfig, name: str) -> float:
+    """The factor on the learning rate of a trained parameter, by its name in the model."""
+    own = name.removeprefix(f"{NAME}.")
+    return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)
