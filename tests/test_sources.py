@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletune.cli.main import main
-from simpletune.config.family_rules import with_family
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
+from simpletune.config.rules.family import with_family
 from simpletune.config.saved import read_saved
 from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan, make_plan

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import problems_of
-from simpletune.config.family_rules import with_family
 from simpletune.config.overrides import merge
+from simpletune.config.rules.family import with_family
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import find_config, missing_config
 from simpletune.memory.profiles import with_profile

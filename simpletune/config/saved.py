@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from simpletune.config.family_rules import with_objective
+from simpletune.config.rules.family import with_objective
 from simpletune.config.schema import TrainConfig
 
 

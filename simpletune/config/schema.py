@@ -10,15 +10,15 @@ from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
-from simpletune.config.adapter_rules import adapter_rules
 from simpletune.config.batches import batch_rules
 from simpletune.config.checkpoints import Checkpoint
-from simpletune.config.family_rules import family_rules
-from simpletune.config.optimizer_rules import optimizer_rules
 from simpletune.config.output import Output
-from simpletune.config.recompute_rules import recompute_rules
-from simpletune.config.sharding_rules import sharding_rules
-from simpletune.config.stream_rules import stream_rules
+from simpletune.config.rules.adapter import adapter_rules
+from simpletune.config.rules.family import family_rules
+from simpletune.config.rules.optimizer import optimizer_rules
+from simpletune.config.rules.recompute import recompute_rules
+from simpletune.config.rules.sharding import sharding_rules
+from simpletune.config.rules.stream import stream_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema

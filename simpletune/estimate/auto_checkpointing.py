@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from simpletune.cards import Card
-from simpletune.config.recompute_rules import may_recompute_alone
+from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.block_options import may_keep_attention
 from simpletune.estimate.forecast import card_at_hand

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from simpletune.cards import Card
-from simpletune.config.recompute_rules import may_recompute_alone
+from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.block_options import block_options, may_keep_attention
 from simpletune.estimate.job_time import speeds_of

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from simpletune.config.family_rules import with_family
 from simpletune.config.load import _trains_base, with_default_tags
 from simpletune.config.overrides import BESIDE_THE_JOB, merge
+from simpletune.config.rules.family import with_family
 from simpletune.config.schema import TrainConfig
 from simpletune.memory.profiles import with_profile
 from simpletune.options import Json
