@@ -20,7 +20,7 @@ from benchmarks.ranges_server import serving_ranges
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.shards import cache as sharded
+from simpletune.shards import joining
 from simpletune.shards.cache import ShardedCache
 from simpletune.shards.local_part import LocalPart
 from simpletune.shards.place import GIB, CachePlace, open_cache
@@ -43,7 +43,7 @@ def server(faults: Faults) -> Iterator[str]:
 def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in object_store.settings(server).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sharded, "SAMPLES", 5)
+    monkeypatch.setattr(joining, "SAMPLES", 5)
     yield
     failpoints.disarm()
     faults.choose = lambda number, method, path: None
@@ -111,11 +111,11 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
-from simpletune.shards import cache
+from simpletune.shards import joining
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system import failpoints
 from cached_samples import fill
-cache.SAMPLES = 5
+joining.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)
 fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"))
 """

@@ -23,8 +23,7 @@ from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.runs.folder import read_metrics
-from simpletune.shards import cache as sharded
-from simpletune.shards import catalogue
+from simpletune.shards import catalogue, joining
 from simpletune.shards.cache import ShardedCache
 from simpletune.shards.index import Index, read_rows, write_rows
 from simpletune.shards.place import CachePlace, open_cache
@@ -37,7 +36,7 @@ from simpletune.training.loop import prepare_only
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shards of five samples."""
-    monkeypatch.setattr(sharded, "SAMPLES", 5)
+    monkeypatch.setattr(joining, "SAMPLES", 5)
     yield
     failpoints.disarm()
 
@@ -236,7 +235,7 @@ def _without_key(row: Row) -> tuple:
 
 def test_the_index_is_not_written_for_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a million samples do not cost a thousand times the index."""
-    monkeypatch.setattr(sharded, "SAMPLES", 1)
+    monkeypatch.setattr(joining, "SAMPLES", 1)
     monkeypatch.setattr(catalogue, "UNNAMED", 8)
     written = []
     monkeypatch.setattr(catalogue, "write_rows", lambda *rest: written.append(1) or write_rows(*rest))
