@@ -8,6 +8,7 @@ and are removed after it is stored; what a killed process has left is joined by 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
@@ -236,7 +237,7 @@ class ShardedCache(Cache):
 
     def _place(self, row: Row) -> str:
         """The name of a sample in the local part, which differs for every shard that has held it."""
-        return f"{self.label}/{row.name}.{row.shard[:8]}"
+        return f"{self.label}/{row.name}.{zlib.crc32(row.shard.encode()):08x}"
 
     def _alone(self, row: Row) -> Lock:
         """A lock that one thread holds while it fetches this sample."""
