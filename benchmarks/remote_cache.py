@@ -96,8 +96,7 @@ def measure(way: Way) -> Json:
     keys = [f"sample {number}" for number in range(STEPS * BATCH)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        form = "files" if way.form == "files" else "shards"
-        filled = CachePlace(folder / "cache", form)
+        filled = CachePlace(folder / "cache", "files" if way.form == "files" else "shards")
         size = sum(_fill(open_cache(filled, "data", part), part, keys, way.int8) for part in PARTS)
         with _served(filled.folder, way) as place:
             return {
@@ -153,8 +152,8 @@ def _read(caches: dict[str, Cache], keys: list[str], way: Way) -> Json:
             time.sleep(max(0.0, began + step * BATCH / way.pace - time.perf_counter()))
         if ahead is not None:
             ahead.at(step)
-        for cache in caches.values():
-            torch.stack([cache.load(key)["hidden"] for key in keys[step * BATCH : (step + 1) * BATCH]])
+        for part in caches.values():
+            torch.stack([part.load(key)["hidden"] for key in keys[step * BATCH : (step + 1) * BATCH]])
         waited = sum(cache.waited for cache in remote)
         waits.append(waited - before)
         before = waited

@@ -162,7 +162,7 @@ def imported(folder: Path) -> Iterator[tuple[str, str]]:
     [
         ("simpletune", []),
         ("simpletune/serve", ["serve"]),
-        ("simpletune/remote", ["remote"]),
+        ("simpletune/stores", ["remote"]),
         ("benchmarks", ["dev"]),
         ("inference", []),
     ],
@@ -171,7 +171,7 @@ def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]
     allowed = declared(*extras) | set(NOT_DECLARED)
     found = {(name, file) for name, file in imported(ROOT / folder) if name not in allowed}
     if folder == "simpletune":
-        of_extras = "simpletune/serve/", "simpletune/remote/"
+        of_extras = "simpletune/serve/", "simpletune/stores/"
         found = {(name, file) for name, file in found if not file.startswith(of_extras)}
     assert sorted(found) == []
 

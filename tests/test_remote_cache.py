@@ -11,7 +11,10 @@ from pathlib import Path
 import object_store
 import pytest
 import torch
-from cached_samples import KEYS, fill, require_all, sample
+from cached_samples import KEYS as ALL_KEYS
+from cached_samples import fill as fill_with
+from cached_samples import require_all as require_those
+from cached_samples import sample
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
@@ -20,12 +23,22 @@ from benchmarks.ranges_server import serving_ranges
 from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.shards import cache as sharded
+from simpletune.shards import joining
 from simpletune.shards.cache import ShardedCache
 from simpletune.shards.local_part import LocalPart
 from simpletune.shards.place import GIB, CachePlace, open_cache
 from simpletune.stores.store import Store
 from simpletune.system import failpoints
+
+KEYS = ALL_KEYS[:11]  # a request takes moto several milliseconds
+
+
+def fill(cache: ShardedCache, keys: list[str] = KEYS) -> list[str]:
+    return fill_with(cache, keys)
+
+
+def require_all(cache: ShardedCache, keys: list[str] = KEYS) -> None:
+    require_those(cache, keys)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +56,7 @@ def server(faults: Faults) -> Iterator[str]:
 def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in object_store.settings(server).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sharded, "SAMPLES", 5)
+    monkeypatch.setattr(joining, "SAMPLES", 5)
     yield
     failpoints.disarm()
     faults.choose = lambda number, method, path: None
@@ -63,7 +76,7 @@ def opened(folder: Path, url: str, limit: int = GIB) -> ShardedCache:
 
 def test_another_machine_reads_what_one_has_encoded(tmp_path: Path, url: str, faults: Faults) -> None:
     assert sorted(fill(opened(tmp_path / "a", url))) == sorted(KEYS)
-    assert len(Store(f"{url}/text/a").keys("shards/")) == 5
+    assert len(Store(f"{url}/text/a").keys("shards/")) == 3
     other = opened(tmp_path / "b", url)
     assert fill(other) == []
     before = faults.seen
@@ -79,7 +92,10 @@ def test_another_machine_reads_what_one_has_encoded(tmp_path: Path, url: str, fa
     require_all(late, [*KEYS, "more"])
 
 
-@pytest.mark.parametrize("fault", ["error", "cut", "short", "slow"])
+SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("error", "cut", "slow")]
+
+
+@pytest.mark.parametrize("fault", ["short", *SLOW_FAULTS])
 def test_what_the_store_answers_wrongly_is_asked_again(fault: Fault, tmp_path: Path, url: str, faults: Faults) -> None:
     faults.choose = lambda number, method, path: fault if number % 3 == 0 else None
     fill(opened(tmp_path / "a", url))
@@ -111,20 +127,18 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
-from simpletune.shards import cache
+from simpletune.shards import joining
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.system import failpoints
-from cached_samples import fill
-cache.SAMPLES = 5
+from cached_samples import KEYS, fill
+joining.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)
-fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"))
+fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"), KEYS[:11])
 """
 
 
-SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("shard.joined", "shard.cleared")]
-
-
-@pytest.mark.parametrize("moment", ["shard.stored", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["shard.joined", "shard.stored", "shard.cleared"])
 def test_a_machine_that_vanishes_while_it_fills_leaves_nothing_wrong(
     moment: str, tmp_path: Path, url: str, server: str, launcher: Launcher
 ) -> None:
@@ -164,6 +178,7 @@ def test_a_damaged_sample_is_never_used(tmp_path: Path, url: str) -> None:
     require_all(opened(tmp_path / "d", url))
 
 
+@pytest.mark.slow
 def test_what_is_damaged_on_this_machine_is_fetched_again(tmp_path: Path, url: str) -> None:
     fill(opened(tmp_path / "a", url))
     require_all(opened(tmp_path / "b", url))
@@ -188,6 +203,7 @@ def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_
     assert again.size() <= 2000 and "x/new" in again
 
 
+@pytest.mark.slow
 def test_a_local_part_smaller_than_the_data_is_enough(tmp_path: Path, url: str) -> None:
     fill(opened(tmp_path / "a", url))
     small = opened(tmp_path / "b", url, limit=1000)
@@ -233,8 +249,9 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run)]
 
 
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
-    tiny_config: dict, tmp_path: Path, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    machines: int, tiny_config: dict, tmp_path: Path, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_config |= {
         "data": tiny_config["data"] | {"variants": 2, "crop": "random"},
@@ -243,7 +260,7 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
     tiny_config |= {"memory": tiny_config["memory"] | {"modulation": "plan"}}
     folder = run_here(tiny_config, str(tmp_path / "folder"), runs=str(tmp_path / "from-folder"))
     runs = []
-    for number, fault in enumerate(("short", "error")):
+    for number, fault in enumerate(("short", "error")[:machines]):
         (tmp_path / f"machine-{number}").mkdir()
         monkeypatch.chdir(tmp_path / f"machine-{number}")
         faults.choose = lambda number, method, path, fault=fault: fault if number % 4 == 0 else None

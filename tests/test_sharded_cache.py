@@ -23,8 +23,8 @@ from simpletune.options import UserError
 from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.runs.folder import read_metrics
-from simpletune.shards import cache as sharded
-from simpletune.shards import catalogue
+from simpletune.shards import catalogue, joining
+from simpletune.shards import index as index_module
 from simpletune.shards.cache import ShardedCache
 from simpletune.shards.index import Index, read_rows, write_rows
 from simpletune.shards.place import CachePlace, open_cache
@@ -37,7 +37,7 @@ from simpletune.training.loop import prepare_only
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shards of five samples."""
-    monkeypatch.setattr(sharded, "SAMPLES", 5)
+    monkeypatch.setattr(joining, "SAMPLES", 5)
     yield
     failpoints.disarm()
 
@@ -124,7 +124,8 @@ def _rows(content: bytes, folder: Path) -> list[Row]:
     return list(read_rows(folder / "copy"))
 
 
-MOMENTS = ("file.before-rename", "shard.written", "shard.joined", "shard.stored", "shard.cleared")
+LATER = ("file.before-rename", "shard.written", "shard.joined", "shard.cleared")
+MOMENTS = ("shard.stored", *(pytest.param(moment, marks=pytest.mark.slow) for moment in LATER))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -207,12 +208,13 @@ def test_a_process_sees_what_another_has_joined_meanwhile(tmp_path: Path) -> Non
 
 
 def test_an_index_of_many_samples_is_small_and_finds_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50,000 samples through every path of the index: added, sorted in, removed, written and read."""
+    """10,000 samples through every path of the index: added, sorted in, removed, written and read."""
     layout = (("x", "F32", (256,), 0),)
     rows = [
         Row(hashlib.md5(b"%d" % n).hexdigest(), f"shard {n // 256}", n % 256 * 1024, 1024, n, layout, f"key {n}")
-        for n in range(50_000)
+        for n in range(10_000)
     ]
+    monkeypatch.setattr(index_module, "RECENT", 3_000)
     index = Index()
     index.add(rows)
     index.add([Row(rows[7].name, "later", 0, 1024, 0, layout)])  # the first one stays
@@ -220,13 +222,13 @@ def test_an_index_of_many_samples_is_small_and_finds_each(tmp_path: Path, monkey
     read = Index.read(tmp_path / "index.parquet")
     plain = {row.name: row for row in rows}
     for found in (index, read):
-        assert len(found) == 50_000 and found.find("0" * 32) is None
+        assert len(found) == 10_000 and found.find("0" * 32) is None
         for row in rows[::501]:
             known = found.find(row.name)
             assert known is not None and known == Row(*_without_key(plain[row.name]))
-        assert found.bytes <= 40 * 50_000
+        assert found.bytes <= 40 * 10_000
         found.remove({"shard 3"}, [(rows[0].name, "shard 0"), (rows[1].name, "shard 1")])
-        assert len(found) == 50_000 - 256 - 1 and rows[0].name not in found and rows[1].name in found
+        assert len(found) == 10_000 - 256 - 1 and rows[0].name not in found and rows[1].name in found
         assert "shard 3" not in found.shards and rows[3 * 256].name not in found
 
 
@@ -236,7 +238,7 @@ def _without_key(row: Row) -> tuple:
 
 def test_the_index_is_not_written_for_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a million samples do not cost a thousand times the index."""
-    monkeypatch.setattr(sharded, "SAMPLES", 1)
+    monkeypatch.setattr(joining, "SAMPLES", 1)
     monkeypatch.setattr(catalogue, "UNNAMED", 8)
     written = []
     monkeypatch.setattr(catalogue, "write_rows", lambda *rest: written.append(1) or write_rows(*rest))
@@ -254,6 +256,7 @@ def run_here(config: dict, folder: Path, form: str | None, **changes: object) ->
     return rows, saved_weights(run, config["train"]["steps"])
 
 
+@pytest.mark.slow
 def test_a_run_from_shards_has_the_bits_of_one_from_files(tiny_config: dict, tmp_path: Path) -> None:
     files = run_here(tiny_config, tmp_path / "files", None)
     shards = run_here(tiny_config, tmp_path / "shards", "shards")

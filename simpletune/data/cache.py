@@ -223,6 +223,10 @@ class Cache(KeyedFolder):
                 f"{error}: renamed to {place.name}. Restart, or continue with --resume latest, to encode it again"
             ) from None
 
+    def is_sound(self, key: str) -> bool:
+        """Whether this process has verified the checksum of a key's tensors."""
+        return key in self._sound
+
     def quarantine(self, key: str) -> str:
         """Rename a key's file, so that it can be inspected and is encoded again; return its new path."""
         self._sound.discard(key)

@@ -173,7 +173,7 @@ class TextCache:
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
         """The prompts that CLIP truncates, at 77 tokens by default."""
         first = self.caches.get(self.prompts.encoders[0].name)
-        if first is None:
+        if first is None or (isinstance(first, ShardedCache) and first.part is not None):  # not a request for each
             return [prompt for prompt in prompts if self.tokens.count(prompt) > limit]
         return [prompt for prompt in prompts if int(first.load(self.tokens.expanded(prompt))["tokens"]) > limit]
 

@@ -8,6 +8,7 @@ and are removed after it is stored; what a killed process has left is joined by 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
@@ -16,19 +17,17 @@ from typing import TYPE_CHECKING
 from simpletune.data.cache import ALONE, READ_WHOLE, Cache, Share, checksum
 from simpletune.options import UserError
 from simpletune.shards.catalogue import Catalogue
+from simpletune.shards.failures import Damaged, Reached
+from simpletune.shards.joining import Joiner
 from simpletune.shards.local_part import LocalPart
-from simpletune.shards.shard import SUFFIX, Row, parse_header, rows_of, tensors_of, write_shard
+from simpletune.shards.shard import Row, tensors_of
 from simpletune.shards.shelf import Shelf
 from simpletune.stores.store import StoreError
-from simpletune.system.atomic import remove
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
-from simpletune.system.locks import Ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SAMPLES, BYTES = 256, 64 * 2**20  # of a shard, at most; whichever is reached first
 READS = 3  # of a sample whose checksum does not match, before it counts as damaged
 
 
@@ -46,17 +45,17 @@ class ShardedCache(Cache):
         super().__init__(folder / "staged")
         self.shelf, self.part, self.label = shelf, part, label
         self.catalogue = Catalogue(shelf, folder / "index")
+        self.joiner = Joiner(self, shelf, self.catalogue)
         self.waited = 0.0
         """Seconds that ``load`` has waited for a remote shelf."""
         self._coming: dict[str, Lock] = {}
         self._lock = Lock()
-        self._staged = (0, 0)  # files and bytes since the last look
 
     def _row(self, key: str) -> Row | None:
         return self.catalogue.index.find(self.file(key).stem)
 
     def __contains__(self, key: str) -> bool:
-        with self._reached():
+        with Reached(self.shelf):
             if self.file(key).stem in self.catalogue.index or super().__contains__(key):
                 return True
             if not self.catalogue.is_stale():
@@ -74,11 +73,11 @@ class ShardedCache(Cache):
             UserError: the store does not answer.
         """
         wanted = list(dict.fromkeys(keys))
-        with self._reached():
+        with Reached(self.shelf):
             self.catalogue.refresh()
             staged = [key for key in wanted if super(ShardedCache, self).__contains__(key) and self._row(key) is None]
             super().lacking(staged, share)  # sets damaged ones aside
-            self.join(everything=True, wait=False)
+            self.joiner.join(everything=True, wait=False)
             if share.number == 0:
                 self.catalogue.publish(everything=True)
             self._verify([key for key in wanted if share.owner(key) == share.number])
@@ -92,7 +91,7 @@ class ShardedCache(Cache):
         for key, row in rows.items():
             try:
                 self._sample(key, row)
-            except _Damaged as reason:
+            except Damaged as reason:
                 say(f"cache   {reason}: noted in {self._set_row_aside(key, row)}; encoding it again")
 
     def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
@@ -107,11 +106,11 @@ class ShardedCache(Cache):
         if self.shelf.remote and share.of > 1:
             keys = [key for key in keys if share.owner(key) == share.number]
             share = ALONE
-        with self._reached():
+        with Reached(self.shelf):
             for group in super().claimed(keys, share, together):
                 yield group
-                self.join(everything=False, wait=False)
-            self.join(everything=True, wait=True)
+                self.joiner.join(everything=False, wait=False)
+            self.joiner.join(everything=True, wait=True)
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Store tensors under a key, in a file of its own until it is joined into a shard.
@@ -121,77 +120,9 @@ class ShardedCache(Cache):
         """
         super().save(key, tensors)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._staged = self._staged[0] + 1, self._staged[1] + size
-        if self._staged[0] >= SAMPLES or self._staged[1] >= BYTES:
-            with self._reached():
-                self.join(everything=False, wait=False)
-
-    def join(self, everything: bool, wait: bool) -> None:
-        """Join encoded samples into shards, and store them.
-
-        Args:
-            everything: also fewer than a shard usually has.
-            wait: for another process that is doing so; otherwise leave it to that one.
-
-        Raises:
-            StoreError: the store does not answer; the samples stay where they are.
-        """
-        if self.shelf.read_only or not self.folder.is_dir():
-            return
-        with Ranges(self.folder.parent / "joining.lock") as ranges, ranges.held(0, 0, wait) as alone:
-            if not alone:
-                return
-            self._staged = (0, 0)
-            for files, full in _shards_of(sorted(self.folder.glob(f"*{SUFFIX}"))):
-                if full or everything:
-                    self._store(files)
-            self.catalogue.publish(everything)
-
-    def _store(self, files: list[Path]) -> None:
-        """Store encoded samples as a shard, then remove their files."""
-        new = [file for file in files if file.stem not in self.catalogue.index]
-        for file in set(files) - set(new):  # of a process that was killed before it removed them
-            remove(file)
-        try:
-            for file in new:
-                self._require_sound(file)
-            if not new:
-                return
-            shard, file = self._written(new)
-        except FileNotFoundError:
-            return  # another process, which no lock excludes on this file system, has joined them
-        with open(file, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            handle.seek(0)
-            parsed = parse_header(handle.read(8 + length), shard)
-        assert not isinstance(parsed, int)
-        failpoint("shard.joined")
-        self.shelf.put(shard, file)
-        failpoint("shard.stored")
-        self.catalogue.add(shard, rows_of(shard, *parsed))
-        for each in new:
-            remove(each)
-        failpoint("shard.cleared")
-
-    def _written(self, files: list[Path]) -> tuple[str, Path]:
-        """Write a shard under a name that no damaged one has."""
-        damaged, again = {shard for _, shard in self.shelf.damaged()}, 0
-        while (written := write_shard(files, self.folder.parent / "joined", again))[0] in damaged:
-            again += 1
-        return written
-
-    def _require_sound(self, file: Path) -> None:
-        """Verify the checksum of an encoded sample, once per process.
-
-        Raises:
-            UserError: it is damaged; it has been renamed.
-        """
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as handle:
-            key = str((handle.metadata() or {}).get("key"))
-        if key not in self._sound:
-            super().load(key)
+        if self.joiner.has_enough(size):
+            with Reached(self.shelf):
+                self.joiner.join(everything=False, wait=False)
 
     def load(self, key: str) -> dict[str, Tensor]:
         """Load a key's tensors. Verifies their checksum when they come from the store, and once per process.
@@ -200,22 +131,22 @@ class ShardedCache(Cache):
             FileNotFoundError: the key is in no shard.
             UserError: the sample is damaged and was set aside, or the store does not answer.
         """
-        with self._reached():
+        with Reached(self.shelf):
             row = self._row(key)
         if row is None:
             try:
                 return super().load(key)
             except FileNotFoundError:
-                with self._reached():
+                with Reached(self.shelf):
                     self.catalogue.refresh()  # another process may have made a shard of it
                 row = self._row(key)
                 if row is None:
                     raise
         try:
-            with self._reached():
+            with Reached(self.shelf):
                 return self._sample(key, row)
-        except _Damaged as reason:
-            with self._reached():
+        except Damaged as reason:
+            with Reached(self.shelf):
                 place = self._set_row_aside(key, row)
             raise UserError(
                 f"{reason}: noted in {place}. Restart, or continue with --resume latest, to encode it again"
@@ -235,7 +166,7 @@ class ShardedCache(Cache):
         row = self._row(key)
         if self.part is None or row is None or self._place(row) in self.part:
             return
-        with self._reached(), self._alone(row):
+        with Reached(self.shelf), self._alone(row):
             if self._place(row) not in self.part:
                 self._fetched(key, row, self.part)
 
@@ -243,20 +174,20 @@ class ShardedCache(Cache):
         """Read a sample.
 
         Raises:
-            _Damaged: its checksum does not match, each time that it was read.
+            Damaged: its checksum does not match, each time that it was read.
             StoreError: the store does not answer.
         """
         if self.part is None:
             try:
-                content = self.shelf.read(row.shard, row.start, row.start + row.size)
+                read = self.shelf.read(row.shard, row.start, row.start + row.size)
             except StoreError as error:  # of a folder: the shard is gone or cut
-                raise _Damaged(str(error)) from None
-            return self._checked(key, row, content)
+                raise Damaged(str(error)) from None
+            return self._checked(key, row, read)
         content = self.part.get(self._place(row))
         if content is not None:
             try:
                 return self._checked(key, row, content)
-            except _Damaged:  # on this machine; the store may have it whole
+            except Damaged:  # on this machine; the store may have it whole
                 self.part.remove(self._place(row))
         began = time.perf_counter()
         try:
@@ -270,7 +201,7 @@ class ShardedCache(Cache):
         """Fetch a sample and keep it in the local part.
 
         Raises:
-            _Damaged: its checksum does not match, each time.
+            Damaged: its checksum does not match, each time.
             StoreError: the store does not answer.
         """
         for left in reversed(range(READS)):
@@ -278,7 +209,7 @@ class ShardedCache(Cache):
             self._sound.discard(key)
             try:
                 tensors = self._checked(key, row, content)
-            except _Damaged:
+            except Damaged:
                 if not left:
                     raise
                 continue
@@ -290,15 +221,15 @@ class ShardedCache(Cache):
         """The tensors of a sample's bytes, whose checksum is verified once per process.
 
         Raises:
-            _Damaged: it does not match.
+            Damaged: it does not match.
         """
         try:
             tensors = tensors_of(content, row.layout)
         except (ValueError, RuntimeError) as error:
-            raise _Damaged(f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged ({error})") from None
+            raise Damaged(f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged ({error})") from None
         if key not in self._sound:
             if int(checksum(tensors), 16) != row.crc32:
-                raise _Damaged(
+                raise Damaged(
                     f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged (its checksum does not match)"
                 )
             self._sound.add(key)
@@ -306,7 +237,7 @@ class ShardedCache(Cache):
 
     def _place(self, row: Row) -> str:
         """The name of a sample in the local part, which differs for every shard that has held it."""
-        return f"{self.label}/{row.name}.{row.shard[:8]}"
+        return f"{self.label}/{row.name}.{zlib.crc32(row.shard.encode()):08x}"
 
     def _alone(self, row: Row) -> Lock:
         """A lock that one thread holds while it fetches this sample."""
@@ -329,47 +260,3 @@ class ShardedCache(Cache):
         if self.part is not None:
             self.part.remove(self._place(row))
         return place
-
-    def _reached(self) -> _Reached:
-        return _Reached(self.shelf)
-
-
-class _Damaged(Exception):
-    """Report that a sample's bytes are not those that were stored."""
-
-
-class _Reached:
-    """Turn a store's failure into a message for the user, within this context."""
-
-    def __init__(self, shelf: Shelf):
-        self.shelf = shelf
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StoreError):
-            raise UserError(
-                f"output.cache: {error}. Check the URL, the credentials and the network, then continue with --resume "
-                "latest, or start again; what was encoded is kept"
-            ) from None
-
-
-def _shards_of(files: list[Path]) -> Iterator[tuple[list[Path], bool]]:
-    """Divide encoded samples into shards; the last one may not be full."""
-    portion, size = list[Path](), 0
-    for file in files:
-        try:
-            own = file.stat().st_size
-        except FileNotFoundError:
-            continue
-        if portion and size + own > BYTES:
-            yield portion, True
-            portion, size = [], 0
-        portion.append(file)
-        size += own
-        if len(portion) >= SAMPLES:
-            yield portion, True
-            portion, size = [], 0
-    if portion:
-        yield portion, False
