@@ -22,12 +22,16 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.optim.eight_bit_shards import SMALLEST, dequantised, joined, quantised
 from simpletune.optim.place import Place, ShardGenerator, StatePiece, joined_state
 from simpletune.options import ConfigError
+from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import read_metrics, read_rows
+from simpletune.runs.names import RunName, find_in_run
+from simpletune.runs.weights import overwrite
 from simpletune.sharding.shards import starts_of
 from simpletune.simulation.processes import fake_processes, one_of
 from simpletune.simulation.simulate import simulate
+from simpletune.step.synthetic import CPU
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.training.loop import train
 
@@ -157,6 +161,12 @@ def test_each_process_writes_its_rows_and_the_index_says_which(two: tuple[Path, 
     assert {name: list(reader.get(name).shape) for name in reader.names} == {
         name: about["shape"] for name, about in index["parameters"].items()
     }
+    named = find_in_run(RunName(two[0], STEPS))
+    assert named.trained == folder / "ema.shards.json"
+    model = validate(json.loads((two[0] / "config.json").read_text()), "test").model.load_transformer(FP32(), CPU, 0)
+    overwrite(model, named.trained)  # as generate, compare and finish do
+    exported = load_file(two[0] / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(parameter, exported[name]) for name, parameter in model.named_parameters())
     listed = checkpoint.read(folder)  # every file has a checksum, and all are as they were
     assert listed.processes == 2
     state = json.loads((folder / "state.json").read_text())
