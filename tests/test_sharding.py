@@ -173,6 +173,7 @@ def test_each_process_writes_its_rows_and_the_index_says_which(two: tuple[Path, 
     assert set(state["sha256"]) == {file.name for file in folder.iterdir()} - {"state.json"}
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_last_checkpoint_and_the_run_goes_on_in_the_same_bits(
     launcher: Launcher, two: tuple[Path, Outcome], ground: dict[str, Any]
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_and_the_run_goes_on_in_t
     require_same_bits(run_of(data), two[0])
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_as_one(launcher: Launcher, one: Path, ground: dict[str, Any]) -> None:
     data = changed(ground, "two-then-one")
     killed(launcher, data, 2, rank=0, moment="step.begun:5=kill")
@@ -194,6 +196,7 @@ def test_two_processes_go_on_as_one(launcher: Launcher, one: Path, ground: dict[
     assert (checkpoint_folder(run_of(data), STEPS) / "trainable.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
     launcher: Launcher, ground: dict[str, Any]
 ) -> None:
@@ -205,6 +208,7 @@ def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
     trained(launcher, data, 2, resume="auto")
 
 
+@pytest.mark.slow
 def test_the_first_process_draws_and_answers_while_the_others_help(launcher: Launcher, ground: dict[str, Any]) -> None:
     """The pictures of a divided model are those of a whole one; requests reach all processes."""
     looks = {"prompts": ["a red disc"], "steps": 2, "every": 2, "eval_samples": 2}
