@@ -22,12 +22,16 @@ from simpletune.memory.fake import fake_tensors
 from simpletune.optim.eight_bit_shards import SMALLEST, dequantised, joined, quantised
 from simpletune.optim.place import Place, ShardGenerator, StatePiece, joined_state
 from simpletune.options import ConfigError
+from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import read_metrics, read_rows
+from simpletune.runs.names import RunName, find_in_run
+from simpletune.runs.weights import overwrite
 from simpletune.sharding.shards import starts_of
 from simpletune.simulation.processes import fake_processes, one_of
 from simpletune.simulation.simulate import simulate
+from simpletune.step.synthetic import CPU
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.training.loop import train
 
@@ -157,12 +161,19 @@ def test_each_process_writes_its_rows_and_the_index_says_which(two: tuple[Path, 
     assert {name: list(reader.get(name).shape) for name in reader.names} == {
         name: about["shape"] for name, about in index["parameters"].items()
     }
+    named = find_in_run(RunName(two[0], STEPS))
+    assert named.trained == folder / "ema.shards.json"
+    model = validate(json.loads((two[0] / "config.json").read_text()), "test").model.load_transformer(FP32(), CPU, 0)
+    overwrite(model, named.trained)  # as generate, compare and finish do
+    exported = load_file(two[0] / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(parameter, exported[name]) for name, parameter in model.named_parameters())
     listed = checkpoint.read(folder)  # every file has a checksum, and all are as they were
     assert listed.processes == 2
     state = json.loads((folder / "state.json").read_text())
     assert set(state["sha256"]) == {file.name for file in folder.iterdir()} - {"state.json"}
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_last_checkpoint_and_the_run_goes_on_in_the_same_bits(
     launcher: Launcher, two: tuple[Path, Outcome], ground: dict[str, Any]
 ) -> None:
@@ -175,6 +186,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_and_the_run_goes_on_in_t
     require_same_bits(run_of(data), two[0])
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_as_one(launcher: Launcher, one: Path, ground: dict[str, Any]) -> None:
     data = changed(ground, "two-then-one")
     killed(launcher, data, 2, rank=0, moment="step.begun:5=kill")
@@ -184,6 +196,7 @@ def test_two_processes_go_on_as_one(launcher: Launcher, one: Path, ground: dict[
     assert (checkpoint_folder(run_of(data), STEPS) / "trainable.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
     launcher: Launcher, ground: dict[str, Any]
 ) -> None:
@@ -195,6 +208,7 @@ def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
     trained(launcher, data, 2, resume="auto")
 
 
+@pytest.mark.slow
 def test_the_first_process_draws_and_answers_while_the_others_help(launcher: Launcher, ground: dict[str, Any]) -> None:
     """The pictures of a divided model are those of a whole one; requests reach all processes."""
     looks = {"prompts": ["a red disc"], "steps": 2, "every": 2, "eval_samples": 2}

@@ -21,15 +21,8 @@ from simpletune.families.recognise import DENOISERS, denoiser_in
 from simpletune.hub.fetch import is_hub_name
 from simpletune.lora.describe import file_of
 from simpletune.options import UserError, shortened
-from simpletune.runs.checkpoint_folders import (  # fmt: skip
-    AVERAGE,
-    NAME,
-    STATE,
-    TRAINABLE,
-    checkpoint_folder,
-    list_checkpoints,
-    saved_file,
-)
+from simpletune.runs import checkpoint_folders as files
+from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.choice import best_step, choose
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from simpletune.text.files import embeddings_in
@@ -282,7 +275,7 @@ def _find(name: str) -> Named:
 
 def _of_folder(folder: Path) -> Named:
     """Resolve a folder with a checkpoint, a result or a transformer."""
-    if (folder / STATE).exists() or saved_file(folder, TRAINABLE).exists():
+    if (folder / STATE).exists() or saved_file(folder, files.TRAINABLE).exists():
         match = NAME.match(folder.name)
         if match and folder.parent.name == CHECKPOINTS:
             return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
@@ -300,8 +293,8 @@ def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = Non
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
         return Named(name, lora=lora, run=run, step=step, embeddings=embeddings)
-    average = saved_file(folder, AVERAGE)
-    trained = average if average.is_file() else saved_file(folder, TRAINABLE)
+    average = saved_file(folder, files.AVERAGE)
+    trained = average if average.is_file() else saved_file(folder, files.TRAINABLE)
     return Named(name, trained=trained, run=run, step=step)
 
 

@@ -69,23 +69,25 @@ class Leading:
             average: of this process's parts of the weights.
             save: writes this process's parts of the checkpoint after a number of steps.
         """
-        shards = list(self.sharding.shards.values())
-        with ExitStack() as swapped:
+        shards, swapped = list(self.sharding.shards.values()), ExitStack()
+
+        def swap(enters: bool) -> None:
+            self.sharding.reshard()
+            if enters and average is not None:
+                swapped.enter_context(average.in_place())
+            else:
+                swapped.close()
+
+        tasks: dict[int, Callable[[int], object]] = {
+            Word.GATHER_UNIT: self._gather_unit,
+            Word.GATHER: lambda number: whole_of(shards[number], self.sharding.group),
+            Word.SWAP_IN: lambda _: swap(enters=True),
+            Word.SWAP_OUT: lambda _: swap(enters=False),
+            Word.SAVE: save,
+        }
+        with swapped:
             while (heard := self._hear())[0] != Word.END:
-                word, number = heard
-                if word == Word.GATHER_UNIT:
-                    self._gather_unit(number)
-                elif word == Word.GATHER:
-                    whole_of(shards[number], self.sharding.group)
-                elif word == Word.SWAP_IN:
-                    assert average is not None
-                    self.sharding.reshard()
-                    swapped.enter_context(average.in_place())
-                elif word == Word.SWAP_OUT:
-                    self.sharding.reshard()
-                    swapped.close()
-                elif word == Word.SAVE:
-                    save(number)
+                tasks[heard[0]](heard[1])
         self.sharding.reshard()
 
     def tell(self, word: Word, number: int = 0) -> None:

@@ -178,25 +178,14 @@ def take_steps(
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
-    processes = simulated_processes() if config.train.is_sharded(simulated_processes()) else 1
-    text = empty_text_side(config, CPU)
-    base = [*all_tensors(transformer), *frozen_tensors(text)]
-    accounting.register(base, "weights")
-    if processes == 1:
-        count_equal(units_of(transformer))
-    together = nullcontext() if processes == 1 else fake_processes(processes)
-    with accounting.allocating("optimizer"), recorder.queues() if recorder else nullcontext(), together:
-        core = assemble(config, transformer, SingleProcess(CPU, processes), text=text)
+    with recorder.queues() if recorder else nullcontext():
+        core = assembled(accounting, config, transformer)
     on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
-    if processes == 1:
+    if core.sharding is None:
         count_equal_passes(core, recorder)
-        register_trained(accounting, transformer, base)
-    else:  # the whole weights are gone once nothing refers to them
-        base.clear()
-        accounting.register(all_tensors(transformer), "weights")
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, transformer, core.optimizer)
@@ -205,7 +194,7 @@ def take_steps(
     transformer.train()
     synthetic = SyntheticBatches(config, core, size)
     watching = recorder.watching(accounting) if recorder else nullcontext()
-    with watching, nullcontext() if processes == 1 else counting_gathered():
+    with watching, nullcontext() if core.sharding is None else counting_gathered():
         accounting.forget_snapshots()
         if recorder is not None:
             recorder.begin_step()
@@ -226,6 +215,24 @@ def take_steps(
         sections=recorder.sections if recorder else (),
     )
     return report, SimulatedRun(core, synthetic, average)
+
+
+def assembled(accounting: Accounting, config: TrainConfig, transformer: Transformer) -> StepCore:
+    """Assemble the step core of one process, and register what it holds."""
+    processes = simulated_processes() if config.train.is_sharded(simulated_processes()) else 1
+    text = empty_text_side(config, CPU)
+    base = [*all_tensors(transformer), *frozen_tensors(text)]
+    accounting.register(base, "weights")
+    if processes == 1:
+        count_equal(units_of(transformer))
+    with accounting.allocating("optimizer"), nullcontext() if processes == 1 else fake_processes(processes):
+        core = assemble(config, transformer, SingleProcess(CPU, processes), text=text)
+    if core.sharding is None:
+        register_trained(accounting, transformer, base)
+    else:  # the whole weights are gone once nothing refers to them
+        base.clear()
+        accounting.register(all_tensors(transformer), "weights")
+    return core
 
 
 def take_step(accounting: Accounting, run: SimulatedRun, recorder: Recorder | None) -> None:

@@ -15,7 +15,7 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
     """Report what does not work with weights of which each process holds a part."""
     if config.train.sharding == "none":
         return
-    memory, train, none = config.memory, config.train, "or train.sharding none"
+    none = "or train.sharding none"
     if not config.adapter.shards:
         yield Problem(
             "train.sharding",
@@ -33,6 +33,12 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{config.optimizer.name} {config.optimizer.not_sharded}, but train.sharding full gives it a part of each "
             f"parameter. Use adamw, adamw8bit or adamw_bf16, {none}",
         )
+    yield from _step_rules(config)
+
+
+def _step_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Report what a step does not do with divided weights."""
+    memory, train, none = config.memory, config.train, "or train.sharding none"
     if memory.resident_blocks is not None:
         yield Problem(
             "memory.resident_blocks",
