@@ -20,7 +20,7 @@ from simpletune.optim.adamw import AdamW
 from simpletune.optim.bf16_updates import round_into
 from simpletune.optim.optimizer import OptimizerOption, state_to_tensors
 from simpletune.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.simulation.simulate import states
+from simpletune.simulation.optimizer_states import states
 
 
 def stochastic_round(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

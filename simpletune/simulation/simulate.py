@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
@@ -25,11 +24,11 @@ from simpletune.memory.snapshot import HOST, MemorySnapshot
 from simpletune.models.buckets import Size
 from simpletune.models.model_config import Shape
 from simpletune.models.transformer import Transformer, units_of
-from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.pipeline.load import empty_base
 from simpletune.pipeline.text_side import empty_text_side
 from simpletune.simulation.equal_passes import count_equal_passes
 from simpletune.simulation.equal_updates import count_equal_updates
+from simpletune.simulation.optimizer_states import host_counters, make_states, states, take_cuda_paths
 from simpletune.simulation.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.speed import Kernel
 from simpletune.step.core import StepCore, assemble, average_of
@@ -257,20 +256,6 @@ def simulated_attention(config: TrainConfig) -> Kernel:
     return "math" if config.speed.attention == "math" else "auto"
 
 
-def make_states(accounting: Accounting, core: StepCore) -> None:
-    """Create the optimizer states as a first update would, so that one simulated step includes them; those of streamed
-    weights in host memory."""
-    with accounting.allocating("optimizer"):
-        for parameter in core.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        core.optimizer.step()
-        core.optimizer.zero_grad(set_to_none=True)
-        if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.streaming is not None:
-            for parameter in core.parameters:
-                core.optimizer.streaming.keep_state(parameter, core.optimizer.state[parameter])
-    accounting.register(host_counters(core.optimizer), HOST)
-
-
 def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
     """The tensors of the text side that were there before it trains."""
     return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
@@ -290,30 +275,6 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{number}", element) for number, element in child.named_children())
         else:
             yield name, child
-
-
-def take_cuda_paths(optimizer: torch.optim.Optimizer) -> None:
-    """Switch torch's unfused optimizers to ``foreach``, their default on CUDA.
-
-    It needs temporaries as large as all parameters together.
-    """
-    for group in optimizer.param_groups:
-        if group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
-
-
-def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield step counters that are tensors: torch keeps them in host memory unless the update is fused."""
-    if any(group.get("fused") for group in optimizer.param_groups):
-        return iter(())
-    counters = (state.get("step") for state in optimizer.state.values())
-    return (counter for counter in counters if isinstance(counter, Tensor))
-
-
-def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return (value for value in values if isinstance(value, Tensor))
 
 
 def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:
