@@ -29,6 +29,7 @@ from simpletune.estimate.needs import counts_of
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.stream_encode import Filling
 from simpletune.pipeline.stream_plan import StreamPlan, stream_plan
+from simpletune.pipeline.take_over import take_over
 from simpletune.runs.folder import read_metrics
 from simpletune.streams.columns import Columns
 from simpletune.streams.opening import Form, open_rows
@@ -454,6 +455,12 @@ def test_what_a_stream_cannot_do_is_refused_with_a_remedy(case: str, tiny_config
         file_problems_of(data)
     assert field in {problem.path for problem in error.value.problems}
     assert re.search(r"Use|Name|Give", str(error.value))
+
+
+def test_a_stream_copies_nothing_from_another_cache(tiny_config: dict, shards: Path, tmp_path: Path) -> None:
+    config = validate(config_of(tiny_config, shards), "stream")
+    with pytest.raises(UserError, match="--from: data.source=stream .*output.cache"):
+        take_over(config, stream_plan(config), str(tmp_path))
 
 
 def file_problems_of(data: dict) -> None:

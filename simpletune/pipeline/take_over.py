@@ -48,8 +48,13 @@ def take_over(config: TrainConfig, plan: Plan, source: str, share: Share = ALONE
         How many samples this process has copied.
 
     Raises:
-        UserError: the source does not exist or cannot be read.
+        UserError: the source does not exist or cannot be read, or the data is a stream.
     """
+    if config.data.streamed:
+        raise UserError(
+            "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
+            "output.cache at the other cache itself"
+        )
     copied, others = 0, [list(_parts(config, plan, place)) for place in places_of(source)]
     for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
         donors = [parts[number][0] for parts in others]
