@@ -60,7 +60,7 @@ torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idl
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
-torture-together: setup  ## kill 40 times one or all of 1, 2 and 4 processes of a run, also while they prepare; TIME
+torture-together: setup  ## kill 40 times one or all of 1, 2 and 4 processes of a run, also while they prepare; 22 min with 2 busy cores (23 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work

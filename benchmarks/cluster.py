@@ -140,7 +140,8 @@ def compute_of(job: Job, micro: int, speeds: StatedSpeeds) -> Compute:
     """Predict the seconds of one card, by simulating one and two micro-batches."""
     steps = []
     for passes in (1, 2):
-        train = job.config.train.model_copy(update={"batch_size": micro, "gradient_accumulation": passes})
+        own = {"batch_size": micro, "gradient_accumulation": passes, "global_batch": None}
+        train = job.config.train.model_copy(update=own)
         report = simulate(job.config.model_copy(update={"train": train}), capability=speeds.card.capability)
         steps.append(step_seconds(report.sections, speeds))
     inside = encoding(job.config, speeds) if job.inside else 0.0

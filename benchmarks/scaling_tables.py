@@ -138,10 +138,11 @@ def predicted_cells(cards: int, rows: Mapping[int, Json], plan: Plan) -> tuple[s
     """One predicted row."""
     row = rows[cards]
     days = plan.pictures / row["rate"] / 86400
+    rounded = f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
     rate = f"{row['rate']:,.0f}" if row["rate"] >= 10 else f"{row['rate']:.2f}"
     cells = (str(cards), f"{row['batch']:,}", f"{row['micro']} x {row['passes']}", rate, f"{row['rate'] / cards:.3g}",
              f"{efficiency(cards, rows):.0%}", f"{efficiency(cards, rows, sharded=True):.0%}",
-             f"{row['exposed']:.2g} of {row['seconds']:.3g} s", row["bound"], f"{days:,.1f}",
+             f"{row['exposed']:.2g} of {row['seconds']:.3g} s", row["bound"], rounded,
              f"{24 * days * cards:,.0f}", f"${24 * days * cards * plan.price:,.0f}")  # fmt: skip
     published = plan.published.get(cards)
     if published is None:

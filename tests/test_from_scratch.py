@@ -50,6 +50,7 @@ def of_unet(place: Path) -> dict[str, Any]:
     return {"model": {"pretrained": str(pipeline)}, "data": {"path": str(place / "pictures")}}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family, part", [("sd3", "transformer"), pytest.param("sd2", "unet", marks=pytest.mark.slow)])
 def test_the_second_stage_begins_with_the_average_of_the_first(
     family: str, part: str, tiny_config: dict[str, Any], tmp_path: Path

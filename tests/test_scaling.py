@@ -12,8 +12,12 @@ import pytest
 from benchmarks import cluster, measured_scaling, scaling
 from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
 from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
+from simpletune.cards import card_of
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
 from simpletune.options import Json
 from simpletune.report import write_report
+from simpletune.timing.stated import StatedSpeeds
 
 FABRIC = Fabric(200e9, 80e9, "stated")
 COMPUTE = Compute(first=0.25, each=0.125, backward=0.08)
@@ -59,6 +63,26 @@ def test_only_what_the_last_backward_pass_does_not_hide_is_added() -> None:
     assert many.exposed == pytest.approx(2 * 127 / 128 * 4e9 / 80e9 - 0.08)
     assert many.rate == pytest.approx(2048 / (0.25 + many.exposed)) and many.bound == "computation"
     assert predict(job(gradients=10**11), 128, COMPUTE, FABRIC).bound == "exchange"
+
+
+def test_a_card_is_simulated_with_one_and_two_passes_whatever_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's step of 2,048 pictures is that of all cards."""
+    passes: list[tuple[int, int]] = []
+
+    def simulated(config: TrainConfig, capability: tuple[int, int]) -> SimpleNamespace:
+        passes.append((config.train.micro_batch, config.train.accumulation))
+        return SimpleNamespace(sections=config.train.accumulation)
+
+    def timed(count: int, speeds: StatedSpeeds) -> SimpleNamespace:
+        return SimpleNamespace(seconds=0.5 + 0.25 * count, phases={"backward": 1.0, "forward": 3.0})
+
+    monkeypatch.setattr(cluster, "simulate", simulated)
+    monkeypatch.setattr(cluster, "step_seconds", timed)
+    recipe = validate(json.loads(scaling.SD3.read_text()), "recipe", needs_data=False)
+    assert recipe.train.accumulation == 128
+    found = cluster.compute_of(Job(recipe, 2048), 8, StatedSpeeds(card_of("A100-80GB")))
+    assert passes == [(8, 1), (8, 2)]
+    assert (found.first, found.each, found.backward) == (0.75, 0.25, 0.75 / 4)
 
 
 def test_data_that_arrive_late_bound_the_step() -> None:
