@@ -24,10 +24,12 @@ from blocks import (
     transformer,
 )
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.adapters import Adapter
 from simpletune.adapters.adapter import TrainingMethod
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
@@ -174,6 +176,20 @@ def test_a_network_is_computed_again_where_the_modulations_gradient_needs_it(
         found = gradients(model, conditioning)
     torch.testing.assert_close(found, plain, rtol=0, atol=0)
     assert len(seen) > BLOCKS and any("norm1" in name or name == "conditioning" for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dora", "loha", "lokr", "oft", "partial"])
+def test_any_adapter_gets_the_same_gradients(method: str) -> None:
+    """With trained weights inside of feed-forward networks and attention, where the method has any there."""
+    targets = {"partial": {"layers": ["*.ff.net.2.*", "*.norm1.linear.bias"]}}
+    option: TrainingMethod = TypeAdapter(Adapter).validate_python(
+        {"method": method, **targets.get(method, {"targets": "all_linear"})}
+    )
+    plain = gradients(model_with(option, Setting(checkpointed=0)))
+    found = gradients(model_with(option, Setting(parts=BOTH)))
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    assert len(found) > BLOCKS
 
 
 @pytest.mark.slow
