@@ -268,7 +268,7 @@ def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
     """As flash attention lays it out, [b, n, h, d] in memory; figures with few dimensions stay."""
     inputs = CheckpointInputOffload(torch.device("cpu"))
     laid_out = torch.randn(2, 5, 3, 4).transpose(1, 2)
-    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.ones(2, 3, 5), torch.ones(2), 7])
+    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.randn(2, 3, 5).permute(1, 2, 0), torch.ones(2), 7])
     before = list(output.values)
     with inputs.offloading():
         output.leave(inputs)
