@@ -48,14 +48,10 @@ BASES: dict[str, tuple[str, ...]] = {
     "int8 products and gradients": (*INT8, "precision.input_gradient=int8"),
     "nf4": NF4,
 }  # fmt: skip
-LESS = (*memory.KEPT, *memory.ALONE)
 DEMO = "demo, "  # rows for the tests
 FULL_BF16 = (*FULL, "optimizer.name=adamw_bf16")
 ROWS: dict[str, tuple[Path, tuple[str, ...]]] = {
     **{f"LoRA r16, {name}": (memory.CONFIG, (*LORA, *base)) for name, base in BASES.items()},
-    **{
-        f"LoRA r16, {name}, less recomputed": (memory.CONFIG, (*LORA, *BASES[name], *LESS)) for name in ("bf16", "int8")
-    },
     "full bf16, adamw_bf16 in backward": (memory.CONFIG, FULL_BF16),
     "full bf16, adamw8bit in backward": (memory.CONFIG, FULL),
     **{f"{DEMO}{name}": (Path("demo"), (*LORA, *SMALL, *base)) for name, base in BASES.items()},
@@ -71,8 +67,7 @@ for an {CARD.name} by its stated figures; nothing ran on a card. *GB*: bytes tha
 attention and copies between host and device read and write, each element once, without credit for caches; the next
 columns are parts of it. Of bitsandbytes' update only what it reads counts, 10 of 16 bytes a parameter. *of bf16's*:
 against the LoRA's step with a bf16 base. *launches*: of all kernels. *products*: matrix products and convolutions, and
-their operations. LoRA rows have the modulation plan and adamw.
-*less recomputed*: attention's output is kept and feed-forward networks are recomputed alone."""
+their operations. LoRA rows have the modulation plan and adamw."""
 
 
 def counted(sections: Iterable[Section]) -> Json:

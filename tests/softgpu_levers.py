@@ -108,6 +108,7 @@ class _Plan:
     """The plan's part that batches use: draws that follow from step, micro-batch and row."""
 
     batch_size, objective = BATCH, Flow()
+    sources = (SimpleNamespace(regularization=False),)
 
     def __init__(self, accumulation: int):
         self.accumulation = accumulation
@@ -120,7 +121,7 @@ class _Plan:
 
     def micro_batch(self, step: int, micro: int) -> list[Draw]:
         first = (step * self.accumulation + micro) * BATCH
-        picture: Any = SimpleNamespace(name="p", mask=None)
+        picture: Any = SimpleNamespace(name="p", mask=None, source=0)
         view = View(picture, (64, 64), (0.5, 0.5), False)
         return [Draw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
 
@@ -131,6 +132,9 @@ def _numbers(key: str, *shape: int) -> Tensor:
 
 class _Text:
     """The text cache's part that batches use."""
+
+    def inputs(self, captions: list[str]) -> None:
+        """Nothing trains on the text side."""
 
     def load(self, caption: str) -> tuple[Tensor, Tensor]:
         return _numbers(caption, 6, 24), self.pooled(caption)

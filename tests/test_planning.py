@@ -69,10 +69,26 @@ def test_each_candidate_takes_less_memory_than_the_one_before(method: str, confi
 def test_a_list_has_every_way_to_keep_blocks_by_decreasing_memory(config_of) -> None:
     for method in ("lora", "full"):
         config = config_of(f"adapter.method={method}")
+        ways = block_options(config.model.blocks(), alone=method == "lora")
         for candidates in candidate_lists(config, L4):
             assert [choice.about.split(", ")[-1] for choice in candidates] == [
-                name.split(", ")[-1] for name, _ in block_options(config.model.blocks())[: len(candidates)]
+                name.split(", ")[-1] for name, _ in ways[: len(candidates)]
             ]
+
+
+def test_what_cannot_be_kept_or_recomputed_alone_is_not_tried(config_of) -> None:
+    """A compiled block is recomputed whole; so are networks beside trained modulations."""
+    options = {
+        "adapter.method=lora": {"all", "auto", "alone", "1024"},
+        "adapter.method=full": {"all", "auto"},
+        "speed.compile=true": {"auto"},
+        "speed.attention=math": {"auto", "alone"},
+    }
+    for override, values in options.items():
+        candidates = next(candidate_lists(config_of(override), L4))
+        parts = ("memory.keep_attention=", "memory.feed_forward=")
+        found = {each.partition("=")[2] for choice in candidates for each in choice.overrides if each.startswith(parts)}
+        assert (len(candidates), found) == (7, values), override
 
 
 def test_with_room_nothing_is_given_for_memory(config_of) -> None:

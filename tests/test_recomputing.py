@@ -24,10 +24,12 @@ from blocks import (
     transformer,
 )
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.adapters import Adapter
 from simpletune.adapters.adapter import TrainingMethod
 from simpletune.adapters.full import Full
 from simpletune.adapters.lora import Lora
@@ -177,6 +179,20 @@ def test_a_network_is_computed_again_where_the_modulations_gradient_needs_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["dora", "loha", "lokr", "oft", "partial"])
+def test_any_adapter_gets_the_same_gradients(method: str) -> None:
+    """With trained weights inside of feed-forward networks and attention, where the method has any there."""
+    targets = {"partial": {"layers": ["*.ff.net.2.*", "*.norm1.linear.bias"]}}
+    option: TrainingMethod = TypeAdapter(Adapter).validate_python(
+        {"method": method, **targets.get(method, {"targets": "all_linear"})}
+    )
+    plain = gradients(model_with(option, Setting(checkpointed=0)))
+    found = gradients(model_with(option, Setting(parts=BOTH)))
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    assert len(found) > BLOCKS
+
+
+@pytest.mark.slow
 def test_an_output_that_is_needed_but_omitted_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it."""
     monkeypatch.setattr(feed_forward, "_trains_modulation", lambda *_: False)
@@ -252,7 +268,7 @@ def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
     """As flash attention lays it out, [b, n, h, d] in memory; figures with few dimensions stay."""
     inputs = CheckpointInputOffload(torch.device("cpu"))
     laid_out = torch.randn(2, 5, 3, 4).transpose(1, 2)
-    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.ones(2, 3, 5), torch.ones(2), 7])
+    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.randn(2, 3, 5).permute(1, 2, 0), torch.ones(2), 7])
     before = list(output.values)
     with inputs.offloading():
         output.leave(inputs)

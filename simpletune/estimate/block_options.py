@@ -5,9 +5,13 @@ from __future__ import annotations
 from simpletune.config.schema import TrainConfig
 from simpletune.options import plural
 
+TILE = 1024  # tokens
+
 
 def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[tuple[str, tuple[str, ...]]]:
     """List the ways to checkpoint and offload blocks, as (description, overrides), by decreasing memory.
+
+    Attention's output in host memory costs less time than computing it again, so no way recomputes it before the last.
 
     Args:
         blocks: their number.
@@ -16,30 +20,44 @@ def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[t
     """
     half = max(1, blocks // 2)
     some, every = f"{half} of {plural(blocks, 'block')} checkpointed", "every block checkpointed"
+    some_streamed, every_streamed = f"{blocks - half} of {plural(blocks, 'block')} streamed", "every block streamed"
+    network = "alone" if alone else "auto"
 
     def option(
-        about: str, checkpointing: str | int, resident: str | int = "null", offload: str = "false", keep: str = "none"
+        about: str, checkpointing: str | int, resident: str | int = "null", host: bool = False, keep: bool = keeps
     ) -> tuple[str, tuple[str, ...]]:
         return about, (
             f"memory.checkpointing={checkpointing}",
-            f"memory.keep_attention={keep}",
-            f"memory.feed_forward={'auto' if checkpointing == 'none' else 'alone' if alone else 'block'}",
+            f"memory.keep_attention={'all' if keep else 'auto'}",
+            f"memory.feed_forward={'auto' if checkpointing == 'none' else network}",
             f"memory.resident_blocks={resident}",
-            f"memory.offload_checkpoint_inputs={offload}",
+            f"memory.offload_checkpoint_inputs={str(host).lower()}",
         )
 
-    keeping = [
-        option(f"{some}, attention kept", half, keep="all"),
-        option(f"{every}, attention kept", "all", keep="all"),
-    ]
+    kept = option("all activations kept", "none", keep=False)
+    if not keeps:
+        return [
+            kept,
+            option(some, half),
+            option(every, "all"),
+            option(f"{every}, their inputs on the host", "all", host=True),
+            option(some_streamed, "all", half),
+            option(every_streamed, "all", 0),
+            option(f"{every_streamed}, checkpoint inputs on the host", "all", 0, host=True),
+        ]
+    with_host = "inputs and attention's outputs on the host"
+    about, tiled = option(f"{every_streamed}, inputs on the host", "all", 0, host=True, keep=False)
+    if alone:
+        about += ", feed-forward in tiles"
+        tiled = tuple(each.replace("feed_forward=alone", f"feed_forward={TILE}") for each in tiled)
     return [
-        option("all activations kept", "none"),
-        *(keeping if keeps else [option(some, half)]),
-        option(every, "all"),
-        option(f"{every}, their inputs on the host", "all", offload="true"),
-        option(f"{blocks - half} of {plural(blocks, 'block')} streamed", "all", half),
-        option("every block streamed", "all", 0),
-        option("every block streamed, checkpoint inputs on the host", "all", 0, "true"),
+        kept,
+        option(f"{some}, attention kept", half),
+        option(f"{every}, attention kept", "all"),
+        option(f"{every}, {with_host}", "all", host=True),
+        option(f"{some_streamed}, {with_host}", "all", half, host=True),
+        option(f"{every_streamed}, {with_host}", "all", 0, host=True),
+        (about, tiled),
     ]
 
 

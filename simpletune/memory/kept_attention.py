@@ -88,7 +88,8 @@ class _AroundKernels(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if function is not F.scaled_dot_product_attention:
+        is_attention = function is F.scaled_dot_product_attention
+        if not is_attention:
             return function(*args, **(kwargs or {}))
         with self._mode.around_call(), self._mode:
             return function(*args, **(kwargs or {}))
