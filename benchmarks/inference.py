@@ -31,9 +31,9 @@ from simpletune.drawing.shared_base import SharedBase
 from simpletune.drawing.similarity import latent_distance
 from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.sample import Request, Sampler, decode
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.prices import Prices, cost_of_picture, page_of
 from simpletune.quant import Precision
 from simpletune.runs.weights import BASE, Weights, precision_of

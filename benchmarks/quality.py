@@ -24,8 +24,8 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.demo import checker, pictures
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request, Sampler, draw
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, result_of
 from simpletune.sheets import grid

@@ -37,8 +37,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.demo import pictures
 from simpletune.drawing.session import InferenceSession
 from simpletune.options import Json
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.pipeline.text_side import load_text_side
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, result_of

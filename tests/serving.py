@@ -21,8 +21,8 @@ from simpletune.adapters.lora import Lora
 from simpletune.cli.main import parse
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.quant.plain import FP32
 from simpletune.runs.folder import CONFIG
 from simpletune.serve import server

@@ -29,9 +29,9 @@ from simpletune.families.sd3.option import SD3
 from simpletune.memory import Memory
 from simpletune.models.compile import compile_blocks
 from simpletune.options import UserError
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.png import drawn_as
 from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.quant.int8 import Int8
 from simpletune.quant.nf4 import Nf4
 from simpletune.quant.plain import FP32

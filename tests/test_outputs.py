@@ -22,8 +22,8 @@ from simpletune.drawing.generate import generate
 from simpletune.families.sd3.option import SD3
 from simpletune.lora.attach import load_lora
 from simpletune.options import UserError
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request, Sampler
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
 from simpletune.step.attach import attach

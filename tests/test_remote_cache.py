@@ -21,7 +21,7 @@ from test_run import run_with, saved_weights
 
 from benchmarks.ranges_server import serving_ranges
 from simpletune.options import UserError
-from simpletune.pipeline.encode import TextCache
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.shards import joining
 from simpletune.shards.cache import ShardedCache

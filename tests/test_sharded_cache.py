@@ -20,8 +20,8 @@ from test_run import run_with, saved_weights
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, Share
 from simpletune.options import UserError
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import LatentCache
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.runs.folder import read_metrics
 from simpletune.shards import catalogue, joining
 from simpletune.shards import index as index_module

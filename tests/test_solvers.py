@@ -29,8 +29,8 @@ from simpletune.families.sd15.option import SD15 as StableDiffusion
 from simpletune.objectives.ddpm import Ddpm
 from simpletune.objectives.objective import TrainingObjective
 from simpletune.objectives.solvers import Euler, Solver
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.sample import Request, Sampler, encode_starts, noises
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.quant.plain import FP32
 from simpletune.runs.weights import BASE
 from simpletune.system.stage_timer import StageTimer

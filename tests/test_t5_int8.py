@@ -11,8 +11,8 @@ import torch
 from simpletune.config.load import validate
 from simpletune.estimate.disk_needs import DataCounts, disk_needs
 from simpletune.models.prompts import groups_of, pack, unpack
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.prompt_store import PromptStore
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.text.encoding import encode_prompts
 
 CPU = torch.device("cpu")

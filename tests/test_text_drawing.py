@@ -175,7 +175,7 @@ def test_a_changed_embedding_or_strength_never_finds_an_old_encoding(tiny_pipeli
 
 
 def test_prompts_that_nothing_changes_share_training_s_files(tiny_pipeline: Path, tmp_path: Path) -> None:
-    from simpletune.pipeline.encode import TextCache
+    from simpletune.pipeline.text_cache import TextCache
 
     model = family(tiny_pipeline, "sd3").model_copy(update={"t5_length": 16})
     TextCache(model, torch.float32, tmp_path).fill(["a red circle"], CPU)

@@ -23,7 +23,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.pipeline.encode import TextCache, prepare
+from simpletune.pipeline.encode import prepare
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.pipeline.text_side import load_text_side
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

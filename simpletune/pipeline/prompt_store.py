@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from simpletune.families import Model
-from simpletune.pipeline.encode import encode_prompts
 from simpletune.pipeline.latent_cache import free_memory
+from simpletune.pipeline.text_cache import encode_prompts
 from simpletune.shards.place import CachePlace, open_cache
 from simpletune.text.encoding import Embeddings, TextEncoding
 from simpletune.text.side import PLAIN, TextSide

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.parts import load_text_model
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import free_memory
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.text.inputs import TextInputs, empty_inputs, encoders_with_vectors
 from simpletune.text.update import TextUpdate, token_table
 

@@ -49,7 +49,7 @@ class ShardedCache(Cache):
         self.waited = 0.0
         """Seconds that ``load`` has waited for a remote shelf."""
         self._coming: dict[str, Lock] = {}
-        self._lock = Lock()
+        self._reading = Lock()
 
     def _row(self, key: str) -> Row | None:
         return self.catalogue.index.find(self.file(key).stem)
@@ -241,7 +241,7 @@ class ShardedCache(Cache):
 
     def _alone(self, row: Row) -> Lock:
         """A lock that one thread holds while it fetches this sample."""
-        with self._lock:
+        with self._reading:
             if len(self._coming) > 4096:
                 self._coming = {name: lock for name, lock in self._coming.items() if lock.locked()}
             return self._coming.setdefault(row.name, Lock())

@@ -21,11 +21,11 @@ from simpletune.data.several import Several, scan_sources, subjects
 from simpletune.models.buckets import Size
 from simpletune.models.transformer import device_of, units_of
 from simpletune.options import plural
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.load import load_base, modulation_of
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.prior import ClassPictures
 from simpletune.step.attention import attention_by
 from simpletune.system.atomic import atomic_file, remove_stale, write_text

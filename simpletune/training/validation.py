@@ -13,10 +13,10 @@ from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.transformer import Transformer, device_of
-from simpletune.pipeline.encode import TextCache
 from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request, Sampler, draw
+from simpletune.pipeline.text_cache import TextCache
 from simpletune.sheets import grid
 from simpletune.step.attention import attention_by
 from simpletune.step.core import StepCore, untrained
