@@ -47,8 +47,8 @@ def by(name: str) -> tuple[str, ...]:
     return (f"optimizer.name={name}",)
 
 
-# The memory grid's training steps, but three not yet measured, one that an L4 cannot hold, and two that take 12 GB of host
-# memory once more.
+# The memory grid's training steps, but three not yet measured, one that an L4 cannot hold, and two that take 12 GB of
+# host memory once more.
 LEFT_OUT = (
     "LoRA r16 int8, plan, only feed-forward recomputed",
     "LoRA r16 int8, plan, checkpoint inputs and attention on the host, feed-forward alone",
