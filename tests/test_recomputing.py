@@ -67,7 +67,7 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "U-Net, feed-forward only": ("sd15", "fp32", 0.0, Setting(checkpointed=0, parts=Parts(0, "all"))),
     "U-Net, streamed": ("sd15", "nf4", 0.0, Setting(ALL_UNITS, None, True, True, LateCopies, parts=SOME_UNITS)),
 }  # fmt: skip
-FAST = {"both, streamed", "feed-forward only"}
+FAST = {"both, streamed"}
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -229,6 +229,7 @@ def bytes_kept(parts: Parts, checkpointed: int = BLOCKS) -> int:
     return kept
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_its_arithmetic() -> None:
     """Two samples of 16 and 6 tokens; two heads of 16; fp32: attention's output, and one sum a row and head."""
     output, sums = rounded(4 * 2 * 22 * 32), rounded(4 * 2 * 2 * 22)
