@@ -313,13 +313,13 @@ def test_a_step_that_overflows_without_a_scale_is_not_finite() -> None:
 def test_what_is_nan_by_itself_still_ends_the_run(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from simpletune.step.batches import Batches
 
-    honest = Batches.step
+    honest = Batches.fetch
 
-    def step(self: Batches, number: int) -> list:
+    def fetch(self: Batches, number: int) -> list:
         batches = honest(self, number)
         return [replace(batch, z_0=batch.z_0 * torch.nan) for batch in batches] if number == 1 else batches
 
-    monkeypatch.setattr(Batches, "step", step)
+    monkeypatch.setattr(Batches, "fetch", fetch)
     with pytest.raises(UserError, match="step 2: the loss is nan.*cached latents"):
         run()
 
