@@ -51,7 +51,7 @@ def a_job(*parts: str) -> JobReport:
         return Section("compute", phase, "", work=Counter({Work("add", "bf16", (BYTES,)): 1}))
 
     snapshot = MemorySnapshot(0, {}, "", "")
-    step = StepReport(snapshot, {}, snapshot, 0, {}, 0, 0, 0, 0.0, [moved()])
+    step = StepReport(snapshot, {}, snapshot, 0, 0, {}, 0, 0, 0, 0.0, [moved()])
     work = {part: [moved("sample"), moved("decode")] if part in ("draw", "class") else [moved()] for part in parts}
     return JobReport({}, step, {}, work)
 

@@ -46,8 +46,20 @@ def plan_data(config: TrainConfig) -> PlannedData:
     Raises:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
-    if config.data.streamed:
-        return plan_stream(config)
+    planned = plan_stream(config) if config.data.streamed else plan_sources(config)
+    failpoint("data.scanned")
+    return planned
+
+
+def plan_sources(config: TrainConfig) -> PlannedData:
+    """Scan the data and plan the run over all that can be used.
+
+    Args:
+        config: the configuration, with folders resolved.
+
+    Raises:
+        UserError: as ``plan_data``.
+    """
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
@@ -60,7 +72,6 @@ def plan_data(config: TrainConfig) -> PlannedData:
     hint_at_shares(plan)
     require_positions(config, plan)
     require_token(config, plan)
-    failpoint("data.scanned")
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
 
@@ -77,7 +88,6 @@ def plan_stream(config: TrainConfig) -> PlannedData:
     for note in [*plan.samples.rows.notes(), *source_notes(config.data)]:
         say(f"data    {note}")
     require_positions(config, plan)
-    failpoint("data.scanned")
     return PlannedData(plan, [], plan.samples.source.captions_from, [])
 
 
