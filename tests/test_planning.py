@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from simpletune.config.recompute_rules import may_recompute_alone
+from simpletune.config.rules.recompute import may_recompute_alone
 
 from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import struct
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,9 @@ def child(work: Callable[[], None]) -> int:
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
     return pid
