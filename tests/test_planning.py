@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from simpletune.config.rules.recompute import may_recompute_alone
 
 from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
+from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.levers import differing, what_may_cost, with_changes

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import safetensors
 import torch
 from cached_samples import KEYS, fill, require_all, sample
 from safetensors import safe_open
@@ -202,6 +203,20 @@ def test_several_processes_fill_one_cache_and_encode_nothing_twice(tmp_path: Pat
     cache = opened(tmp_path)
     assert cache.lacking(KEYS) == [] and staged_in(tmp_path) == []
     require_all(cache)
+
+
+def test_a_file_that_another_process_removes_while_it_is_opened_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    cache.save("a", {"x": torch.ones(3)})
+
+    def gone(file: Path, **_: object) -> None:
+        file.unlink()
+        raise RuntimeError(f"unable to open file <{file}> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr(safetensors, "safe_open", gone)
+    assert cache.lacking(["a"]) == ["a"]
 
 
 def test_a_process_sees_what_another_has_joined_meanwhile(tmp_path: Path) -> None:

@@ -247,9 +247,13 @@ class Cache(KeyedFolder):
                 if about.get("key") != key:
                     raise ValueError(f"{file} was written for another key. Delete it and restart")
                 tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
+            if isinstance(error, RuntimeError):  # torch's, which opens the file a second time
+                if file.exists():
+                    raise
+                raise FileNotFoundError(f"{file} was removed while it was opened") from None
             raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
         if key not in self._sound and about.get("crc32") != checksum(tensors):
             raise UserError(f"{file} is damaged (its checksum does not match)")
