@@ -92,7 +92,7 @@ class Train(Option):
         return self.gradient_accumulation if self.global_batch is None else self.global_batch // self.micro_batch
 
     def is_sharded(self, processes: int) -> bool:
-        """Tell whether so many processes divide the weights among them."""
+        """Whether this number of processes divides the weights among them."""
         return self.sharding == "full" and processes > 1
 
 

@@ -93,7 +93,7 @@ def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig
     """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one process of those that are simulated.
 
     Raises:
-        ConfigError: so many processes cannot share a step of this size.
+        ConfigError: there are too many processes for a step of this size.
     """
     size, processes = square(config), simulated_processes()
     config = choose_batch(config, size, processes, card, reserved)

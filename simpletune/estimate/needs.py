@@ -43,7 +43,7 @@ class Needs:
     shared: int = 0
 
     def host_of(self, processes: int) -> int:
-        """Host memory of a machine with so many processes."""
+        """Host memory of a machine that runs this number of processes."""
         return processes * sum(self.host.values()) - (processes - 1) * self.shared
 
 

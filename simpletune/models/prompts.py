@@ -162,7 +162,7 @@ def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def groups_of(width: int) -> int:
-    """How many scales a token of so many numbers has."""
+    """How many scales a token of this width has."""
     return width // GROUP if width % GROUP == 0 else 1
 
 

@@ -67,7 +67,7 @@ class Filling:
         self._until_all(lambda: self.plan.used(start, steps), False, pictures)
 
     def evaluation(self, count: int) -> None:
-        """Encode what an evaluation of so many samples sees: held-out rows, or the first of the run.
+        """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run.
 
         The first one is always tried: it gives the validation prompt, and stands in the manifest.
         """

@@ -11,15 +11,13 @@ from simpletune.remote.index import INDEX, Index, StoredCheckpoint
 from simpletune.remote.link import require_same_run
 from simpletune.remote.upload import LEFT_OUT
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
-from simpletune.stores.store import Store, StoreError
+from simpletune.stores.store import Store, StoreError, repeated
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 from simpletune.system.disk import in_words
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
-
-ATTEMPTS = 3  # times that a file is fetched before it counts as damaged
 
 
 def fetch(store: Store, index: Index, folder: Path) -> None:
@@ -95,7 +93,7 @@ def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path)
             raise Damaged(f"{store.url}/{key} is damaged (its checksum does not match)")
 
     try:
-        _repeated(fetch_and_check)
+        repeated(fetch_and_check)
     except StoreError:
         there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
         if key not in there:
@@ -111,19 +109,5 @@ def _fetch_files(store: Store, folder: Path) -> None:
         parts = key.split("/")
         if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
             continue
-        _repeated(partial(store.fetch, key, folder / key, size))
+        repeated(partial(store.fetch, key, folder / key, size))
         poll()
-
-
-def _repeated(call: Callable[[], None]) -> None:
-    """Do something up to ``ATTEMPTS`` times, until it succeeds.
-
-    Raises:
-        StoreError: the last failure.
-    """
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return call()
-        except StoreError:
-            continue
-    return call()

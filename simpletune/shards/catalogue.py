@@ -166,7 +166,7 @@ def _is_same(known: Row | None, row: Row) -> bool:
 
 
 def _is_sound(file: Path) -> bool:
-    """Whether an index can be read to its end; if not, that was said when it was read first."""
+    """Whether an index can be read to its end; a failure was reported at the first reading."""
     try:
         Index.read(file)
     except UserError:

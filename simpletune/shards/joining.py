@@ -30,7 +30,7 @@ class Joiner:
         self._staged = (0, 0)  # files and bytes that this process has encoded since it joined last
 
     def has_enough(self, size: int) -> bool:
-        """Note an encoded sample of so many bytes; tell whether there is enough for a shard."""
+        """Note the bytes of an encoded sample; return whether there are enough for a shard."""
         self._staged = self._staged[0] + 1, self._staged[1] + size
         return self._staged[0] >= SAMPLES or self._staged[1] >= BYTES
 

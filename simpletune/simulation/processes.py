@@ -20,7 +20,7 @@ _processes = 1
 
 @contextmanager
 def one_of(processes: int) -> Iterator[None]:
-    """Let predictions within this context be those of one of so many processes."""
+    """Predict one of this number of processes within this context."""
     global _processes
     before, _processes = _processes, processes
     try:
