@@ -162,11 +162,16 @@ class Browser:
         raise AssertionError(f"{css} is replaced too often")
 
     def until(self, true: Callable[[], Any], what: str = "", seconds: float = 60) -> Any:
+        """Ask until it is true; an element that the page replaces between finding and reading it is asked again."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
         limit = time.monotonic() + seconds
         while True:
-            found = true()
-            if found:
-                return found
+            try:
+                if found := true():
+                    return found
+            except StaleElementReferenceException:
+                pass  # not yet: the loop asks the new element, until the time is up
             assert time.monotonic() < limit, f"{what}: not within {seconds} s; the page says {self.text('main')[:1500]}"
             time.sleep(0.05)
 
