@@ -44,8 +44,8 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "norm": {"plain": ()},
     "norm_backward": {"plain": ("sums",), "trained": ()},
 }
-"""By kernel and use, the arguments that are None: *first*, before attention; *added*, after it; *two* modulations of one
-norm (SD3.5); *trained*, with gradients of the modulation or of the norm's weight."""
+"""By kernel and use, the arguments that are None: *first*, before attention; *added*, after it; *two* modulations of
+one norm (SD3.5); *trained*, with gradients of the modulation or of the norm's weight."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,12 @@ class Row:
 
 
 def rows_of_table() -> Iterator[Row]:
-    """Yield all rows."""
-    for card in SHARED_BYTES:
-        for kernel, uses in USES.items():
-            for use in uses:
-                yield Row(card, kernel, use, "Medium", "bf16")
-                yield Row(card, kernel, use, "Medium", "fp16" if card == 75 else "fp32")
-                if not kernel.startswith("norm"):
-                    yield Row(card, kernel, use, "Large", "bf16")
+    """Yield all rows: SD3 Medium in bf16 for each card; other types and widths for one."""
+    every = [(kernel, use) for kernel, uses in USES.items() for use in uses]
+    yield from (Row(card, *each, "Medium", "bf16") for card in SHARED_BYTES for each in every)
+    yield from (Row(75, *each, "Medium", "fp16") for each in every)
+    yield from (Row(89, *each, "Medium", "fp32") for each in every)
+    yield from (Row(89, *each, "Large", "bf16") for each in every if not each[0].startswith("norm"))
 
 
 def compile_row(row: Row) -> Any:
@@ -225,9 +223,10 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 ABOUT = f"""\
 Each cell: registers of a thread, warps of a program, shared memory, and bytes of the stack where registers were
-spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/elementwise`, use, model, type
-of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one norm, as
-in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries and keys.
+spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/elementwise`, use, model and
+type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
+norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
+and keys.
 
 `make kernels` fails if one of these breaks a rule: it compiles for each card, sm_75 too; registers within 64 Ki of a
 multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`."""

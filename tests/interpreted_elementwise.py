@@ -67,7 +67,7 @@ def views(b: int, d: int, dtype: torch.dtype, seed: int, count: int) -> list[Ten
     return list(tokens((b, count * d), dtype, seed + 1, 1)[0].chunk(count, dim=1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), seed=seeds)
 def test_modulated_norms_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, adds: bool, count: int, seed: int
@@ -89,7 +89,7 @@ def test_modulated_norms_are_within_one_rounding_of_float64(
         close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), trains=st.booleans(),
     joined=st.booleans(), seed=seeds,
@@ -129,7 +129,7 @@ def test_their_gradients_are_within_one_rounding_of_float64(
         assert len(found) == 1 + adds
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(shape=shapes, dtype=dtypes, trains=st.booleans(), seed=seeds)
 def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, trains: bool, seed: int
@@ -145,7 +145,7 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
         close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64]))),
     dtype=dtypes, trains=st.booleans(), seed=seeds,
