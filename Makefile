@@ -41,10 +41,12 @@ dry: setup  ## run what torch's CUDA build does on a simulated card (docs/dry_gp
 	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -m dry tests/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
 
-kernels: setup  ## compile the int8 kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
+kernels: setup  ## compile the Triton kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
 	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
 	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
+	$(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
+	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 
 softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores
 	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py

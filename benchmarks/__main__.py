@@ -179,6 +179,13 @@ def kernels(args: argparse.Namespace) -> object:
     return kernels.run(args.out, args.minutes, args.rows)
 
 
+def elementwise(args: argparse.Namespace) -> object:
+    """machine code of the kernels for norms and gates for cards that are not here; needs Triton, but no GPU"""
+    from benchmarks import elementwise
+
+    return elementwise.run(args.out, args.minutes, args.rows)
+
+
 def pair(args: argparse.Namespace) -> object:
     """complete runs compared with diffusers' DreamBooth LoRA recipe, on the CPU"""
     from benchmarks import pair
@@ -211,6 +218,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     scaling: ("rows",),
     remote_cache: ("rows",),
     kernels: ("rows",),
+    elementwise: ("rows",),
     pair: ("steps", "rounds", "overrides"),
 }
 

@@ -153,21 +153,34 @@ def measure(row: Row) -> dict[str, Any]:
     except (RuntimeError, TritonError) as error:
         return {"fails": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
     ptx = built.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file.name))
-        code = _tool("nvdisasm", "-c", file.name) if row.kernel == "product" else ""
-    assert usage is not None
+    with binary_of(built) as file:
+        registers, stack = usage_of(file)
+        code = _tool("nvdisasm", "-c", file) if row.kernel == "product" else ""
     return {
-        "registers": int(usage[1]),
-        "stack": int(usage[2]),
+        "registers": registers,
+        "stack": stack,
         "shared": built.metadata.shared,
         "tensor_cores": sorted({" ".join(each) for each in TENSOR_CORES.findall(ptx)}),
         "fused": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bFFMA\b", code)),
         "fusible": len(re.findall(r"\b(?:mul|add|sub)\.f32\b", ptx)),  # without .rn the assembler may fuse them
         "flushed": ptx.count(".ftz"),
     }
+
+
+@contextlib.contextmanager
+def binary_of(built: Any) -> Iterator[str]:
+    """A file with the machine code of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        yield file.name
+
+
+def usage_of(file: str) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, of machine code in a file."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file))
+    assert usage is not None
+    return int(usage[1]), int(usage[2])
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from blocks import CONFIG, STEPS, UNITS, load, shake_updates
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Draw, View
+from simpletune.elementwise import attempt
 from simpletune.families.sd3.shapes import is_conditioning
 from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
@@ -184,8 +186,22 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
 
 
-def run(levers: Levers, device: str = "cuda") -> Result:
-    """Make the steps, reading figures one step late if the levers say so, then what a checkpoint reads."""
+def run(levers: Levers, device: str = "cuda", kernels: bool = False) -> Result:
+    """Make the steps, reading figures one step late if the levers say so, then what a checkpoint reads.
+
+    Args:
+        levers: of the steps.
+        device: that computes.
+        kernels: use those of simpletune/elementwise, which round less often than the CPU's operators and are slow in
+            Triton's interpreter; otherwise torch's operators.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels:
+            patch.setitem(attempt.given_up, torch.device("cuda", 0), "bits are compared")
+        return _run(levers, device)
+
+
+def _run(levers: Levers, device: str) -> Result:
     where = torch.device(device)
     core = assembled(levers, where)
     batches = Batches(_prepared(levers.accumulation), 0, where, modulation=core.modulation)

@@ -55,6 +55,19 @@ def test_every_lever_has_the_cpus_bits(name: str) -> None:
     assert softgpu_levers.run(levers).equals(softgpu_levers.run(levers, "cpu"))
 
 
+@pytest.mark.parametrize("name", ["plain", "in-backward updates"])
+def test_kernels_for_norms_and_gates_have_the_cpus_results(name: str) -> None:
+    """Frozen and trained modulations, in fp32, within the roundings of both."""
+    levers = softgpu_levers.ALONE[name]
+    found, expected = softgpu_levers.run(levers, kernels=True), softgpu_levers.run(levers, "cpu")
+    for ours, theirs in zip(found.figures, expected.figures, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert not found.equals(expected)  # the kernels did run
+    for a, b in zip(found.tensors, expected.tensors, strict=True):
+        if a.is_floating_point():
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [*softgpu_levers.ALONE, "LoRA poisoned", "full poisoned", "paged"])
 def test_no_seed_changes_a_lever_s_bits(name: str) -> None:

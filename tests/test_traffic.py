@@ -41,9 +41,11 @@ def test_a_step_moves_what_it_moved(name: str) -> None:
     assert not changed, changed
 
 
-def test_int8_moves_at_most_three_tenths_more_than_bf16() -> None:
+def test_a_bf16_step_moves_at_most_35_gb_and_int8_less_than_a_third_of_that_more() -> None:
+    """Before norms, gates and residuals were single operators, bf16 moved 45.2 GB and int8 57.4."""
     gb = {name: COMMITTED[f"LoRA r16, {name}"]["gb"] for name in traffic.BASES}
-    assert gb["int8"] <= 1.3 * gb["bf16"]
+    assert gb["bf16"] <= 35 and gb["int8"] <= 57.4 - (45.2 - gb["bf16"]) + 0.1
+    assert gb["int8"] - gb["bf16"] <= 0.3 * 45.2
     assert all(gb[name] <= gb["int8"] for name in ("int8 products", "int8 products and gradients", "nf4"))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from simpletune.elementwise import adaln, rms_norm  # noqa: F401 define their operators
+from simpletune.elementwise.sizes import partial_bytes, rows_of
 from simpletune.memory.accounting import Temporaries
 from simpletune.memory.attention_terms import BACKWARD, BACKWARDS, FORWARD, efficient_forward
 
@@ -72,6 +74,64 @@ def _power(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
+def modulate_backward(
+    grads: Sequence[Tensor],
+    grad_total: Tensor | None,
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scales: Sequence[Tensor],
+    *trains: object,
+) -> int:
+    """Bytes for partial sums of the gradients of modulations, and for those sums in fp32.
+
+    Source: elementwise/adaln_kernels.py.
+
+    Args:
+        grads: of the modulated tokens.
+        grad_total: of the tokens themselves.
+        x: the tokens [b, n, d].
+        y: what was added to them.
+        gate: [b, d].
+        scales: [b, d] each.
+        trains: the last of them: whether modulations have gradients.
+    """
+    return _sums(x, 2 * len(scales) + (gate is not None)) if trains[-1] else 0
+
+
+def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> int:
+    """Bytes for partial sums of a gate's gradient; see ``modulate_backward``.
+
+    Args:
+        grad: of the sum [b, n, d].
+        y: what the gate multiplies, if the gate has a gradient.
+        gate: [b, d].
+    """
+    return 0 if y is None else _sums(grad, 1)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> int:
+    """Bytes for partial sums of the gradient of a norm's weight, and for that sum in fp32.
+
+    Source: elementwise/rms_kernels.py.
+
+    Args:
+        grad: of the normalised rows [..., d].
+        x: the rows.
+        weight: [d].
+        eps: of the norm.
+        trains: whether the weight has a gradient.
+    """
+    d = x.shape[-1]
+    in_fp32 = 0 if x.dtype == torch.float32 else 4 * d
+    return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
+
+
+def _sums(x: Tensor, count: int) -> int:
+    in_fp32 = 4 * count * x.shape[0] * x.shape[2]
+    return partial_bytes(x, count) + (0 if x.dtype == torch.float32 else in_fp32)
+
+
 def convolution_workspace(
     pixels: Tensor,
     weight: Tensor,
@@ -124,6 +184,9 @@ def temporaries(attention: str = "flash") -> Temporaries:
         torch.ops.quanto.qbytes_mm.default: quanto_product,
         torch.ops.aten.sum.dim_IntList: reduction,
         torch.ops.aten.mean.dim: reduction,
+        torch.ops.simpletune.modulate_backward.default: modulate_backward,
+        torch.ops.simpletune.gate_backward.default: gate_backward,
+        torch.ops.simpletune.rms_norm_backward.default: rms_norm_backward,
         torch.ops.aten.convolution.default: convolution_workspace,
         torch.ops.aten.convolution_backward.default: convolution_backward_workspace,
     }

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from simpletune.elementwise.sizes import partial_bytes
+
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SMALL = 4096  # elements; the layout of fewer does not matter
 
@@ -47,7 +49,8 @@ KINDS = {
     "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
     "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
     "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
-    "int8_rotated_rows": "int8_rows",
+    "int8_rotated_rows": "int8_rows", "modulate": "norm", "add_gated": "add", "rms_norm": "norm",
+    "rms_norm_backward": "norm_backward",
     "optimizer_update_8bit_blockwise": "adam8bit",
 }  # fmt: skip
 WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full",
@@ -236,10 +239,28 @@ def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
     yield Work("add", "bf16", (sum(map(bytes_of, tensors_in(args))),))
 
 
+def _modulate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    """Partial sums of the modulations' gradients are written and read beside what goes in and comes out."""
+    yield _with_partial_sums("norm_backward", args, output)
+
+
+def _gate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    yield _with_partial_sums("add", args, output)
+
+
+def _with_partial_sums(kind: str, args: Sequence[object], output: object) -> Work:
+    results = tensors_in(output)
+    moved = sum(map(bytes_of, (*tensors_in(args), *results)))
+    if results[-1].shape != results[0].shape:  # [count, b, d]
+        moved += 2 * partial_bytes(results[0], len(results[-1]))
+    return Work(kind, _dtype(results), (moved,))
+
+
 PRODUCTS = {
     "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
     "int8_product": _int8_product, "rotated": _rotated, "qbytes_mm": _quanto,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "convolution": _convolution, "convolution_backward": _convolution_backward, "round_into": _rounding,
+    "modulate_backward": _modulate_backward, "gate_backward": _gate_backward,
 }  # fmt: skip

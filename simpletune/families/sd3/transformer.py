@@ -11,6 +11,7 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from simpletune.families.sd3.joint_block import use_joint_blocks
 from simpletune.families.sd3.positions import TABLE, crop_positions
 from simpletune.families.sd3.shapes import parameter_shapes, unit_names
 from simpletune.models.buckets import Size
@@ -72,6 +73,7 @@ def empty_transformer(config: ModelConfig) -> Transformer:
     """
     with init_empty_weights(include_buffers=True):
         model = SD3Transformer2DModel.from_config(config)
+    use_joint_blocks(model.transformer_blocks)
     return set_units(cast(Transformer, model), unit_names(parameter_shapes(config)), "norm_out")
 
 

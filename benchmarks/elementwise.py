@@ -1,0 +1,232 @@
+"""``elementwise``: compile the kernels for norms, gates and residuals for cards that are not here.
+
+Like kernels.py for int8. But results need not equal the CPU's bit for bit, so that multiply-adds may be fused, and
+Turing counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import kernels
+from benchmarks.kernels import REGISTERS, SHARED, SPILLED
+from benchmarks.table import Results, describe_machine
+from simpletune.options import Json, UserError
+from simpletune.system.console import say
+
+FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "elementwise"
+SOURCES = tuple(FOLDER / name for name in ("adaln_kernels.py", "rms_kernels.py", "sizes.py"))
+COMMITTED = kernels.COMMITTED.with_name("elementwise.json")
+SHARED_BYTES = {75: 64 * 1024, **SHARED}
+COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
+PLAIN = ("x", "y", "gate", "scale", "shift", "total", "out", "grad", "grad_total", "grad_x", "grad_y", "weight")
+TWO = ("scale_2", "shift_2", "out_2", "grad_2")
+SUMS = ("mean", "rstd", "sums")
+WIDE = {"bf16": 2, "fp16": 2, "fp32": 4}
+WIDTHS = {"Medium": 1536, "Large": 2432}
+ADDED = ("y", "gate", "grad_y")
+USES: dict[str, dict[str, tuple[str, ...]]] = {
+    "modulate": {"first": ("y", "gate", "total", *TWO), "added": TWO, "two": ("y", "gate", "total")},
+    "modulate_backward": {
+        "first": (*ADDED, "grad_2", "scale_2", "sums"),
+        "added": ("y", "grad_2", "scale_2", "sums"),
+        "two": (*ADDED, "sums"),
+        "trained": ("grad_2", "scale_2"),
+        "two trained": ADDED,
+    },
+    "add": {"plain": ()},
+    "gate_backward": {"plain": ("y", "sums"), "trained": ()},
+    "norm": {"plain": ()},
+    "norm_backward": {"plain": ("sums",), "trained": ()},
+}
+"""By kernel and use, the arguments that are None: *first*, before attention; *added*, after it; *two* modulations of
+one norm (SD3.5); *trained*, with gradients of the modulation or of the norm's weight."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel to compile.
+
+    Args:
+        card: the architecture: 89 for sm_89.
+        kernel: its name.
+        use: of ``USES``.
+        model: ``Medium`` or ``Large``, whose width it takes; a norm of queries takes that of a head, 64.
+        kind: the type of the numbers.
+    """
+
+    card: int
+    kernel: str
+    use: str
+    model: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """The name of the row, without the version of Triton."""
+        return f"sm_{self.card} {self.kernel} {self.use} {self.model} {self.kind}"
+
+
+def rows_of_table() -> Iterator[Row]:
+    """Yield all rows: SD3 Medium in bf16 for each card; other types and widths for one."""
+    every = [(kernel, use) for kernel, uses in USES.items() for use in uses]
+    yield from (Row(card, *each, "Medium", "bf16") for card in SHARED_BYTES for each in every)
+    yield from (Row(75, *each, "Medium", "fp16") for each in every)
+    yield from (Row(89, *each, "Medium", "fp32") for each in every)
+    yield from (Row(89, *each, "Large", "bf16") for each in every if not each[0].startswith("norm"))
+
+
+def compile_row(row: Row) -> Any:
+    """Compile one row to machine code; returns Triton's compiled kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from simpletune.elementwise import adaln_kernels, rms_kernels
+    from simpletune.elementwise.sizes import ROWS, rows_of
+
+    function = getattr(rms_kernels if row.kernel.startswith("norm") else adaln_kernels, f"_{row.kernel}")
+    if row.kernel.startswith("norm"):
+        constants: dict[str, object] = {"ROWS": rows_of(64), "BLOCK": 64}
+        warps = rms_kernels.WARPS
+    else:
+        block, warps = adaln_kernels.block_of(WIDTHS[row.model])
+        constants = {"BLOCK": block, "TOKENS": ROWS if "trained" in row.use else 1}
+    names = function.arg_names
+    types = dict.fromkeys(names, "i32") | dict.fromkeys((*PLAIN, *TWO), f"*{row.kind}") | dict.fromkeys(SUMS, "*fp32")
+    types["eps"] = "fp32"
+    constants |= dict.fromkeys(USES[row.kernel][row.use])
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {name: "constexpr" if name in constants else types[name] for name in names}
+    place = {name: (number,) for number, name in enumerate(names)}
+    aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("d", "step")]
+    source = ASTSource(
+        function, types, {place[name]: value for name, value in constants.items()},
+        {place[name]: [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    return compile(source, target=GPUTarget("cuda", row.card, 32), options={"num_warps": warps})
+
+
+def measure(row: Row) -> Json:
+    """Compile one row and count what matters in its code; ``fails`` holds the reason if it does not compile."""
+    from triton.errors import TritonError
+
+    try:
+        built = compile_row(row)
+    except (RuntimeError, TritonError) as error:
+        return {"fails": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
+    ptx = built.asm["ptx"]
+    loads = [line for line in ptx.splitlines() if "ld.global" in line]
+    with kernels.binary_of(built) as file:
+        registers, stack = kernels.usage_of(file)
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": built.metadata.shared,
+        "warps": built.metadata.num_warps,
+        "wide": sum(".v4.b32" in line or ".v2.b32" in line or ".v2.b64" in line for line in loads),
+        "flushed": ptx.count(".ftz"),
+    }
+
+
+def problems(row: Row, found: Mapping[str, Any]) -> list[str]:
+    """List the rules that a compiled row breaks."""
+    if "fails" in found:
+        return [f"does not compile: {found['fails']}"]
+    broken = []
+    if found["shared"] > SHARED_BYTES[row.card]:
+        broken.append(f"{found['shared']:,} bytes of shared memory, more than the card's {SHARED_BYTES[row.card]:,}")
+    if found["registers"] * 32 * found["warps"] > REGISTERS:
+        broken.append(f"{found['registers']} registers in {found['warps']} warps, more than the card's {REGISTERS:,}")
+    if found["stack"] > SPILLED:
+        broken.append(f"{found['stack']} bytes spilled, more than {SPILLED}")
+    if not found["wide"]:
+        broken.append("loads are not vectors")
+    if found["flushed"]:
+        broken.append(".ftz: small numbers are lost")
+    return broken
+
+
+def source_hash() -> str:
+    """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
+    parts = []
+    for source in SOURCES:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        parts.append(ast.unparse(tree))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Compile the missing rows with the installed version of Triton, and write the table of all versions.
+
+    Args:
+        folder: of the results.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: a row breaks a rule.
+    """
+    try:
+        import triton
+    except ImportError:
+        raise UserError("elementwise: Triton is not installed. Use: pip install triton") from None
+    results, source = Results(folder / "elementwise", COLUMNS), source_hash()
+    results.rows = {name: row for name, row in results.rows.items() if row["source"] == source}
+    rows = {f"Triton {triton.__version__}: {row.name}": row for row in rows_of_table()}
+    for name, row in results.missing(rows, minutes, only):
+        found = measure(row)
+        results.add(name, found | {"source": source})
+        say(f"kernel  {name}: {found.get('fails') or _cell(found)}")
+    found_in = ((name, row) for name, row in rows.items() if name in results.rows)
+    broken = [f"  {name}: {problem}" for name, row in found_in for problem in problems(row, results.rows[name])]
+    page = results.stem.with_suffix(".md")
+    page.write_text(markdown(results.rows), encoding="utf-8")
+    if broken:
+        raise UserError("\n".join(["elementwise: the compiled code breaks a rule:", *broken]))
+    return page
+
+
+def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write one table for each version of Triton: a line for each kernel and use, a column for each card."""
+    lines = ["# Norms, gates and residuals, compiled for cards that are not here", "", ABOUT, ""]
+    lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
+    tables: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for name, found in rows.items():
+        version, _, rest = name.partition(": ")
+        card, _, what = rest.partition(" ")
+        tables.setdefault(version, {}).setdefault(what, {})[card] = found
+    cards = [f"sm_{card}" for card in SHARED_BYTES]
+    for version, table in tables.items():
+        lines += ["", f"## {version}", "", f"| | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
+        for what, cells in sorted(table.items()):
+            lines.append(f"| {what} | {' | '.join(_cell(cells[c]) if c in cells else '' for c in cards)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    if "fails" in found:
+        return "does not compile"
+    spilled = f", {found['stack']} B spilled" if found["stack"] else ""
+    return f"{found['registers']} x {found['warps']} warps, {found['shared']} B{spilled}"
+
+
+ABOUT = f"""\
+Each cell: registers of a thread, warps of a program, shared memory, and bytes of the stack where registers were
+spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/elementwise`, use, model and
+type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
+norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
+and keys.
+
+`make kernels` fails if one of these breaks a rule: it compiles for each card, sm_75 too; registers within 64 Ki of a
+multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`."""

@@ -1,0 +1,192 @@
+"""The kernels for adaptive norms and gated sums in Triton's interpreter, on the CPU. Run by test_elementwise.py in a
+process of its own, because TRITON_INTERPRET must stand before Triton is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference.adaln import gated_sum, modulated_norm, rms_norm
+from torch import Tensor
+
+from simpletune.elementwise import adaln_kernels, rms_kernels
+from simpletune.elementwise.sizes import ROWS
+
+TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""One rounding of each type, relative: half a unit in the last place, with a little for fp32's own."""
+EPS = 1e-6
+dtypes = st.sampled_from(list(TYPES))
+shapes = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, ROWS, ROWS + 1, 2 * ROWS + 5]),
+    st.sampled_from([1, 8, 24, 40, 64, 100]),
+)
+seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rounding_to_nearest() -> Iterator[None]:
+    """The interpreter cuts fp32 off to bf16, where a card rounds to nearest."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    original = builder.cast_impl
+
+    def cast(self: Any, src: Any, kind: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
+            return handle(data.view(torch.uint16).numpy().reshape(src.data.shape), tl.bfloat16)
+        return original(self, src, kind)
+
+    builder.cast_impl = cast
+    yield
+    builder.cast_impl = original
+
+
+def close(found: Tensor, exact: Tensor, sizes: Tensor | float = 0.0) -> None:
+    """Within one rounding of the exact result, and fp32's errors of what it is the difference of."""
+    relative = TYPES[found.dtype]
+    allowed = exact.abs() * relative * 1.01 + sizes * 2.0**-19 + 1e-7
+    assert found.shape == exact.shape
+    worst = ((found.double() - exact).abs() - allowed).max().item()
+    assert worst <= 0, worst
+
+
+def tokens(shape: tuple[int, ...], dtype: torch.dtype, seed: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) * 1.5).to(dtype) for _ in range(count)]
+
+
+def views(b: int, d: int, dtype: torch.dtype, seed: int, count: int) -> list[Tensor]:
+    """Modulations as a block has them: parts of one row."""
+    return list(tokens((b, count * d), dtype, seed + 1, 1)[0].chunk(count, dim=1))
+
+
+@settings(max_examples=10, deadline=None)
+@given(shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), seed=seeds)
+def test_modulated_norms_are_within_one_rounding_of_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, adds: bool, count: int, seed: int
+) -> None:
+    x, y = tokens(shape, dtype, seed, 2)
+    gate, *rows = views(shape[0], shape[2], dtype, seed, 5)
+    scales, shifts = rows[:count], rows[2 : 2 + count]
+    *outs, mean, rstd = adaln_kernels.modulate(x, y if adds else None, gate if adds else None, scales, shifts, EPS)
+    total = x
+    if adds:
+        total = outs.pop()
+        close(total, gated_sum(x.double(), y.double(), gate.double()), x.double().abs() + 4)
+    wide = total.double()
+    close(mean, wide.mean(-1), 4.0)
+    spread = rstd.double()[:, :, None]  # cancelling digits weigh more where a row is nearly constant
+    close(rstd, (wide.var(-1, unbiased=False) + EPS).rsqrt(), rstd.double() ** 3 * 20 + rstd.double())
+    for out, scale, shift in zip(outs, scales, shifts, strict=True):
+        exact = modulated_norm(wide, scale.double(), shift.double(), EPS)
+        close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), trains=st.booleans(),
+    joined=st.booleans(), seed=seeds,
+)  # fmt: skip
+def test_their_gradients_are_within_one_rounding_of_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, adds: bool, count: int, trains: bool, joined: bool, seed: int
+) -> None:
+    """Against autograd over the reference; the gradient of y is that of the rounded gradient of the sum."""
+    b, _, d = shape
+    x, y, grad_total, *grads = tokens(shape, dtype, seed, 3 + count)
+    gate, *scales = views(b, d, dtype, seed, 1 + count)
+    wide = x.double().requires_grad_()
+    wide_scales = [scale.double().requires_grad_() for scale in scales]
+    shift = torch.zeros(b, d, dtype=torch.float64)
+    outs = [modulated_norm(wide, scale, shift, EPS) for scale in wide_scales]
+    torch.autograd.backward(outs, [grad.double() for grad in grads])
+    mean, variance = x.double().mean(-1), x.double().var(-1, unbiased=False)
+    found = adaln_kernels.modulate_backward(
+        grads, grad_total if joined else None, x, y if adds and trains else None, gate if adds else None, scales,
+        [mean.float(), (variance + EPS).rsqrt().float()], EPS, trains,
+    )  # fmt: skip
+    assert wide.grad is not None
+    steep = (variance + EPS).rsqrt()[:, :, None]
+    sizes = 40 * steep * (1 + steep * x.double().abs())
+    exact = wide.grad + (grad_total.double() if joined else 0)
+    close(found[0], exact, sizes)
+    if adds:
+        close(found[1], found[0].double() * gate.double()[:, None], 1.0)
+    if trains:
+        sums = []
+        for scale, grad in zip(wide_scales, grads, strict=True):
+            assert scale.grad is not None
+            sums += [scale.grad, grad.double().sum(1)]
+        sums += [(found[0].double() * y.double()).sum(1)] if adds else []
+        close(found[-1], torch.stack(sums), 200 * (1 + float(sizes.max())) * shape[1] ** 0.5)
+    else:
+        assert len(found) == 1 + adds
+
+
+@settings(max_examples=8, deadline=None)
+@given(shape=shapes, dtype=dtypes, trains=st.booleans(), seed=seeds)
+def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, trains: bool, seed: int
+) -> None:
+    x, y, grad = tokens(shape, dtype, seed, 3)
+    gate = views(shape[0], shape[2], dtype, seed, 3)[1]
+    exact = gated_sum(x.double(), y.double(), gate.double())
+    close(adaln_kernels.add(x, y, gate), exact, x.double().abs() + 4)
+    grad_y, *sums = adaln_kernels.gate_backward(grad, y if trains else None, gate)
+    close(grad_y, grad.double() * gate.double()[:, None], 1.0)
+    assert len(sums) == trains
+    if trains:
+        close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64]))),
+    dtype=dtypes, trains=st.booleans(), seed=seeds,
+)  # fmt: skip
+def test_norms_of_queries_are_within_one_rounding_of_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, trains: bool, seed: int
+) -> None:
+    x, grad = tokens(shape, dtype, seed, 2)
+    weight = tokens(shape[-1:], dtype, seed + 1, 1)[0]
+    wide, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = rms_norm(wide, wide_weight, EPS)
+    exact.backward(grad.double())
+    close(rms_kernels.normed(x, weight, EPS), exact.detach(), exact.detach().abs() + 1)
+    grad_x, *sums = rms_kernels.backward(grad, x, weight, EPS, trains)
+    assert wide.grad is not None and wide_weight.grad is not None and len(sums) == trains
+    steep = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    close(grad_x, wide.grad, 40 * steep)
+    if trains:
+        close(sums[0], wide_weight.grad, 100.0 * shape[0] * shape[1] * shape[2])
+
+
+def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:
+    x, y, grad = tokens((2, 3 * ROWS + 1, 40), torch.bfloat16, 5, 3)
+    gate, scale = views(2, 40, torch.bfloat16, 5, 2)
+    statistics = [torch.zeros(2, 3 * ROWS + 1), torch.ones(2, 3 * ROWS + 1)]
+    first, second = (
+        adaln_kernels.modulate_backward([grad], None, x, y, gate, [scale], statistics, EPS, True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_that_do_not_lie_in_order_are_read_all_the_same() -> None:
+    """Tokens with another order in memory, and modulations with different strides."""
+    (x, y), gate = tokens((2, 9, 24), torch.float32, 3, 2), tokens((24, 2), torch.float32, 4, 1)[0].t()
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turned.is_contiguous()
+    assert torch.equal(adaln_kernels.add(turned, y, gate), adaln_kernels.add(x, y, gate.contiguous()))
+    scale = tokens((2, 24), torch.float32, 6, 1)[0]
+    for a, b in zip(
+        adaln_kernels.modulate(turned, y, gate, [scale], [scale], EPS),
+        adaln_kernels.modulate(x, y, gate.contiguous(), [scale], [scale], EPS),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
