@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+import warm_pytest
 from mutants import BadList, Mutant
 
 FOLDERS = {each.parent for each in (mutants.ROOT / "simpletune").rglob("*.py")} | {mutants.ROOT / "benchmarks"}
@@ -69,6 +70,7 @@ def test_ids_are_unique_and_fields_known(toy: Path) -> None:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
+    monkeypatch.setattr(mutants, "WARM", (warm_pytest.BARE,))
     for name, text in TOY.items():
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text(text)
