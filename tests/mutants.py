@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -39,6 +40,7 @@ NOT_COPIED = {".git", ".venv", ".mutants.jsonl", "__pycache__", "shared"}
 NOT_HANDED_ON = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST", "GIT_", "COV_")  # of the environment
 CAUGHT, SLOW, BY_SUITE, SURVIVED, ERROR = "caught", "timeout", "whole suite", "survived", "error"
 NOTICED = (CAUGHT, SLOW, BY_SUITE)
+SLOW_TOO = "not gpu and not dry and not softgpu"
 WARM: tuple[str, ...] = ()  # words for tests/warm_pytest.py
 PATIENCE = 60.0  # seconds beside ten times what the tests take without the fault
 SUITE_PATIENCE = 7200.0  # seconds
@@ -103,7 +105,7 @@ def problems(root: Path, mutants: Sequence[Mutant]) -> list[str]:
     """What is wrong with faults, as far as can be seen without running anything."""
     twice = [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1]
     found = [f"{name}: stands twice. Give one another id" for name in twice]
-    defined: dict[str, set[str] | None] = {}
+    defined: dict[str, dict[str, bool] | None] = {}
     for mutant in mutants:
         found += [f"{mutant.id}: {text}" for text in _faults_of_entry(root, mutant)]
         if not mutant.tests:
@@ -135,15 +137,34 @@ def _faults_of_entry(root: Path, mutant: Mutant) -> list[str]:
         changed = ast.dump(ast.parse(text.replace(mutant.find, mutant.replace)))
     except SyntaxError as error:
         return [f"{mutant.file} is no Python any more (line {error.lineno}: {error.msg})"]
-    return ["changes nothing that runs"] if changed == ast.dump(ast.parse(text)) else []
+    return ["changes nothing that runs"] if changed == _dump(text) else []
 
 
-def _functions(file: Path) -> set[str] | None:
-    """Names of a file's functions; None: there is no such file."""
+@functools.lru_cache(maxsize=64)
+def _dump(text: str) -> str:
+    """The syntax of a file, which often has several faults."""
+    return ast.dump(ast.parse(text))
+
+
+def _functions(file: Path) -> dict[str, bool] | None:
+    """Names of a file's functions, and whether each is marked slow as a whole; None: there is no such file."""
     if not file.is_file():
         return None
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {
+        node.name: any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list) for node in functions
+    }
+
+
+def markers(root: Path, tests: Sequence[str]) -> list[str]:
+    """What pytest is told to select: slow cases only where a test has no others."""
+    found = []
+    for test in tests:
+        file, _, rest = test.partition("::")
+        name = rest.partition("[")[0].rpartition("::")[2]
+        found.append((_functions(root / file) or {}).get(name, False))
+    return ["-m", SLOW_TOO] if any(found) else []
 
 
 # --- copies and what runs in them -----------------------------------------------------------------------------------
@@ -376,7 +397,7 @@ class Work:
 
         def run(copy: Copy, item: object) -> None:
             wanted = files[str(item)]
-            ran = copy.pytest(wanted, SUITE_PATIENCE)
+            ran = copy.pytest([*markers(self.root, wanted), *wanted], SUITE_PATIENCE)
             print(f"without a fault  {ran.seconds:6.1f} s  {item}", flush=True)
             for test in wanted:
                 passed = {node: each for node, each in ran.passed.items() if belongs(node, test)}
@@ -399,7 +420,7 @@ class Work:
             return None
         limit = PATIENCE + 10 * sum(row.seconds for row in green if row is not None)
         with copy.faulty(mutant):
-            ran = copy.pytest(["-x", *mutant.tests], limit)
+            ran = copy.pytest(["-x", *markers(self.root, mutant.tests), *mutant.tests], limit)
         return self._judged(mutant, ran)
 
     def try_suite(self, copy: Copy, mutant: Mutant) -> Row:

@@ -125,6 +125,14 @@ def test_tests_that_do_not_pass_without_a_fault_are_named(toy: Path, capsys) -> 
     assert f"{broken}: pytest ended with 2" in said and f"{skipped}: no test ran" in said
 
 
+def test_slow_cases_are_tried_only_of_a_test_that_has_no_others(toy: Path) -> None:
+    text = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\n\ndef test_fast():\n    pass\n"
+    (toy / "tests" / "test_speeds.py").write_text(text)
+    fast, slow = "tests/test_speeds.py::test_fast", "tests/test_speeds.py::test_slow[1]"
+    assert mutants.markers(toy, [fast, "tests/test_speeds.py"]) == []
+    assert mutants.markers(toy, [fast, slow]) == ["-m", mutants.SLOW_TOO]
+
+
 def test_an_unknown_fault_is_refused(toy: Path, capsys) -> None:
     put(toy, SIGN)
     assert run(toy, "--only", "sing") == 2
