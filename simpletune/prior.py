@@ -74,15 +74,15 @@ class NoPrior(PriorOption):
 
 
 class BasePrediction(NamedClass):
-    """The target is what the base itself predicts, with the adapter off: nothing to generate, and no drift at all."""
+    """The target is what the base itself predicts, with the adapter off. This generates nothing and causes no drift."""
 
     method: Literal["base_prediction"] = "base_prediction"
     """Prior preservation by the base's own prediction, with the adapter off (differential output preservation, prior
     prediction). Needs no class pictures. For adapters such as LoRA only."""
     prompt: Prompt | None = None
-    """Class prompt, such as "a photo of a dog". Every picture has a second pass with it, in which the adapter must
-    predict what the base does. null: no second pass, only for data sources with regularization, whose pictures then
-    show where, not what to predict."""
+    """Class prompt, such as "a photo of a dog". Every picture gets a second pass with it, in which the adapter must
+    predict what the base does. null: no second pass; only data sources with regularization count, whose pictures then
+    give the inputs, and the base's predictions the targets."""
     trigger: Prompt | None = None
     """Words in the captions that the class prompt replaces, such as "sks dog" by "dog"; null: it replaces captions as
     a whole."""
@@ -146,11 +146,11 @@ class ClassPictures(NamedClass):
     prompt: Prompt
     """Class prompt to draw and to train with, such as "a photo of a dog"."""
     trigger: Prompt | None = None
-    """Words in the captions that the class prompt replaces, such as "sks dog" by "dog": the class pictures then have
-    the captions of the subject's in turn. null: they all have the class prompt."""
+    """Words in the captions that the class prompt replaces, such as "sks dog" by "dog": the class pictures then cycle
+    through the subject's captions. null: they all have the class prompt."""
     count: Annotated[int, Field(ge=1, le=100_000)] = 100
-    """Number of class pictures (num_class_images); missing ones are drawn. An epoch has each of them once: choose
-    data.repeats so that the subject's pictures are as many."""
+    """Number of class pictures (num_class_images); missing ones are drawn. An epoch shows each of them once: choose
+    data.repeats so that it shows equally many of the subject."""
     weight: Weight = 1.0
     """Factor of their loss (prior loss weight, lambda)."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 28

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -24,7 +26,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -38,6 +40,8 @@ NOT_COPIED = {".git", ".venv", ".mutants.jsonl", "__pycache__", "shared"}
 NOT_HANDED_ON = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST", "GIT_", "COV_")  # of the environment
 CAUGHT, SLOW, BY_SUITE, SURVIVED, ERROR = "caught", "timeout", "whole suite", "survived", "error"
 NOTICED = (CAUGHT, SLOW, BY_SUITE)
+SLOW_TOO = "not gpu and not dry and not softgpu"
+WARM: tuple[str, ...] = ()  # words for tests/warm_pytest.py
 PATIENCE = 60.0  # seconds beside ten times what the tests take without the fault
 SUITE_PATIENCE = 7200.0  # seconds
 MOST_FAILED = 20  # tests of the whole suite, after which it stops
@@ -101,7 +105,7 @@ def problems(root: Path, mutants: Sequence[Mutant]) -> list[str]:
     """What is wrong with faults, as far as can be seen without running anything."""
     twice = [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1]
     found = [f"{name}: stands twice. Give one another id" for name in twice]
-    defined: dict[str, set[str] | None] = {}
+    defined: dict[str, dict[str, bool] | None] = {}
     for mutant in mutants:
         found += [f"{mutant.id}: {text}" for text in _faults_of_entry(root, mutant)]
         if not mutant.tests:
@@ -133,15 +137,34 @@ def _faults_of_entry(root: Path, mutant: Mutant) -> list[str]:
         changed = ast.dump(ast.parse(text.replace(mutant.find, mutant.replace)))
     except SyntaxError as error:
         return [f"{mutant.file} is no Python any more (line {error.lineno}: {error.msg})"]
-    return ["changes nothing that runs"] if changed == ast.dump(ast.parse(text)) else []
+    return ["changes nothing that runs"] if changed == _dump(text) else []
 
 
-def _functions(file: Path) -> set[str] | None:
-    """Names of a file's functions; None: there is no such file."""
+@functools.lru_cache(maxsize=64)
+def _dump(text: str) -> str:
+    """The syntax of a file, which often has several faults."""
+    return ast.dump(ast.parse(text))
+
+
+def _functions(file: Path) -> dict[str, bool] | None:
+    """Names of a file's functions, and whether each is marked slow as a whole; None: there is no such file."""
     if not file.is_file():
         return None
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {
+        node.name: any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list) for node in functions
+    }
+
+
+def markers(root: Path, tests: Sequence[str]) -> list[str]:
+    """What pytest is told to select: slow cases only where a test has no others."""
+    found = []
+    for test in tests:
+        file, _, rest = test.partition("::")
+        name = rest.partition("[")[0].rpartition("::")[2]
+        found.append((_functions(root / file) or {}).get(name, False))
+    return ["-m", SLOW_TOO] if any(found) else []
 
 
 # --- copies and what runs in them -----------------------------------------------------------------------------------
@@ -175,7 +198,7 @@ def key_of(state: str, what: object) -> str:
 
 
 class Copy:
-    """A copy of the project, in which one thing runs at a time.
+    """A copy of the project, in which one thing runs at a time. Use it as a context: its process ends with it.
 
     Args:
         root: of the project.
@@ -183,7 +206,8 @@ class Copy:
         packages: that must be imported from the copy.
     """
 
-    running: ClassVar[set[subprocess.Popen[bytes]]] = set()
+    running: ClassVar[set[int]] = set()
+    """Process groups of what runs in all copies."""
 
     def __init__(self, root: Path, folder: Path, packages: Iterable[str]):
         self.root, self.folder, self.scratch = root, folder / "project", folder / "scratch"
@@ -195,30 +219,31 @@ class Copy:
         whole = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *names]
         subprocess.run([sys.executable, *whole], cwd=self.folder, check=True, capture_output=True)
         code = "import importlib, sys; [print(*importlib.import_module(name).__path__) for name in sys.argv[1:]]"
-        with self._environment() as environment:
-            words = [sys.executable, "-P", "-c", code, *names]
-            done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True)
+        words, environment = [sys.executable, "-P", "-c", code, *names], self._environment()
+        done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True)
         found = done.stdout.splitlines()
         if done.returncode or [line for line in found if not Path(line).is_relative_to(self.folder)] or not found:
             raise BadList(f"{', '.join(names)} would not be imported from the copy: {found} {done.stderr[-500:]}")
+        words = [sys.executable, "-P", str(Path(__file__).with_name("warm_pytest.py")), *WARM]
+        self._warm = subprocess.Popen(
+            words, cwd=self.folder, env=environment, start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
-    @contextmanager
-    def _environment(self) -> Iterator[dict[str, str]]:
-        """The environment of a process, with a scratch folder that goes when it ends."""
-        self.scratch.mkdir(parents=True, exist_ok=True)
+    def close(self) -> None:
+        """End the process."""
+        kill(self._warm.pid)
+        self._warm.communicate()
+
+    def _environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(NOT_HANDED_ON)}
         data = self.root.parent / "shared" / "data"
-        try:
-            yield kept | {
-                "PYTHONPATH": str(self.folder),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": str(self.scratch),
-                "HYPOTHESIS_STORAGE_DIRECTORY": str(self.scratch / "hypothesis"),
-                "SIMPLETUNE_TEST_DATA": os.environ.get("SIMPLETUNE_TEST_DATA", str(data)),
-            }
-        finally:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        return kept | {
+            "PYTHONPATH": str(self.folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "SIMPLETUNE_TEST_DATA": os.environ.get("SIMPLETUNE_TEST_DATA", str(data)),
+        }
 
     @contextmanager
     def faulty(self, mutant: Mutant) -> Iterator[None]:
@@ -233,27 +258,20 @@ class Copy:
 
     def pytest(self, words: Sequence[str], limit: float) -> Ran:
         """Run pytest for a limited time, then kill it and everything it started."""
-        with self._environment() as environment:
-            report = self.scratch / "report.xml"
-            said = self.scratch / "said"  # no pipe: what a killed test leaves behind would keep it open
-            always = ["-q", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={self.folder}", f"--junitxml={report}"]
-            command = [sys.executable, "-m", "pytest", *always, "-o", "junit_family=xunit1", *words]
-            clock = time.monotonic()
-            with open(said, "wb") as out:
-                process = subprocess.Popen(
-                    command, cwd=self.folder, env=environment, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            self.running.add(process)
-            try:
-                code: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                kill(process)
-                self.running.discard(process)
-            text = said.read_text(encoding="utf-8", errors="replace")
-            ran = Ran(code, round(time.monotonic() - clock, 2), tail=text[-1500:])
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        report, said = self.scratch / "report.xml", self.scratch / "said"
+        places = {"TMPDIR": str(self.scratch), "HYPOTHESIS_STORAGE_DIRECTORY": str(self.scratch / "hypothesis")}
+        always = ["-q", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={self.folder}", f"--junitxml={report}"]
+        job = {
+            "folder": str(self.folder),
+            "words": [*always, "-o", "junit_family=xunit1", *words],
+            "environment": self._environment() | places,
+            "said": str(said),
+        }
+        try:
+            code, seconds = self._ended(job, limit)
+            text = said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
+            ran = Ran(code, round(seconds, 2), tail=text[-1500:])
             for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
                 node = f"{case.get('file')}::{case.get('name')}"
                 bad = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -261,14 +279,30 @@ class Copy:
                     ran.failed[node] = bad.get("message", "")
                 elif case.find("skipped") is None:
                     ran.passed[node] = float(case.get("time", 0))
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         return ran
 
+    def _ended(self, job: dict[str, object], limit: float) -> tuple[int | None, float]:
+        """Have a job run; its exit code (None: it took too long), and its seconds."""
+        assert self._warm.stdin is not None and self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps(job).encode() + b"\n")
+        pid = int(self._warm.stdout.readline() or 0)  # waits for the imports, the first time
+        if not pid:
+            raise BadList(f"the process that runs pytest has ended with {self._warm.wait()}")
+        clock = time.monotonic()
+        self.running.add(pid)
+        in_time = bool(select.select([self._warm.stdout], [], [], limit)[0])
+        kill(pid)
+        self.running.discard(pid)
+        code = int(self._warm.stdout.readline())
+        return code if in_time else None, time.monotonic() - clock
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+
+def kill(group: int) -> None:
     """End a process and what it has started, if any of it is left."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(group, signal.SIGKILL)
 
 
 def belongs(node: str, test: str) -> bool:
@@ -299,11 +333,16 @@ class Work:
         self._copies: SimpleQueue[Copy] = SimpleQueue()
         self.jobs, self._stopped = 0, False
 
-    def start(self, folder: Path, jobs: int, packages: Iterable[str]) -> None:
-        """Make the copies."""
-        for number in range(jobs):
-            self._copies.put(Copy(self.root, folder / str(number), packages))
-        self.jobs = jobs
+    @contextmanager
+    def copies(self, folder: Path, jobs: int, packages: Iterable[str]) -> Iterator[None]:
+        """Within this context there are copies to work in."""
+        with ExitStack() as made:
+            for number in range(jobs):
+                copy = Copy(self.root, folder / str(number), packages)
+                made.callback(copy.close)
+                self._copies.put(copy)
+            self.jobs = jobs
+            yield
 
     def row_of(self, mutant: Mutant) -> Row | None:
         """What is known of a fault."""
@@ -337,8 +376,8 @@ class Work:
         except BaseException:
             self._stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(Copy.running):
-                kill(process)
+            for group in list(Copy.running):
+                kill(group)
             raise
         finally:
             pool.shutdown(wait=True)
@@ -358,7 +397,7 @@ class Work:
 
         def run(copy: Copy, item: object) -> None:
             wanted = files[str(item)]
-            ran = copy.pytest(wanted, SUITE_PATIENCE)
+            ran = copy.pytest([*markers(self.root, wanted), *wanted], SUITE_PATIENCE)
             print(f"without a fault  {ran.seconds:6.1f} s  {item}", flush=True)
             for test in wanted:
                 passed = {node: each for node, each in ran.passed.items() if belongs(node, test)}
@@ -381,7 +420,7 @@ class Work:
             return None
         limit = PATIENCE + 10 * sum(row.seconds for row in green if row is not None)
         with copy.faulty(mutant):
-            ran = copy.pytest(["-x", *mutant.tests], limit)
+            ran = copy.pytest(["-x", *markers(self.root, mutant.tests), *mutant.tests], limit)
         return self._judged(mutant, ran)
 
     def try_suite(self, copy: Copy, mutant: Mutant) -> Row:
@@ -439,8 +478,10 @@ def run(mutants: Sequence[Mutant], work: Work, jobs: int, whole: bool) -> None:
 
     if not todo and not (whole and survivors()):
         return
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        work.start(Path(folder), jobs, packages)
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        work.copies(Path(folder), jobs, packages),
+    ):
         work.require_green(todo)
         work.each(lambda copy, item: tried(copy, item, work.try_one), todo)
         if whole:

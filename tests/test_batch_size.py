@@ -234,9 +234,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_before_the_first_step(
     run = train(config)
     said = capsys.readouterr().out
     width, height = smallest
-    assert (
-        f"batch   out of memory with 4 pictures of {width} x {height} px: begins anew with 2 micro-batches of 2" in said
-    )
+    assert f"out of memory with 4 pictures of {width} x {height} px: starts again with 2 micro-batches of 2" in said
     assert json.loads((run / "config.json").read_text())["train"]["batch_size"] == 2
     assert rows[0] == 4 and rows[-1] == 2
     assert losses(run) == losses(plain)

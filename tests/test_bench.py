@@ -83,6 +83,7 @@ def test_the_committed_predictions_meet_their_targets() -> None:
         assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
 
 
+@pytest.mark.slow
 def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "PRECISIONS", {"fp32": quality.PRECISIONS["fp32"]})
     monkeypatch.setattr(quality, "TUNED", {"LoRA": []})
@@ -144,7 +145,8 @@ MORE = ["diffusers", "simpletune, prompts new", "simpletune", "modulation plan",
         "diffusers, LoRA r16", "LoRA r16, fused"]  # fmt: skip
 
 
-@pytest.mark.parametrize("wanted", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [FEW, MORE], ids=["few", "more"])
 def test_inference_is_measured_against_diffusers_in_one_process(
     wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

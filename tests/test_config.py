@@ -242,6 +242,8 @@ def test_answers_at_once_and_without_torch(verb: list[str]) -> None:
         done = subprocess.run([sys.executable, "-c", code, *verb], cwd=ROOT, capture_output=True, text=True, timeout=60)
         seconds.append(time.perf_counter() - clock)
         assert done.returncode == 0, done.stderr
+        if seconds[-1] < 1.5:
+            break
     assert min(seconds) < 1.5  # 0.9 to 1.1 s on an idle core
 
 

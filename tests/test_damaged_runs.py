@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from damage import DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is_alike, make_origin, targets
+from slow_cases import slow_but
 
 from simpletune.config.load import validate
 from simpletune.options import UserError
@@ -81,7 +83,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("change", STATES)
+@pytest.mark.parametrize("change", slow_but(["a later step", "the manifest", "cut", "a list"], STATES))
 def test_of_a_changed_state_the_checkpoint_before_is_used(
     place: Place, origin: Place, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,8 +98,16 @@ def test_of_a_changed_state_the_checkpoint_before_is_used(
     assert [row["step"] for row in read_metrics(place.run)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("file", [checkpoint.STATE, checkpoint.TRAINABLE, checkpoint.OPTIMIZER])
-@pytest.mark.parametrize("kind", ["deleted", "empty", "one byte", "folder", "link"])
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    slow_but(
+        [(checkpoint.STATE, "deleted"), (checkpoint.TRAINABLE, "one byte"), (checkpoint.OPTIMIZER, "folder")],
+        product(
+            (checkpoint.STATE, checkpoint.TRAINABLE, checkpoint.OPTIMIZER),
+            ("deleted", "empty", "one byte", "folder", "link"),
+        ),
+    ),
+)
 def test_of_a_checkpoint_with_a_file_of_another_kind_the_one_before_is_used(
     place: Place, origin: Place, file: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +199,7 @@ def test_a_link_to_nothing_in_an_old_checkpoint_does_not_matter(place: Place, tm
     assert place.resume() == 0
 
 
+@pytest.mark.slow
 def test_a_run_on_a_read_only_file_system(place: Place, tmp_path: Path) -> None:
     runs = place.run.parent
     command = f"mount --bind {runs} {runs} && mount -o remount,ro,bind {runs}"

@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from shared_runs import TrainOnce
+from slow_cases import slow_but
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, checksum
@@ -154,6 +156,7 @@ print("code", main(["train", config, "--resume", "latest", *more, "--force"]), f
 """
 
 
+@pytest.mark.slow
 def test_on_a_file_system_that_is_really_full(tiny_config: dict, tmp_path: Path, train_once: TrainOnce) -> None:
     train_once(tiny_config)  # the cache is filled
     mounted = tmp_path / "small"
@@ -210,7 +213,7 @@ def test_the_space_that_is_foreseen_is_what_is_written(tiny_config: dict, tmp_pa
 # --- checksums ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "lose", "state"])
+@pytest.mark.parametrize("damage", slow_but(["flip", "lose"], ["flip", "cut", "empty", "lose", "state"]))
 def test_of_a_damaged_last_checkpoint_the_one_before_is_used(
     tiny_config: dict, damage: str, capsys: pytest.CaptureFixture[str], train_once: TrainOnce, copy_run: TrainOnce
 ) -> None:
@@ -236,8 +239,10 @@ def spoil(file: Path, damage: str) -> None:
         file.write_bytes(new[damage])
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-@pytest.mark.parametrize("kind", ["latents", "text"])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    slow_but([("latents", "flip"), ("text", "cut")], product(("latents", "text"), ("flip", "cut", "empty"))),
+)
 def test_a_damaged_cache_file_is_set_aside_and_made_again(
     tiny_config: dict, tmp_path: Path, kind: str, damage: str, capsys: pytest.CaptureFixture[str], train_once: TrainOnce
 ) -> None:
@@ -311,8 +316,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
 CLIPS = [{}, {"clip_norm": None}, {"clip": "per_parameter"}]
 
 
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
-@pytest.mark.parametrize("kind", ["latents", "gradient", "nan"])
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    slow_but(
+        [("latents", CLIPS[0]), ("gradient", CLIPS[1]), ("nan", CLIPS[2]), ("gradient", CLIPS[2])],
+        product(("latents", "gradient", "nan"), CLIPS),
+    ),
+    ids=str,
+)
 def test_stops_at_that_step_and_says_why(tiny_config: dict, poison: dict[int, str], kind: str, clip: dict) -> None:
     poison[2] = kind
     with pytest.raises(UserError, match="step 3: the (loss|gradient norm) is") as caught:

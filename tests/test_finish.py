@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from test_interruptions import fail_at, stop_at
 from test_run import run_with
 
@@ -59,7 +60,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["lora", "lokr with an average", "full"], METHODS))
 def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: dict) -> None:
     changes = METHODS[method]
     config = {name: value for name, value in tiny_config.items() if name != "adapter"}

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -372,8 +373,13 @@ def test_resuming_repeats_when_a_block_becomes_fp32(
     assert losses(half) == losses(whole)
 
 
-@pytest.mark.parametrize("weights", ["int8", "nf4", "int8-quanto", "bf16", "fp32"])
-@pytest.mark.parametrize("change", ["inside_blocks", "between_blocks"])
+@pytest.mark.parametrize(
+    ("change", "weights"),
+    slow_but(
+        [("inside_blocks", "int8"), ("between_blocks", "nf4"), ("inside_blocks", "bf16"), ("between_blocks", "fp32")],
+        product(("inside_blocks", "between_blocks"), ("int8", "nf4", "int8-quanto", "bf16", "fp32")),
+    ),
+)
 def test_velocities_with_such_blocks_are_those_of_fp32(
     weights: str, change: str, request: pytest.FixtureRequest, tiny_config: dict
 ) -> None:

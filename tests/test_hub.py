@@ -400,6 +400,7 @@ def test_names() -> None:
     assert not is_hub_name("models/sd3_medium.safetensors") and not is_hub_name("a/b/c")
 
 
+@pytest.mark.slow
 def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_config, write_config, tmp_path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's own; the message and exit code are ours."""
     hub.failure = Failure(401, "GatedRepo", on="resolve")

@@ -170,10 +170,10 @@ def learned(setting: Setting, precision: Any = None) -> tuple[list[float], dict[
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(),
-        Setting(checkpointed=6, host=True),
+        pytest.param(Setting(), marks=pytest.mark.slow),
+        pytest.param(Setting(checkpointed=6, host=True), marks=pytest.mark.slow),
         Setting(tuple(range(UNITS)), poison=True, queue=LateCopies),
-        Setting((1, 3, 5, 12), poison=True, host=True),
+        pytest.param(Setting((1, 3, 5, 12), poison=True, host=True), marks=pytest.mark.slow),
     ],
     ids=["checkpointed", "inputs on the host", "streamed", "some resident"],
 )

@@ -30,6 +30,13 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert (q == 0).all() and (scale == 1).all()
 
 
+def test_the_twin_on_the_meta_device_has_the_shapes_and_types_of_one_with_values() -> None:
+    weight = torch.randn(48, 16, dtype=torch.bfloat16)
+    for twin, real in zip(quantise_rows(weight.to("meta")), quantise_rows(weight), strict=True):
+        assert twin.is_meta
+        assert (twin.shape, twin.stride(), twin.dtype) == (real.shape, real.stride(), real.dtype)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_and_input_gradient_are_those_of_the_dequantised_layer(bias: bool, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from slow_cases import slow_but
 from test_run import run_with, saved_weights
 
 from simpletune.cli import main as cli_main
@@ -125,7 +126,9 @@ def test_a_lost_exception_still_stops_the_run(tiny_config: dict) -> None:
         run_with(tiny_config, "auto")
 
 
-@pytest.mark.parametrize("moment", ["step.begun", "metrics.appended", "checkpoint.before-rename"])
+@pytest.mark.parametrize(
+    "moment", slow_but(["checkpoint.before-rename"], ["step.begun", "metrics.appended", "checkpoint.before-rename"])
+)
 def test_runs_without_a_checkpoint_do_not_pile_up(moment: str, tiny_config: dict) -> None:
     looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 1}}
     for _ in range(2):
@@ -143,7 +146,12 @@ def test_what_someone_else_wrote_is_moved_aside_not_removed(tiny_config: dict) -
     assert (run.with_name("tiny.1") / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("moment", ["finish.saved", "finish.exported", "finish.summary", "finish.reported"])
+@pytest.mark.parametrize(
+    "moment",
+    slow_but(
+        ["finish.saved", "finish.summary"], ["finish.saved", "finish.exported", "finish.summary", "finish.reported"]
+    ),
+)
 def test_a_run_that_died_after_its_last_step_is_finished(moment: str, tiny_config: dict) -> None:
     fail_at(moment, tiny_config)
     run = run_with(tiny_config, "latest" if moment == "finish.exported" else "auto")

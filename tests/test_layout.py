@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "simpletune"
@@ -13,8 +16,26 @@ MAX_TOP_LEVEL, MAX_FOLDER = 12, 20
 MAX_FILE, MAX_FUNCTION, MAX_NESTING, MAX_ARGUMENTS, MAX_ANY = 320, 60, 4, 6, 150
 
 
+@functools.cache
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    """A file's syntax, parsed once for all tests here."""
+    return ast.parse(file.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_given_up() -> Iterator[None]:
+    yield
+    tree_of.cache_clear()
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    """``if TYPE_CHECKING:``"""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def room_of(module: str) -> str:
@@ -25,10 +46,9 @@ def room_of(module: str) -> str:
 
 def imports_of(file: Path) -> Iterator[str]:
     """Modules of the package that a file imports, late imports included; those for type checkers alone are free."""
-    tree = ast.parse(file.read_text())
-    typing_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    free = {id(inner) for block in typing_only for inner in ast.walk(block)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree_of(file)))
+    free = {id(inner) for block in filter(is_for_type_checkers, nodes) for inner in ast.walk(block)}
+    for node in nodes:
         if (
             isinstance(node, ast.ImportFrom)
             and (node.module or "").split(".")[0] == "simpletune"
@@ -50,23 +70,22 @@ def test_no_cycle_between_folders() -> None:
 def test_rooms_are_small_and_say_what_they_hold() -> None:
     for folder in {file.parent for file in modules()}:
         assert len(list(folder.glob("*.py"))) <= (MAX_TOP_LEVEL if folder == PACKAGE else MAX_FOLDER), folder
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert ast.get_docstring(tree_of(folder / "__init__.py")), folder
 
 
 def functions(file: Path) -> list[tuple[str, int, int]]:
     """(name, lines, nesting) of every function."""
-    tree = ast.parse(file.read_text())
     return [
         (f"{file.stem}.{node.name}", (node.end_lineno or 0) - node.lineno + 1, nesting(node))
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.FunctionDef)
     ]
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
     blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try)
-    below = [nesting(child, depth + isinstance(child, blocks)) for child in ast.iter_child_nodes(node)]
-    return max(below, default=depth)
+    within = (child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler)))
+    return max((nesting(child, depth + isinstance(child, blocks)) for child in within), default=depth)
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -87,7 +106,7 @@ def test_functions_take_few_arguments() -> None:
     many = [
         f"{file.stem}.{node.name}"
         for file in (*modules(), *(ROOT / "benchmarks").glob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.FunctionDef) and len(arguments(node)) > MAX_ARGUMENTS
     ]
     assert many == []
@@ -103,10 +122,6 @@ def arguments(node: ast.FunctionDef) -> list[str]:
 def test_any_is_rare() -> None:
     """It says that a type really is open: a JSON object, autograd's context."""
     folders = [*modules(), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "inference").glob("*.py")]
-    used = sum(
-        isinstance(node, ast.Name) and node.id == "Any"
-        for file in folders
-        for node in ast.walk(ast.parse(file.read_text()))
-    )
+    used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in folders for node in ast.walk(tree_of(file)))
     print(f"Any stands {used} times")
     assert used <= MAX_ANY

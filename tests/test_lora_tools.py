@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import original_layout
@@ -18,6 +19,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from torch import nn
 
 from simpletune.cli import lora as verbs
@@ -170,8 +172,13 @@ def test_two_loras_on_a_quantised_base(pipeline: Path, files: dict[str, Path]) -
     assert ((velocity(model) - base) - (plain - velocity(base_model(pipeline)))).norm() < 0.1 * effect
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
-@pytest.mark.parametrize("source", ["pipeline", "transformer", "single"])
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    slow_but(
+        [("pipeline", "kohya"), ("transformer", "diffusers")],
+        product(("pipeline", "transformer", "single"), ("diffusers", "kohya")),
+    ),
+)
 def test_a_merged_folder_is_the_base_with_the_lora(source, layout, pipeline, single, files, tmp_path, capsys) -> None:
     base = {"pipeline": pipeline, "transformer": pipeline / "transformer", "single": single}[source]
     run("merge", files[layout], "--scale", "0.8", "--base", base, "--out", tmp_path / "merged")
@@ -217,9 +224,9 @@ def test_a_merge_in_bf16_says_what_rounding_costs(pipeline, files, tmp_path, cap
     [
         Int8(compute="fp32"),
         Nf4(compute="fp32"),
-        Nf4(compute="fp32", modulation="nf4"),
+        pytest.param(Nf4(compute="fp32", modulation="nf4"), marks=pytest.mark.slow),
         Int8(compute="fp32", rotation="hadamard"),
-        Nf4(compute="fp32", rotation="hadamard"),
+        pytest.param(Nf4(compute="fp32", rotation="hadamard"), marks=pytest.mark.slow),
     ],
 )
 def test_a_kept_quantised_base_is_dequantised(precision, pipeline, files, tmp_path) -> None:

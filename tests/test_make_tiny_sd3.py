@@ -29,6 +29,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_autoencoder_training_continues_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_killed_autoencoder_training_continues_as_if_nothing_had_happened(
         train_autoencoder.train(tmp_path / "again", 6)
 
 
+@pytest.mark.slow
 def test_the_start_is_a_blurred_copy_and_training_lowers_the_loss() -> None:
     torch.manual_seed(0)
     vae = networks.plain_autoencoder((16, 32, 48, 64))

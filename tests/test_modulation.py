@@ -115,7 +115,9 @@ def velocity_and_gradients(
     return velocity.detach(), [gradient for gradient in gradients if gradient is not None]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["kept", "checkpointed"]
+)
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(name, checkpointing, inputs) -> None:
     precision, adapter = PRECISIONS[name], Lora(rank=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+import warm_pytest
 from mutants import BadList, Mutant
 
 FOLDERS = {each.parent for each in (mutants.ROOT / "simpletune").rglob("*.py")} | {mutants.ROOT / "benchmarks"}
@@ -69,6 +70,7 @@ def test_ids_are_unique_and_fields_known(toy: Path) -> None:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
+    monkeypatch.setattr(mutants, "WARM", (warm_pytest.BARE,))
     for name, text in TOY.items():
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text(text)
@@ -121,6 +123,14 @@ def test_tests_that_do_not_pass_without_a_fault_are_named(toy: Path, capsys) -> 
     said = capsys.readouterr().err
     assert "not green without a fault" in said and states(toy) == {}
     assert f"{broken}: pytest ended with 2" in said and f"{skipped}: no test ran" in said
+
+
+def test_slow_cases_are_tried_only_of_a_test_that_has_no_others(toy: Path) -> None:
+    text = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\n\ndef test_fast():\n    pass\n"
+    (toy / "tests" / "test_speeds.py").write_text(text)
+    fast, slow = "tests/test_speeds.py::test_fast", "tests/test_speeds.py::test_slow[1]"
+    assert mutants.markers(toy, [fast, "tests/test_speeds.py"]) == []
+    assert mutants.markers(toy, [fast, slow]) == ["-m", mutants.SLOW_TOO]
 
 
 def test_an_unknown_fault_is_refused(toy: Path, capsys) -> None:

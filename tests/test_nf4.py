@@ -72,6 +72,14 @@ def test_the_scales_error_is_at_most_half_a_step(count: int, seed: int, outlier:
     assert ((back - absmax).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("count", [1, GROUP, GROUP + 1])
+def test_scales_on_the_meta_device_have_the_shapes_and_types_of_real_ones(count: int) -> None:
+    absmax = torch.rand(count)
+    for twin, real in zip(quantise_scales(absmax.to("meta")), quantise_scales(absmax), strict=True):
+        assert twin.is_meta
+        assert (twin.shape, twin.stride(), twin.dtype) == (real.shape, real.stride(), real.dtype)
+
+
 def test_equal_scales_stay_equal() -> None:
     q, steps = quantise_scales(torch.full((5,), 0.25))
     assert torch.equal((q * steps[:, 1:] + steps[:, :1]).flatten()[:5], torch.full((5,), 0.25))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -144,8 +145,13 @@ def declared(*extras: str) -> set[str]:
     return {normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
 
-def imported(folder: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def imported(folder: Path) -> list[tuple[str, str]]:
     """(distribution, file) of every import outside the standard library and the project, late and typing-only too."""
+    return list(imports(folder))
+
+
+def imports(folder: Path) -> Iterator[tuple[str, str]]:
     brought_by = packages_distributions()
     for file in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -169,7 +175,8 @@ def imported(folder: Path) -> Iterator[tuple[str, str]]:
 )
 def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]) -> None:
     allowed = declared(*extras) | set(NOT_DECLARED)
-    found = {(name, file) for name, file in imported(ROOT / folder) if name not in allowed}
+    known = imported(ROOT / folder.split("/")[0])
+    found = {(name, file) for name, file in known if name not in allowed and file.startswith(f"{folder}/")}
     if folder == "simpletune":
         of_extras = "simpletune/serve/", "simpletune/stores/"
         found = {(name, file) for name, file in found if not file.startswith(of_extras)}

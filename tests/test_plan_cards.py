@@ -169,6 +169,7 @@ def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> N
         cheapest([lacking])
 
 
+@pytest.mark.slow
 def test_a_plan_compares_as_many_samples(config_of) -> None:
     config = config_of("adapter.method=full", "train.gradient_accumulation=4")
     found = plan_on(config, replace(L4, name="Test", gib=1.1, found=1.0), PRICE)

@@ -187,6 +187,7 @@ def test_requests_are_answered_and_both_stop_after_the_same_step(
     assert checkpoint.list_checkpoints(run)[-1][0] == 8
 
 
+@pytest.mark.slow
 def test_streamed_blocks_and_boundaries_on_the_host_change_nothing(
     launcher: Launcher, whole: tuple[Path, list[str]], ground: dict[str, Any]
 ) -> None:
@@ -205,6 +206,7 @@ def test_quantised_bases_and_the_modulation_plan(launcher: Launcher, ground: dic
     torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_prior_of_the_bases_predictions(launcher: Launcher, ground: dict[str, Any]) -> None:
     """In the second pass of each process."""
     data = changed(ground, "prior", prior={"method": "base_prediction", "prompt": "a picture"})

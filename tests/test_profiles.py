@@ -219,6 +219,7 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.Capt
     assert json.loads((folder / "chosen.json").read_text()) == chosen
 
 
+@pytest.mark.slow
 def test_every_lever_that_applies_is_valid_and_savings_are_in_order(of_two_blocks: TrainConfig) -> None:
     config = of_two_blocks
     found = savings(config)

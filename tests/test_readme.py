@@ -88,7 +88,7 @@ def calibrated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("calibrated_soon")
-@pytest.mark.parametrize("page", slow_but(["README.md", "docs/commands.md"], RUN_ON))
+@pytest.mark.parametrize("page", slow_but(["README.md"], RUN_ON))
 def test_the_commands_of_a_page_run_after_the_demo(
     page: str, after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +126,7 @@ def test_every_reason_not_to_run_a_command_is_in_use() -> None:
     assert [reason for reason in NOT_RUN.values() if reason not in used] == []
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_a_process(after_the_demo: Path) -> None:
     words = [sys.executable, str(ROOT / "inference" / "base_inference.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

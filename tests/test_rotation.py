@@ -246,7 +246,8 @@ def test_real_and_fake_tensors_take_the_same_bytes(case: str, tiny_config: dict,
     assert counted.calls["simpletune::rotated"] > 0
 
 
-@pytest.mark.parametrize("version", ["sd15", pytest.param("sd2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["sd15", "sd2"])
 def test_a_unet_takes_the_same_bytes_real_and_fake(version: str, tiny_config: dict, small_unet: Any) -> None:  # noqa: F811 the fixture
     data = tiny_config | {"model": small_unet(version), "data": tiny_config["data"] | {"resolution": 64}}
     data["precision"] = {"weights": "nf4", "compute": "bf16", "rotation": "hadamard"}

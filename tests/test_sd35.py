@@ -93,7 +93,7 @@ def losses_and_weights(run: Path) -> tuple[list[float], dict[str, torch.Tensor]]
 LESS = {"keep_attention": "all", "feed_forward": "alone"}
 
 
-@pytest.mark.parametrize(("base", "less"), [("int8", {}), ("nf4", LESS)])
+@pytest.mark.parametrize(("base", "less"), [pytest.param("int8", {}, marks=pytest.mark.slow), ("nf4", LESS)])
 def test_streaming_and_checkpointing_change_no_bit(base: str, less: dict, run_with) -> None:
     plain = losses_and_weights(run_with(base, {"checkpointing": "none"}, "plain"))
     assert len(set(plain[0])) == STEPS

@@ -460,6 +460,7 @@ def test_the_second_signal_does_not() -> None:
         assert not it.thread.is_alive() and it.failure is None
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "simpletune", "serve", "--run", str(run), "--port", "0", "--max-side", "64"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -563,7 +564,9 @@ def test_every_answer_forbids_what_a_page_could_be_abused_for(stub: Running) -> 
         assert not [name for name in answer.headers if name.startswith("access-control") or name == "server"]
 
 
-@pytest.mark.parametrize("clients", [1, 4, 32])
+@pytest.mark.parametrize(
+    "clients", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_it_keeps_up_with_clients(clients: int, live: Running) -> None:
     """Prints what docs/serve.md shows."""
     each = max(1, 32 // clients)

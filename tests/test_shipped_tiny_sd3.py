@@ -56,14 +56,18 @@ def test_the_autoencoder_gives_pictures_back(style: str, pipeline: Any) -> None:
     assert value >= 30
 
 
-def test_it_draws_what_it_is_asked_for(easel: Easel) -> None:
-    prompts = prompts_of(36, None, None)
+@pytest.mark.parametrize(
+    ("count", "colours", "position", "shape"),
+    [(12, 0.8, 0.7, 0.5), pytest.param(36, 0.85, 0.8, 0.6, marks=pytest.mark.slow)],
+)
+def test_it_draws_what_it_is_asked_for(count: int, colours: float, position: float, shape: float, easel: Easel) -> None:
+    prompts = prompts_of(count, None, None)
     clock = time.perf_counter()
     scores = accuracies(easel.draw(prompts), prompts)
-    print({name: round(value, 2) for name, value in scores.items()}, (time.perf_counter() - clock) / 36)
-    # Below the 200 prompts' figures in benchmarks/results by three standard deviations of 36.
-    assert scores["colour"] >= 0.85 and scores["background"] >= 0.85
-    assert scores["position"] >= 0.8 and scores["shape"] >= 0.6
+    print({name: round(value, 2) for name, value in scores.items()}, (time.perf_counter() - clock) / count)
+    # Below the 200 prompts' figures in benchmarks/results by three standard deviations of so few.
+    assert scores["colour"] >= colours and scores["background"] >= colours
+    assert scores["position"] >= position and scores["shape"] >= shape
 
 
 def test_another_prompt_gives_another_picture_from_the_same_noise(easel: Easel) -> None:

@@ -86,9 +86,11 @@ def with_the_last(case: Case) -> Pairs:
 
 
 def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
-    """Every pair of the last choice and another for transformers; a few cases for U-Nets, whose steps take longer."""
+    """Every choice for transformers, alternately with one kind of checkpointing and the other; a few cases for U-Nets,
+    whose steps take longer."""
     assert set(map(str, unets)) <= set(map(str, cases))
-    return [*covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last), *unets]
+    found = covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last)
+    return [*(case for number, case in enumerate(found) if number % 2 == number // 2 % 2), *unets]
 
 
 FAST_CHECKPOINTED = fast(
@@ -96,7 +98,6 @@ FAST_CHECKPOINTED = fast(
     [
         a_unet("lora", "int8", "fp16", "adamw", "sd15", {"checkpointing": "all"}),
         a_unet("full", "bf16", "bf16", "adamw8bit", "sd2", {"checkpointing": "none"}),
-        a_unet("hypernetwork", "bf16", "bf16", "adamw", "sd15", {"checkpointing": "all"}),
     ],
 )
 
@@ -143,20 +144,18 @@ def allowed_with_a_lever(families: Sequence[str]) -> list[Case]:
 
 
 def with_a_lever(case: Case) -> Pairs:
-    """The pairs that a case's lever is in. Those that combine others meet every adapter and precision; their parts,
-    and what touches no weights, meet LoRA and full fine-tuning."""
-    lever = ("lever", case[-1]["lever"])
-    if lever[1] in ("plan-streamed", "in-backward-streamed"):
-        return with_the_last(case)
-    return {frozenset([lever, ("method", method)]) for method in WHOLE if case[0]["method"] == method}
+    """The pairs that a case's lever is in: streaming with the plan meets every adapter and precision, the others LoRA
+    and full fine-tuning."""
+    lever, method = ("lever", case[-1]["lever"]), ("method", case[0]["method"])
+    if lever[1] == "plan-streamed":
+        return {frozenset([lever, method]), frozenset([lever, ("weights", case[1]["weights"])])}
+    return {frozenset([lever, method])} if method[1] in WHOLE else set()
 
 
 FAST_LEVERED = [
     *covering(allowed_with_a_lever(["sd3"]), with_a_lever),
     a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
-    a_unet("lora", "int8", "bf16", "adamw8bit", "sd2", {"lever": "boundaries"}),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
-    a_unet("hypernetwork", "int8", "bf16", "adamw", "sd15", {"lever": "in-backward-streamed"}),
 ]
 
 

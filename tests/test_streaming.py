@@ -344,7 +344,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    "weights", ["fp32", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "int8-quanto"))]
+    "weights", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "int8-quanto"))]
 )
 def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
     config["precision"] = {"weights": weights}

@@ -6,6 +6,7 @@ import copy
 import functools
 import shutil
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from shared_runs import TrainOnce
+from slow_cases import slow_but
 from test_simulate import assert_same_bytes
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -248,8 +250,9 @@ def _call(found: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], t
     return found[0], (found[1],)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["input", "all"])
+@pytest.mark.parametrize(
+    ("name", "family"), slow_but([("input", "sd3"), ("all", "sd15")], product(("input", "all"), FAMILIES))
+)
 def test_before_the_first_update_it_is_the_base_with_the_words(name: str, family: str, tiny_config: dict) -> None:
     run = assembled(tiny_config, TEXTS[name], family)
     with torch.no_grad():  # as they begin

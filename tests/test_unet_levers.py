@@ -74,7 +74,7 @@ LORA: dict[str, tuple[str, str, Setting]] = {
 }
 
 
-FAST = ("some checkpointed", "inputs of some on the host, late", "streamed late", "int8 some resident", "nf4 streamed")
+FAST = ("inputs of some on the host, late", "streamed late", "int8 some resident")
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, LORA))

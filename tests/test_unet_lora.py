@@ -424,7 +424,7 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
 
 
-@pytest.mark.parametrize("version", ["sd15", "sd2"])
+@pytest.mark.parametrize("version", ["sd15", pytest.param("sd2", marks=pytest.mark.slow)])
 def test_merge_to_a_single_file(version: Any, tmp_path: Path) -> None:
     """A file in the original layout, and from there back to diffusers' names."""
     pipeline, lora = tmp_path / "pipeline", tmp_path / "a.safetensors"

@@ -83,6 +83,7 @@ def test_every_page_is_accessible_silent_and_stays_on_the_server(server: Server,
     assert "owned" not in light.driver.title
 
 
+@pytest.mark.slow
 def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
     light.open(server.url + "/")
     light.until(lambda: HOSTILE.replace("/", "") in light.text("#runs"), "the run's name")
@@ -95,6 +96,7 @@ def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
     assert light.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Server, light: Browser) -> None:
     light.open(server.url + "/start")
     light.fill('[name="data.path"]', "pics")
@@ -128,6 +130,7 @@ def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Ser
     assert light.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -160,6 +163,7 @@ def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, li
     assert not (folder / "runs" / ".web" / "queue.json").exists()
 
 
+@pytest.mark.slow
 def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, server: Server, light: Browser) -> None:
     with serving(folder) as second:
         light.open(second.url + "/")

@@ -111,7 +111,7 @@ class TrainingMethod(Option):
 
 
 class NoAdapter(TrainingMethod):
-    """Leave the denoiser as it is, and train only what ``text`` asks for."""
+    """Leave the denoiser as it is, and train only what ``text`` names."""
 
     method: Literal["none"] = "none"
     """The denoiser stays frozen; only the text side trains (text.embeddings, text.lora)."""

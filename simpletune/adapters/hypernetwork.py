@@ -40,8 +40,8 @@ class Hypernetwork(TrainingMethod):
     title: ClassVar[str] = "hypernetwork"
     method: Literal["hypernetwork"] = "hypernetwork"
     """Hypernetwork, for Stable Diffusion 1.5 and 2: train small networks before the keys and values of the attention,
-    in the form of AUTOMATIC1111's web UI, which few other tools read. A thing of the past: take lora, whose smaller
-    files every tool reads."""
+    in the form of AUTOMATIC1111's web UI, which few other tools read. An older method: prefer lora, whose smaller files
+    every tool reads."""
     widths: Literal["text", "all"] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = "text"
     """Widths of attention inputs that get a pair of networks, which all attentions of that width share. text: the
     prompt's (768 in Stable Diffusion 1.5, 1024 in 2), so only the attention to the prompt changes; all: also those of
@@ -49,8 +49,8 @@ class Hypernetwork(TrainingMethod):
     layer_structure: Annotated[list[float], AfterValidator(_structure)] = [1.0, 2.0, 1.0]
     """Width of each network before and after each of its linear layers, as multiples of its input's width."""
     activation: Activation = "relu"
-    """Activation after every linear layer but the last. With linear, which is none, a network is no more than a linear
-    map of its input; swish is the hard form, as in the web UI."""
+    """Activation after every linear layer but the last. linear means none, so that a network is only a linear map of
+    its input; swish is the hard form, as in the web UI."""
     layer_norm: bool = False
     """Put a layer norm after every linear layer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -130,7 +130,7 @@ def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs"
     )
-    parser.add_argument("--seconds", type=float, default=110.0, metavar="S", help="begin nothing new after this long")
+    parser.add_argument("--seconds", type=float, default=110.0, metavar="S", help="start nothing new after this long")
 
 
 VERBS = {

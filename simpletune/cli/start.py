@@ -28,7 +28,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what", choices=WHAT, help="what the pictures teach (default: a guess by number and captions)"
     )
-    parser.add_argument("--trigger", metavar="WORD", help="the word that shall name it, and its class: 'sks dog'")
+    parser.add_argument("--trigger", metavar="WORD", help="the word that names it, and its class: 'sks dog'")
     parser.add_argument("--length", choices=LENGTHS, default="normal", help="how long to train (default: normal)")
     parser.add_argument(
         "--model", metavar="NAME", help="hub name, folder or file of the base (default: by the machine)"

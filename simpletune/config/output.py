@@ -30,17 +30,17 @@ class Output(Option):
     """Folder for TensorBoard: scalars, pictures and traces."""
     cache: str = ".cache"
     """Folder for cached latents and prompt embeddings, shared by all runs. Or a URL, for example s3://BUCKET/cache,
-    gs://BUCKET/cache or az://CONTAINER/cache: they lie there as shards, and what was read last in the folder .cache,
-    with everything else that is cached. https://... is only read."""
+    gs://BUCKET/cache or az://CONTAINER/cache: they are stored there as shards, and what was read last is kept in the
+    folder .cache, with everything else that is cached. https://... is only read."""
     cache_form: Literal["files", "shards"] | None = None
     """Form of cached latents, masks and prompt embeddings. files: one file for each; shards: up to 256 of them in a
     file, and an index, for large data sets. null: shards in an object store, otherwise files."""
     cache_local_gib: Annotated[float, Field(gt=0)] = 32.0
-    """If the cache is in an object store: what was read from there may take this much of this machine's disk (GiB).
-    What was not used for longest is removed first."""
+    """For a cache in an object store: disk space on this machine, in GiB, for what was read from there. The least
+    recently used entries are removed first."""
     prices: str | None = None
-    """JSON file of your prices, {CARD: {per_hour, as_of, source}}, for predictions and the report; they come before
-    those that ship with this package. null: only the latter."""
+    """JSON file of your prices, {CARD: {per_hour, as_of, source}}, for predictions and the report; they override those
+    that ship with this package. null: use only the shipped ones."""
     report: bool = True
     """Write report.html and report.md into the run's folder at the end."""
 

@@ -63,11 +63,11 @@ class Train(Option):
     reduce: Literal["fast", "exact"] = "fast"
     """Sum of the gradients of a step's micro-batches. fast: each process adds up its own, and all exchange the sums;
     the last bits depend on the number of processes. exact: by a fixed tree in fp32, so that 1, 2, 4 and 8 processes
-    give the same bits, and a run goes on with another number of them as if it had had it always; takes memory for one
-    more sum of gradients for each doubling of a process's micro-batches."""
+    give the same bits, and their number may change during a run without changing its results; takes memory for one more
+    sum of gradients for each doubling of a process's micro-batches."""
     sharding: Literal["none", "full"] = "none"
-    """What several processes hold of the weights in full fine-tuning. none: all of them, with their gradients and
-    optimizer state; full: a part (FSDP2), and a block's whole weights only while it computes. One process holds all."""
+    """How processes divide the weights in full fine-tuning. none: each holds all, with their gradients and optimizer
+    state; full: each holds a part (FSDP2), and a block's whole weights only while it computes. One alone holds all."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of all random numbers, which depend only on it and the step."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0

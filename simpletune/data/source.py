@@ -180,14 +180,14 @@ class Source(Option):
     regularization: bool = False
     """Use the pictures for prior preservation, as a class that the model must not forget. They are trained on like all
     others, but never held out or evaluated, and their captions are never the validation prompt. At least one source
-    must be without."""
+    must not set it."""
     caption_lines: Literal["join", "several"] = "join"
     """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
     variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
     caption_prefix: str = ""
     """Text before every caption, such as a trigger word; a space is added."""
     caption_suffix: str = ""
-    """Text after every caption; a space is added unless it begins with punctuation."""
+    """Text after every caption; a space is added unless it starts with punctuation."""
     shuffle_tags: bool = False
     """Shuffle the tags of a caption (shuffle_caption), once for each variant."""
     tag_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -49,7 +49,7 @@ class Stream(Source):
     and shuffles their rows in windows of this size, so a short run reads few of them. A larger window mixes better."""
     local_gib: Annotated[float, Field(gt=0)] = 16.0
     """Room in GiB in output.cache for shards of an MDS data set in an object store or on the hub, which are fetched
-    whole; those used longest ago go first. Parquet files are read in ranges."""
+    whole; the least recently used are removed first. Parquet files are read in ranges."""
     mask: Literal["alpha"] | None = None
     """Learn only, or mostly, from the opaque parts of the pictures (masked training); null: from all of them."""
 

@@ -164,6 +164,6 @@ def int8_products(machine: Machine) -> Iterator[Finding]:
     reason = answer.get("error") or answer["why_not"]
     if reason:
         yield Finding("int8 products", WARNING, reason, "precision.products=int8 multiplies with dequantised weights",
-                      "Leave precision.products at dequantised, or mend the compiler (above)")  # fmt: skip
+                      "Leave precision.products at dequantised, or fix the compiler (above)")  # fmt: skip
     else:
         yield Finding("int8 products", OK, f"they work; Triton {answer['triton']}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SIMPLETUNER = {
-    "init_lora": "it began with the weights of another LoRA. Combine them with simpletune mix",
+    "init_lora": "it started from the weights of another LoRA. Combine them with simpletune mix",
     "pretrained_t5_model_name_or_path": "it replaced T5 alone. model.text_encoders takes a pipeline with all of them",
     "resume_from_checkpoint": "it continued a run. Use simpletune train --resume auto",
     "validation_guidance_rescale": "it rescaled the guidance of validation pictures",
@@ -29,7 +29,7 @@ SIMPLETUNER = {
     "attention_slicing": "attention takes little memory here",
     "allow_tf32": "torch's default stays",
     "quantize_via": "weights are quantised as they are loaded",
-    "quantize_activations": "precision.products=int8 is near",
+    "quantize_activations": "precision.products=int8 is closest",
     "text_encoder_*_precision": "text encoders stay in the compute type and leave the device after encoding",
     "text_encoder_*": "text encoders stay in the compute type and leave the device after encoding",
     "i_know_what_i_am_doing": "it silenced SimpleTuner's warnings",
@@ -89,7 +89,7 @@ KOHYA = {
     "text_encoder_lr": "text encoders stay frozen",
     "learning_rate_te*": "text encoders stay frozen",
     "train_text_encoder": "text encoders stay frozen",
-    "network_weights": "it began with the weights of another LoRA. Combine them with simpletune mix",
+    "network_weights": "it started from the weights of another LoRA. Combine them with simpletune mix",
     "dim_from_weights": "as network_weights",
     "base_weights*": "as network_weights",
     "save_every_n_epochs": "checkpoints are saved by steps: checkpoint.every",
@@ -136,7 +136,7 @@ KOHYA = {
     "lr_scheduler_type": "not supported",
     "network_train_unet_only": "text encoders stay frozen",
     "network_train_text_encoder_only": "text encoders stay frozen",
-    "cpu_offload_checkpointing": "memory.offload_checkpoint_inputs is near",
+    "cpu_offload_checkpointing": "memory.offload_checkpoint_inputs is closest",
     "full_fp16": "weights stay in bf16 or fp32",
     "apply_lg_attn_mask": "prompts are padded without a mask, as SD3 was trained",
     "apply_t5_attn_mask": "prompts are padded without a mask, as SD3 was trained",
@@ -161,7 +161,7 @@ KOHYA = {
     "max_validation_steps": "validation.eval_samples",
     "validation_*": "set validation.split",
     "validate_*": "the loss is evaluated at each validation and checkpoint",
-    "fused_optimizer_groups": "memory.optimizer_in_backward is near",
+    "fused_optimizer_groups": "memory.optimizer_in_backward is closest",
     "skip_cache_check": "the cache is checked",
     "color_aug": "colours stay as they are",
     "face_crop_aug_range": "pictures are cropped at the center or at random",
@@ -170,7 +170,7 @@ KOHYA = {
     "conditioning_data_dir": "set in the data set",
     "d_*": "not supported",
     "sample_*": "set validation",
-    "v2": "the model's own configuration tells",
+    "v2": "the model's own configuration decides",
 }
 """Options of sd-scripts."""
 
@@ -231,7 +231,7 @@ ONETRAINER = {
     "loss_scaler": "losses are means over the batch",
     "learning_rate_scaler": "set optimizer.lr",
     "huber_*": "set objective.huber",
-    "force_*_prediction": "the model's own configuration tells",
+    "force_*_prediction": "the model's own configuration decides",
     "cep_gamma": "not supported",
     "ema_update_step_interval": "the average is updated every step",
     "unmasked_probability": "set data.unmasked_weight",
@@ -243,7 +243,7 @@ ONETRAINER = {
     "fused_gradient_reduce": "not needed here",
     "async_gradient_reduce*": "not needed here",
     "quantization": "all linear layers are quantised",
-    "lora_model_name": "it began with the weights of another LoRA. Combine them with simpletune mix",
+    "lora_model_name": "it started from the weights of another LoRA. Combine them with simpletune mix",
     "lora_decompose_*": "magnitudes are those of the outputs",
     "bundle_additional_embeddings": "not supported",
     "oft_*": "adapter.block_size alone",

@@ -39,9 +39,10 @@ class Memory(Option):
     feed_forward: Literal["auto", "block", "alone"] | Annotated[int, Field(ge=64)] = "auto"
     """How checkpointed blocks recompute their feed-forward networks. block: with the block; alone: each by itself,
     later. Where the modulation carries no gradient, as with LoRA on attention, its second product is then not
-    recomputed at all, and its inner activations never stand beside the block's. A number: alone, in tiles of this many
-    tokens, which takes less memory. auto: alone if checkpointing is auto and this saves time, otherwise block. block
-    and alone are exact; tiles add in another order inside of some kernels and in gradients of the network's weights."""
+    recomputed at all, and its inner activations are never in memory together with the block's. A number: alone, in
+    tiles of this many tokens, which takes less memory. auto: alone if checkpointing is auto and this saves time,
+    otherwise block. block and alone are exact; tiles add in another order inside of some kernels and in gradients of
+    the network's weights."""
     budget_gib: Annotated[float, Field(gt=0)] | None = None
     """Device memory in GiB for checkpointing auto and train.batch_size auto, excluding the CUDA context. null: the
     memory that is free at the start, less allowances for the context and for fragmentation."""

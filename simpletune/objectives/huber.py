@@ -16,11 +16,11 @@ class Huber(Option):
     """Pseudo-Huber loss 2 c (sqrt(error^2 + c^2) - c), for robustness against faulty pictures."""
 
     c: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Error from which the loss is rather linear than quadratic; with a schedule, that at the most noise. Common:
-    0.1."""
+    """Error above which the loss is linear rather than quadratic; with a schedule, its value at the highest noise
+    level. 0.1 is common."""
     schedule: Literal["constant", "exponential", "snr"] = "snr"
-    """How c depends on the noise level. constant: not; exponential: falls from 1 without noise to c; snr: falls with
-    the signal-to-noise ratio, from 1 to c. kohya's huber_schedule."""
+    """How c depends on the noise level. constant: it does not; exponential: falls from 1 without noise to c; snr: falls
+    with the signal-to-noise ratio, from 1 to c. kohya's huber_schedule."""
 
     def c_at(self, level: Tensor, signal: Tensor) -> Tensor | float:  # [b, 1, 1, 1]
         """c of each sample.

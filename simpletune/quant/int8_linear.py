@@ -23,6 +23,8 @@ def quantise_rows(
     The scale is the row's largest magnitude / 127, rounded up to a bf16 number, so that multiplying by it in bf16 adds
     no error. A row of zeros gets scale 1.
     """
+    if weight.is_meta:  # computing shapes operation by operation takes milliseconds a layer
+        return torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
     weight = weight.float()
     scale = weight.abs().amax(dim=1) / 127
     rounded = scale.bfloat16()

@@ -58,6 +58,8 @@ def folded(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i], or i
     """Rotate a weight, or rotate it back, in fp32, some rows at a time: the temporaries stay small."""
     if not block:
         return weight
+    if weight.is_meta:
+        return torch.empty_like(weight, dtype=torch.float32)
     return torch.cat([hadamard(rows.float(), block) for rows in weight.split(ROWS)])
 
 

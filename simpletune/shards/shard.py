@@ -151,7 +151,7 @@ def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | 
     """
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or not 2 <= length <= HEADER_BYTES:
-        raise UserError(f"the shard {shard} is damaged: it does not begin with a header. Remove it")
+        raise UserError(f"the shard {shard} is damaged: it does not start with a header. Remove it")
     if len(content) < 8 + length:
         return 8 + length
     try:

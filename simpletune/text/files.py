@@ -145,7 +145,7 @@ def _keys(
     if len(places) > 1:
         raise UserError(
             f"{file} holds vectors for the inputs and for the outputs of the encoders ({', '.join(names.values())}), "
-            "which cannot both stand in one place. Train one of the two"
+            "which cannot share one place. Train one of the two"
         )
     for name in names.values():
         kind, shape = header[name]["dtype"], header[name]["shape"]

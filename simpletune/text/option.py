@@ -22,7 +22,7 @@ class Embeddings(Option):
     """Word or words that the embeddings start from, such as the class of a subject ("dog"). Every word must be a single
     token of CLIP."""
     vectors: Annotated[int, Field(ge=1, le=64)] = 1
-    """Vectors of the token in each encoder: one for each word of initial, whose words are used in turn."""
+    """Number of vectors of the token in each encoder. They start from the words of initial, cycling through them."""
     place: Literal["output", "input"] = "output"
     """Which vectors train. output: those of every text encoder's output at the token's places, which stay cached, so
     that no encoder is on the device and every memory lever applies; only simpletune reads the file. input: rows of

@@ -126,7 +126,7 @@ def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelera
                 code=5,
             )
         say(
-            f"batch   out of memory with {pictures}: begins anew with {smaller.train.accumulation} micro-batches of "
+            f"batch   out of memory with {pictures}: starts again with {smaller.train.accumulation} micro-batches of "
             f"{smaller.train.micro_batch}"
         )
         config = smaller

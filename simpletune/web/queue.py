@@ -74,7 +74,7 @@ def read(roots: Roots) -> list[Entry]:
         first = error.errors(include_url=False)[0]
         raise UserError(
             f"{roots.own / FILE} is damaged ({first['msg'][:200]}). The next change sets it aside as "
-            f"{FILE}.damaged and begins a new queue; runs are not affected"
+            f"{FILE}.damaged and starts a new queue; runs are not affected"
         ) from None
 
 

@@ -163,7 +163,7 @@ def _asked(form: Mapping[str, list[str]]) -> tuple[Asked, dict[str, object]]:
         if not all(isinstance(each, str) for each in (*shown, *shown.values(), *mine, *mine.values())):
             raise ValueError
     except (ValueError, AttributeError, TypeError, RecursionError):
-        raise HTTPException(400, "The form is damaged. Load the page anew") from None
+        raise HTTPException(400, "The form is damaged. Reload the page") from None
     base, card, trigger = (texts.pop(name, "") for name in ("base", "card", "trigger"))
     asked = Asked(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine)
     return asked, state
@@ -190,7 +190,7 @@ def _values(request: Request, filled: Filled, form: str, last: object) -> dict[s
         key = wish.key
         if live.kept(roots, key) is None:
             live.estimator(roots).want(form, wish)
-    why = "" if filled.planned else "no prediction before the problems are mended"
+    why = "" if filled.planned else "no prediction until the problems are fixed"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
     fields = filled.edited.fields()
     state = {

@@ -51,7 +51,7 @@ class SD15(Family):
     """Stable Diffusion 1.5, 2 base, 2 and 2.1, from a folder in diffusers' layout, a single file or the Hub."""
 
     family: Literal["sd15"] = "sd15"
-    """Stable Diffusion 1.x and 2.x (UNet). The model's own configuration tells which of them it is."""
+    """Stable Diffusion 1.x and 2.x (UNet). The model's own configuration says which version it is."""
     pretrained: Annotated[str, Field(min_length=1)] = SD15_NAME
     """A Hub name (owner/name), a folder in diffusers' layout, or a single .safetensors file."""
     revision: str | None = None
