@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import kernels
 from benchmarks.kernels import REGISTERS, SHARED, SPILLED
@@ -21,6 +20,8 @@ from simpletune.system.console import say
 
 FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "elementwise"
 SOURCES = tuple(FOLDER / name for name in ("adaln_kernels.py", "rms_kernels.py", "sizes.py"))
+DECIDES = ("block_of", "rows_of")
+"""Functions beside the kernels themselves that the compiled code follows from."""
 COMMITTED = kernels.COMMITTED.with_name("elementwise.json")
 SHARED_BYTES = {75: 64 * 1024, **SHARED}
 COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
@@ -81,10 +82,11 @@ def rows_of_table() -> Iterator[Row]:
     yield from (Row(89, *each, "Large", "bf16") for each in every if not each[0].startswith("norm"))
 
 
-def compile_row(row: Row) -> Any:
-    """Compile one row to machine code; returns Triton's compiled kernel."""
+def measure(row: Row) -> Json:
+    """Compile one row and count what matters in its code; ``fails`` holds the reason if it does not compile."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.errors import TritonError
 
     from simpletune.elementwise import adaln_kernels, rms_kernels
     from simpletune.elementwise.sizes import ROWS, rows_of
@@ -108,20 +110,13 @@ def compile_row(row: Row) -> Any:
         function, types, {place[name]: value for name, value in constants.items()},
         {place[name]: [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
-    return compile(source, target=GPUTarget("cuda", row.card, 32), options={"num_warps": warps})
-
-
-def measure(row: Row) -> Json:
-    """Compile one row and count what matters in its code; ``fails`` holds the reason if it does not compile."""
-    from triton.errors import TritonError
-
     try:
-        built = compile_row(row)
+        built = compile(source, target=GPUTarget("cuda", row.card, 32), options={"num_warps": warps})
     except (RuntimeError, TritonError) as error:
         return {"fails": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
     ptx = built.asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
-    with kernels.binary_of(built) as file:
+    with kernels.binary_of(built.asm["cubin"]) as file:
         registers, stack = kernels.usage_of(file)
     return {
         "registers": registers,
@@ -133,7 +128,7 @@ def measure(row: Row) -> Json:
     }
 
 
-def problems(row: Row, found: Mapping[str, Any]) -> list[str]:
+def problems(row: Row, found: Json) -> list[str]:
     """List the rules that a compiled row breaks."""
     if "fails" in found:
         return [f"does not compile: {found['fails']}"]
@@ -155,11 +150,12 @@ def source_hash() -> str:
     """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
     parts = []
     for source in SOURCES:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        parts.append(ast.unparse(tree))
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            decides = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.Tuple)
+            if isinstance(node, ast.FunctionDef) and (node.decorator_list or node.name in DECIDES):
+                node.body = node.body[ast.get_docstring(node) is not None :]
+                decides = True
+            parts += [ast.unparse(node)] if decides else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -197,11 +193,11 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     return page
 
 
-def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown(rows: Mapping[str, Json]) -> str:
     """Write one table for each version of Triton: a line for each kernel and use, a column for each card."""
     lines = ["# Norms, gates and residuals, compiled for cards that are not here", "", ABOUT, ""]
     lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
-    tables: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    tables: dict[str, dict[str, dict[str, Json]]] = {}
     for name, found in rows.items():
         version, _, rest = name.partition(": ")
         card, _, what = rest.partition(" ")
@@ -214,7 +210,7 @@ def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: Mapping[str, Any]) -> str:
+def _cell(found: Json) -> str:
     if "fails" in found:
         return "does not compile"
     spilled = f", {found['stack']} B spilled" if found["stack"] else ""

@@ -153,7 +153,7 @@ def measure(row: Row) -> dict[str, Any]:
     except (RuntimeError, TritonError) as error:
         return {"fails": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
     ptx = built.asm["ptx"]
-    with binary_of(built) as file:
+    with binary_of(built.asm["cubin"]) as file:
         registers, stack = usage_of(file)
         code = _tool("nvdisasm", "-c", file) if row.kernel == "product" else ""
     return {
@@ -168,10 +168,10 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def binary_of(built: Any) -> Iterator[str]:
-    """A file with the machine code of a compiled kernel."""
+def binary_of(code: bytes) -> Iterator[str]:
+    """A file with a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
+        file.write(code)
         file.flush()
         yield file.name
 

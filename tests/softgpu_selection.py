@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from simpletune.elementwise import attempt
 
 LEFT_OUT = {
     r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",
@@ -27,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for pattern, reason in LEFT_OUT.items():
             if re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.skip(reason=f"GPU in software: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def norms_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and gates are slow in Triton's interpreter; test_softgpu.py runs their kernels."""
+    for number in range(2):
+        monkeypatch.setitem(attempt.given_up, torch.device("cuda", number), "slow in Triton's interpreter")
 
 
 @pytest.hookimpl(wrapper=True)

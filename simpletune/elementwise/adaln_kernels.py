@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletune.elementwise.sizes import LONGEST, ROWS, parts_of
+from simpletune.elementwise.sizes import LONGEST, ROWS, Tokens, parts_of
 
 WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # by the largest number of elements
 
@@ -158,7 +158,7 @@ def block_of(d: int) -> tuple[int, int]:
 def modulate(
     x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
 ) -> list[Tensor]:
-    """See ``adaln.modulate``; one or two modulations."""
+    """See ``adaln.modulated``; returns what is modulated, the sum if anything is added, mean and inverse deviation."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y = x.contiguous(), None if y is None else y.contiguous()
     step, (gate, *rows) = _of_samples([gate, *scales, *shifts])
@@ -178,10 +178,22 @@ def modulate(
 
 
 def modulate_backward(
-    grads: Sequence[Tensor], grad_total: Tensor | None, x: Tensor, y: Tensor | None, gate: Tensor | None,
-    scales: Sequence[Tensor], statistics: Sequence[Tensor], eps: float, trains: bool,
-) -> list[Tensor]:  # fmt: skip
-    """See ``adaln.modulate_backward``; one or two modulations."""
+    grads: Sequence[Tensor], tokens: Tokens, scales: Sequence[Tensor], statistics: Sequence[Tensor], trains: bool
+) -> list[Tensor]:
+    """See ``adaln.modulated``; one or two modulations.
+
+    Args:
+        grads: of the modulated tokens [b, n, d].
+        tokens: that were modulated.
+        scales: [b, d].
+        statistics: mean and inverse deviation, fp32 [b, n].
+        trains: whether gate and modulations have gradients.
+
+    Returns:
+        Gradients of the tokens, of what was added to them if there is a gate, and [count, b, d] those of each scale and
+        shift in turn, then of the gate.
+    """
+    x, y, gate, grad_total = tokens
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     grads, x = [grad.contiguous() for grad in grads], x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
@@ -189,13 +201,13 @@ def modulate_backward(
     step, (gate, *rows) = _of_samples([gate, *scales])
     grad_x, grad_y = torch.empty_like(x), None if gate is None else torch.empty_like(x)
     count = 2 * len(scales) + (gate is not None)
-    tokens, parts, sums = _partial_sums(x, count, trains)
+    portion, parts, sums = _partial_sums(x, count, trains)
     if b * n:
         with torch.cuda.device_of(x):
             _modulate_backward[(b * parts,)](
                 grads[0], grads[1] if len(grads) == 2 else None, grad_total, x, y, gate, rows[0],
                 rows[1] if len(rows) == 2 else None, *statistics, grad_x, grad_y, sums, n, d, step, parts,
-                BLOCK=block, TOKENS=tokens, num_warps=warps,
+                BLOCK=block, TOKENS=portion, num_warps=warps,
             )  # fmt: skip
     return [grad_x, *([] if grad_y is None else [grad_y]), *_summed(sums, x)]
 

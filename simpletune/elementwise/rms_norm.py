@@ -8,13 +8,11 @@ Shapes: b samples, n tokens, h heads, d width of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from simpletune.elementwise.adaln import in_one_kernel
+from simpletune.elementwise.adaln import Context, in_one_kernel
 from simpletune.elementwise.attempt import attempt
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
@@ -22,9 +20,6 @@ _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]")
 for _name in ("rms_norm", "rms_norm_backward"):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the function below defines gradients
-
-Context = Any
-"""An autograd function's, whose saved tensors and needs have no useful types."""
 
 
 def normed(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]

@@ -1,9 +1,12 @@
-"""Sizes that decide how the kernels of this folder divide their work, without Triton.
+"""What the kernels of this folder work on, and sizes that decide how they divide it, without Triton.
 
 Shapes: b samples, n tokens, d width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +16,29 @@ ELEMENTS = 4096
 """Numbers of short rows that one program takes."""
 ROWS = 32
 """Tokens whose gradients of a modulation one program adds up."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of a norm in the backward pass; operators take them as a list.
+
+    Args:
+        x: that were normalised [b, n, d].
+        y: what had been added to them, if the gate has a gradient.
+        gate: that multiplied it [b, d]; None: nothing had been added.
+        grad_total: the gradient of x from elsewhere.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    gate: Tensor | None
+    grad_total: Tensor | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Tokens:
+        """From an operator's list."""
+        x, *others = tensors
+        assert x is not None
+        return cls(x, *others)
 
 
 def parts_of(n: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletune.elementwise import adaln, rms_norm  # noqa: F401 define their operators
-from simpletune.elementwise.sizes import partial_bytes, rows_of
+from simpletune.elementwise.sizes import Tokens, partial_bytes, rows_of
 from simpletune.memory.accounting import Temporaries
 from simpletune.memory.attention_terms import BACKWARD, BACKWARDS, FORWARD, efficient_forward
 
@@ -76,12 +76,11 @@ def _power(size: int) -> int:
 
 def modulate_backward(
     grads: Sequence[Tensor],
-    grad_total: Tensor | None,
-    x: Tensor,
-    y: Tensor | None,
-    gate: Tensor | None,
+    tokens: Sequence[Tensor | None],
     scales: Sequence[Tensor],
-    *trains: object,
+    statistics: Sequence[Tensor],
+    eps: float,
+    trains: bool,
 ) -> int:
     """Bytes for partial sums of the gradients of modulations, and for those sums in fp32.
 
@@ -89,14 +88,14 @@ def modulate_backward(
 
     Args:
         grads: of the modulated tokens.
-        grad_total: of the tokens themselves.
-        x: the tokens [b, n, d].
-        y: what was added to them.
-        gate: [b, d].
+        tokens: as ``sizes.Tokens`` has them.
         scales: [b, d] each.
-        trains: the last of them: whether modulations have gradients.
+        statistics: of the norm.
+        eps: of the norm.
+        trains: whether modulations have gradients.
     """
-    return _sums(x, 2 * len(scales) + (gate is not None)) if trains[-1] else 0
+    x, _, gate, _ = Tokens.of(tokens)
+    return _sums(x, 2 * len(scales) + (gate is not None)) if trains else 0
 
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> int:
