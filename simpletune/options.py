@@ -6,6 +6,7 @@ owns its fields, defaults and documentation, and builds its component. Imports n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -131,11 +132,15 @@ def item_of(field: FieldInfo | None) -> FieldInfo | None:
 
 def union_of(field: FieldInfo) -> Union_ | None:
     """Return the discriminated union of a field, or None. The first member is the default."""
-    if not isinstance(field.discriminator, str):
-        return None
-    classes = option_classes(field.annotation)
-    members = {value: option for option in classes for value in tag_values(option, field.discriminator)}
-    return Union_(field.discriminator, members, next(iter(members)))
+    return _union(field.annotation, field.discriminator) if isinstance(field.discriminator, str) else None
+
+
+@functools.cache
+def _union(annotation: object, tag: str) -> Union_:
+    """The union of an annotation; checking one configuration asks for unions about 40 times."""
+    classes = option_classes(annotation)
+    members = {value: option for option in classes for value in tag_values(option, tag)}
+    return Union_(tag, members, next(iter(members)))
 
 
 def member_for(field: FieldInfo, value: object) -> type[Option] | None:

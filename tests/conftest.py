@@ -10,21 +10,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dry
 import pytest
-import torch
 from hypothesis import settings
 from launching import Launcher
 from shared_runs import TrainOnce
 
-from simpletune.config.load import validate
-from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures, tiny_sd3
-from simpletune.simulation.simulate import StepReport, simulate
 from simpletune.system.devices import prepare_environment
-from simpletune.training import loop
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+    from simpletune.simulation.simulate import StepReport
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()
@@ -35,8 +33,16 @@ TRAININGS: list[str] = []  # names of the runs that this process trained; those 
 COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Count trainings, but in a process that only hands tests to others and need not import torch."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        count_trainings()
+
+
 def count_trainings() -> None:
     """Let every call of ``training.loop.train`` be counted, before a test module imports it."""
+    from simpletune.training import loop
+
     honest = loop.train
 
     @functools.wraps(honest)
@@ -45,9 +51,6 @@ def count_trainings() -> None:
         return honest(config, *args, **named)
 
     loop.train = train
-
-
-count_trainings()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,6 +84,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tiny products are fastest on one thread, and sums have one order."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -95,6 +100,8 @@ def old_objects_are_not_collected() -> None:
 @pytest.fixture(scope="session")
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of one layer and one head, in diffusers' layout, fp32."""
+    from simpletune.demo import tiny_sd3
+
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
     tiny_sd3.build(folder, tiny_sd3.MINIMAL, seed=1, dtype="fp32")
     return folder
@@ -103,6 +110,8 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six captioned pictures of 32 px."""
+    from simpletune.demo import pictures
+
     folder = tmp_path_factory.mktemp("tiny") / "pictures"
     scenes = pictures.sample_scenes(6, seed=3, style="flat")
     pictures.write_folder(folder, scenes, seed=3, pixels=32)
@@ -143,6 +152,9 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
 @pytest.fixture(scope="session")
 def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
     """Train a configuration at its first use in the session, wherever its outputs lie. Only read what the run left."""
+    from simpletune.config.load import validate
+    from simpletune.training import loop
+
     folder, known = tmp_path_factory.mktemp("once"), {}
 
     def run(data: dict) -> Path:
@@ -181,6 +193,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 @pytest.fixture(scope="session")
 def simulate_once() -> Callable[..., StepReport]:
     """``simulate``, which remembers: searches ask for the same steps again and again."""
+    from simpletune.simulation.simulate import simulate
+
     known: dict[str, StepReport] = {}
 
     def remembered(config: TrainConfig, *more: object) -> StepReport:

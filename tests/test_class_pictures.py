@@ -72,7 +72,7 @@ def test_they_are_the_bases_own_pictures_and_train_as_a_source(
     assert "class" in json.loads((run / "summary.json").read_text())["stages"]
 
 
-def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict) -> None:
+def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
     def prepared(count: int, **changes: float) -> dict:
         data = with_prior(tiny_config, "a flat picture of a ring", count=count, **changes)
         prepare_only(validate(data, "test"))
@@ -81,8 +81,11 @@ def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict) -> N
     two = prepared(2)
     before = files(two)
     assert [file.parent.name for file in before] == ["11-12"] * 2
+    assert ": 0 kept in " in (said := capsys.readouterr().out) and ", 2 to draw" in said
     prepared(2, weight=2.0)  # which they do not depend on
+    assert ": 2 kept in " in (said := capsys.readouterr().out) and ", 0 to draw" in said
     three = prepared(3)
+    assert ": 2 kept in " in (said := capsys.readouterr().out) and ", 1 to draw" in said
     after = files(two)
     assert len(after) == 2 + 3 and {file: after[file] for file in before} == before
     assert after[folder(two) / "seed-0000000011.png"] == after[folder(three) / "seed-0000000011.png"]

@@ -60,7 +60,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", slow_but(["lora", "lokr with an average", "full"], METHODS))
+@pytest.mark.parametrize("method", slow_but(["lora", "lokr with an average", "full with an average"], METHODS))
 def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: dict) -> None:
     changes = METHODS[method]
     config = {name: value for name, value in tiny_config.items() if name != "adapter"}

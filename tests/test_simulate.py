@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import write_unet
-from test_cases import ALLOWED, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
+from test_cases import ALLOWED, MODELS, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -124,10 +124,10 @@ def with_lever(tiny_config: dict, case: Case) -> dict:
     return case_json(tiny_config, tuple(chosen)) | copy.deepcopy(LEVERS[lever["lever"]])
 
 
-def allowed_with_a_lever(families: Sequence[str]) -> list[Case]:
+def allowed_with_a_lever(families: Sequence[str], cases: Sequence[Case] = ALLOWED) -> list[Case]:
     """Every lever with every adapter and precision, and two optimizers, as far as the rules allow; the adapters beside
     LoRA, which touch the same layers, with one optimizer and model."""
-    some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
+    some = [case for case in cases if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
     first = ("lora", "full", "partial")
     models = {case[0]["method"]: case[3] for case in reversed(some)}  # the first that each method is for
     some = [c for c in some if c[0]["method"] in first or c[2:] == ({"name": "adamw"}, models[c[0]["method"]])]
@@ -152,8 +152,14 @@ def with_a_lever(case: Case) -> Pairs:
     return {frozenset([lever, method])} if method[1] in WHOLE else set()
 
 
+def adapter_and_weights(case: Case) -> Pairs:
+    """What decides whether a lever is allowed."""
+    return {frozenset([("method", case[0]["method"])]), frozenset([("weights", case[1]["weights"])])}
+
+
+ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw"}, MODELS[0])], adapter_and_weights)
 FAST_LEVERED = [
-    *covering(allowed_with_a_lever(["sd3"]), with_a_lever),
+    *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
     a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
 ]
