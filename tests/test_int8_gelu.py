@@ -17,12 +17,14 @@ from test_int8_products import Counted
 from torch import Tensor, nn
 
 from simpletune.adapters.lora import Lora
+from simpletune.cards import card_of
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.feed_forward import FeedForwards
 from simpletune.memory.snapshot import rounded
 from simpletune.quant import int8_gelu, int8_products
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_feed_forward import fuse_feed_forwards
+from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.work import Work, works_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -220,6 +222,23 @@ def test_a_prediction_counts_what_one_launch_reads_and_writes() -> None:
     op, columns = torch.ops.simpletune.int8_gelu_gradient_rows.default, torch.ones(64)
     (work,) = works_of(op, (x, x, columns), {}, op(x, x, columns))
     assert work == Work("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
+
+
+def test_a_result_written_in_place_is_not_read() -> None:
+    x, op = torch.randn(100, 64), torch.ops.aten.gelu_backward.grad_input
+    (work,) = works_of(op, (x, x), {"approximate": "tanh", "grad_input": x}, op(x, x, grad_input=x))
+    assert work == Work("gelu_backward", "fp32", (3 * x.nbytes,))
+
+
+@pytest.mark.parametrize("kind", ["int8_product", "int8_gradient"])
+def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> None:
+    """333 x 1536 numbers: 36 tiles of 128 x 128 would leave 22 of an L4's 58 multiprocessors idle."""
+    speeds, waves = StatedSpeeds(card_of("L4")), -(-6 * 24 // 58)
+    seconds = 2 * 333 * 1536 * 6144 / (56.6e12 * 1.9) / (333 * 1536 / (waves * 58 * 64 * 64))
+    assert speeds.seconds(kind, "bf16", (333, 1536, 6144)) == pytest.approx(2.5e-6 + seconds)
+    waves = -(-32 * 48 // 58)
+    seconds = 2 * 4096 * 6144 * 1536 / (56.6e12 * 1.9) / (32 * 48 / (waves * 58))
+    assert speeds.seconds(kind, "bf16", (4096, 6144, 1536)) == pytest.approx(2.5e-6 + seconds)
 
 
 def test_training_fuses_every_network_of_int8_products_and_no_other(tiny_config: dict, tmp_path: Path) -> None:
