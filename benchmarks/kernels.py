@@ -17,18 +17,24 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from benchmarks.int8_kernels import gelu_rows, products_arguments, rotated_rows, rows_arguments
 from benchmarks.table import Results, describe_machine
 from simpletune.options import UserError
 from simpletune.system.console import say
 
 QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "quant"
 SOURCE, ROTATION = QUANT / "int8_kernel.py", QUANT / "rotation_kernel.py"
+WORDS, GELU = QUANT / "int8_gradient_kernel.py", QUANT / "int8_gelu_kernel.py"
+SOURCES = {"rotated": ROTATION, "words": WORDS, "gelu": GELU}
+"""Where kernels are that ``SOURCE`` does not hold."""
 COMMITTED = Path(__file__).resolve().parent / "results" / "kernels" / "kernels.json"
 DECIDES = {
     SOURCE: ("_rows", "_product", "_blocks", "TILES", "SAFE_TILE", "LONGEST_BLOCK"),
     ROTATION: ("_turned", "_rotated_rows", "LONGEST_BLOCK", "WARPS"),
+    WORDS: ("_transposed", "_byte", "_times", "_gradient", "TILES"),
+    GELU: ("_activated", "_gelu_rows", "LONGEST_BLOCK"),
 }  # the compiled code follows from these
 TOO_OLD = 75
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -50,10 +56,12 @@ class Row:
 
     Args:
         card: the architecture: 89 for sm_89.
-        kernel: ``product``, ``rows`` or ``rotated`` rows.
-        kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type.
+        kernel: ``product``, ``words`` (a gradient that reads the weight by words), ``rows``, ``rotated`` rows or rows
+            of ``gelu``.
+        kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type, and
+            ``back`` if they are of GELU's gradient.
         tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps), and of rotated
-            rows the size of the rotation's blocks.
+            rows and those of GELU the size of the rotation's blocks.
         sizes: of a product, ``even``: k is a multiple of the tile's, and n and k of 16, as in SD3; ``rows``: m of 16
             too; ``ragged``: k is no multiple of the tile's; ``odd``: nothing is a multiple. Of rows, ``columns`` if
             they are multiplied with a scale for each column, else ``plain``; of rotated rows, ``whole``, or ``long``
@@ -67,6 +75,11 @@ class Row:
     sizes: str
 
     @property
+    def is_product(self) -> bool:
+        """Whether the kernel multiplies."""
+        return self.kernel in ("product", "words")
+
+    @property
     def name(self) -> str:
         """The name of the row, without the version of Triton."""
         return f"sm_{self.card} {self.kernel} {self.kind} {'x'.join(map(str, self.tile))} {self.sizes}"
@@ -74,9 +87,13 @@ class Row:
 
 def rows_of_table() -> Iterator[Row]:
     """Yield all rows, the most important first."""
+    from simpletune.quant import int8_gradient_kernel
     from simpletune.quant.int8_kernel import LONGEST_BLOCK, SAFE_TILE, TILES
 
     tiles, ways = (SAFE_TILE, *TILES), ("forward", "gradient")
+    words = int8_gradient_kernel.TILES
+    yield from (Row(card, "words", "gradient", tile, "even") for tile in words for card in SHARED)
+    yield from (Row(card, "gelu", kind, tile, what) for kind, tile, what in gelu_rows() for card in SHARED)
     yield from (Row(card, "product", way, tile, "even") for tile in tiles for card in SHARED for way in ways)
     yield from (Row(TOO_OLD, "product", way, SAFE_TILE, "even") for way in ways)
     for card in SHARED:
@@ -85,16 +102,7 @@ def rows_of_table() -> Iterator[Row]:
         yield from (Row(card, "rotated", kind, tile, what) for kind, tile, what in rotated_rows())
     for card in (89, 90):  # mma and wgmma
         yield from (Row(card, "product", way, t, s) for s in ("rows", "ragged", "odd") for t in tiles for way in ways)
-
-
-def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield kind, tile and sizes of the rotated rows: SD3 Medium and Large, SD 1.5 and 2, and small models."""
-    from simpletune.quant.rotation_kernel import LONGEST_BLOCK, warps_of
-
-    for length, block in ((2048, 256), (4096, 256), (LONGEST_BLOCK, 256), (2048, 64), (512, 64), (1024, 16)):
-        yield "bf16", (length, warps_of(length), block), "whole"
-    yield "bf16", (LONGEST_BLOCK, warps_of(LONGEST_BLOCK), 256), "long"
-    yield "fp32", (2048, warps_of(2048), 256), "whole"
+        yield from (Row(card, "words", "gradient", tile, "ragged") for tile in words)
 
 
 KINDS = ("plain", "columns")
@@ -109,28 +117,10 @@ def compile_row(row: Row) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from simpletune.quant import int8_kernel, int8_products, rotation_kernel
-
-    constants: dict[str, Any]
-    if row.kernel == "product":
-        function = int8_kernel._product.fn
-        types = dict.fromkeys(function.arg_names, "i32") | {
-            "x": "*i8", "x_scale": "*fp32", "weight": "*i8", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"
-        }  # fmt: skip
-        constants = {**int8_kernel._blocks(cast(int8_kernel.Tile, row.tile)), "EVEN_K": row.sizes in ("even", "rows")}
-        constants |= {"weight_k": 1} if row.kind == "forward" else {"weight_n": 1, "scale": None, "bias": None}
-        warps, stages, divisible = row.tile[3], row.tile[4], DIVISIBLE[row.sizes]
-    else:
-        rotated = row.kernel == "rotated"
-        function = rotation_kernel._rotated_rows if rotated else int8_kernel._rows
-        types = dict.fromkeys(function.arg_names, "i32") | {"x": f"*{row.kind}", "q": "*i8", "scale": "*fp32"}
-        constants = {"LEAST": int8_products.LEAST, "BLOCK": row.tile[0]}
-        if rotated:
-            constants |= {"ROTATION": row.tile[2], "WHOLE": row.sizes == "whole"}
-        else:
-            types["columns"] = "*fp32"
-            constants |= {} if row.sizes == "columns" else {"columns": None}
-        warps, stages, divisible = row.tile[1], 3, ("k", "x_outer", "x_row", "inner")
+    function, known, constants = (products_arguments if row.is_product else rows_arguments)(row)
+    types = dict.fromkeys(function.arg_names, "i32") | known
+    warps, stages = (row.tile[3], row.tile[4]) if row.is_product else (row.tile[1], 3)
+    divisible = DIVISIBLE[row.sizes] if row.is_product else ("k", "x_outer", "x_row", "inner")
     place = {name: (number,) for number, name in enumerate(function.arg_names)}
     given = [name for name, kind in types.items() if name not in constants and (kind[0] == "*" or name in divisible)]
     source = ASTSource(
@@ -155,8 +145,9 @@ def measure(row: Row) -> dict[str, Any]:
     ptx = built.asm["ptx"]
     with binary_of(built.asm["cubin"]) as file:
         registers, stack = usage_of(file)
-        code = _tool("nvdisasm", "-c", file) if row.kernel == "product" else ""
+        code = _tool("nvdisasm", "-c", file) if row.is_product else ""
     return {
+        **({"byte_loads": len(re.findall(r"\bLDS\.[US]8\b", code))} if row.kernel == "words" else {}),
         "registers": registers,
         "stack": stack,
         "shared": built.metadata.shared,
@@ -217,18 +208,22 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
     if "fails" in found:
         return [f"does not compile: {found['fails']}"]
     broken = []
-    warps = row.tile[3] if row.kernel == "product" else row.tile[1]
-    if row.kernel == "product" and not found["tensor_cores"]:
+    warps = row.tile[3] if row.is_product else row.tile[1]
+    if row.is_product and not found["tensor_cores"]:
         broken.append("no int8 tensor-core instruction")
+    if row.kernel == "words" and found["byte_loads"]:
+        broken.append(f"{found['byte_loads']} loads of single bytes from shared memory")
     if found["shared"] > SHARED[row.card]:
         broken.append(f"{found['shared']:,} bytes of shared memory, more than the card's {SHARED[row.card]:,}")
     if found["registers"] * 32 * warps > REGISTERS:
         broken.append(f"{found['registers']} registers in {warps} warps, more than the card's {REGISTERS:,}")
     if found["stack"] > SPILLED and row.sizes not in SPILLS_ACCEPTED:
         broken.append(f"{found['stack']} bytes spilled, more than {SPILLED}")
-    accepted = (version.rpartition(".")[0], row.card) in FUSED_ACCEPTED and row.kernel == "product"
+    accepted = (version.rpartition(".")[0], row.card) in FUSED_ACCEPTED and row.is_product
     if found["fusible"] or found["fused"] and not accepted:
         broken.append("fused multiply-add: sums differ from the CPU's")
+    if row.kernel == "gelu":  # an exponential of less than 2^-126 does not count
+        return broken
     if found["flushed"]:
         broken.append(".ftz: small numbers differ from the CPU's")
     return broken
@@ -236,7 +231,7 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
 
 def source_of(name: str) -> str:
     """The hash of the source of a row, given its name with Triton's version."""
-    return source_hash(ROTATION if " rotated " in name else SOURCE)
+    return source_hash(next((source for kernel, source in SOURCES.items() if f" {kernel} " in name), SOURCE))
 
 
 def source_hash(source: Path = SOURCE, text: str | None = None) -> str:
@@ -325,12 +320,14 @@ operands, s32 sums), and bytes of the stack where registers were spilled. Nothin
 code. Lines: kernel, kind, tile (rows, columns, length of the sum, warps, stages), sizes: *even*, as in SD3: n and k are
 multiples of 16, and k of the tile's; *rows*: m too; *ragged*: k is no multiple of the tile's; *odd*: nothing is a
 multiple. `rows` quantises rows: the tile is elements and warps; `rotated` rotates them first: and the size of the
-rotation's blocks; *long*: a row takes several loads.
+rotation's blocks; *long*: a row takes several loads. `words` is the gradient's kernel for SD3's layers, `product
+gradient` the one that takes over where words cannot be read. `gelu` quantises rows of GELU, *back* of its gradient.
 
-`make kernels` fails if one of these breaks a rule: an int8 tensor-core instruction in every product; shared memory
+`make kernels` fails if one of these breaks a rule: an int8 tensor-core instruction in every product; no load of a
+single byte from shared memory in `words`; shared memory
 within the card's {", ".join(f"{size // 1024} KiB (sm_{card})" for card, size in SHARED.items())};
 registers within 64 Ki of a multiprocessor; at most {SPILLED} bytes spilled, except for *odd* sizes
 ({SPILLS_ACCEPTED["odd"]}); no fused multiply-add, none that the
-assembler may fuse, and no `.ftz`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no code
-at all: a Triton that compiles for it would let the tool support it. Exception: Triton 3.6 on sm_120, marked *fused*:
-{FUSED_ACCEPTED["3.6", 120]}."""
+assembler may fuse, and no `.ftz` but in `gelu`, because the results should equal the CPU's bit for bit; and for
+sm_{TOO_OLD} no code at all: a Triton that compiles for it would let the tool support it. Exception: Triton 3.6 on
+sm_120, marked *fused*: {FUSED_ACCEPTED["3.6", 120]}."""

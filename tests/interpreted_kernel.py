@@ -7,10 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.int8_network import gelu, gelu_slope
 from reference.rotation import block_rotation
 from torch import Tensor
 
-from simpletune.quant import int8_kernel, int8_products, int8_rotated, rotation_kernel
+from simpletune.quant import (
+    int8_gelu_kernel,
+    int8_gradient_kernel,
+    int8_kernel,
+    int8_products,
+    int8_rotated,
+    rotation_kernel,
+)
 
 TILES = [(16, 16, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 64, 4, 2)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -119,3 +127,70 @@ def test_products_are_a_float64_references_and_the_cpus(
     assert (error <= 4e-7 * size).logical_or(exact.isnan()).all()
     assert torch.equal(wide.isnan(), exact.isnan())
     assert wide[0].isnan().all() == (odd in ("nan", "inf"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    m=lengths, n=st.integers(1, 20), k=st.integers(1, 20), dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD),
+    tile=st.sampled_from([(16, 64, 32, 4, 2), (32, 64, 64, 4, 2), (64, 128, 64, 4, 2)]), part=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_gradients_by_words_are_a_float64_references_and_the_cpus(
+    m: int, n: int, k: int, dtype: torch.dtype, odd: str, tile: tuple, part: bool, seed: int
+) -> None:
+    """The weight lies transposed; ``part``: it is a part of a wider one."""
+    n, k, generator = 4 * n, 4 * k, torch.Generator().manual_seed(seed)
+    x, x_scale = int8_products.int8_rows(activations(m, k, dtype, odd, seed))
+    weight = torch.randint(-127, 128, (k, n + 8 * part), generator=generator).to(torch.int8)[:, :n].t()
+    assert int8_gradient_kernel.reads_words(weight)
+    ours = int8_gradient_kernel.gradient((x, x_scale), weight, dtype, tile)
+    wide = int8_products.int8_product(x, x_scale, weight, None, None, torch.float32)
+    torch.testing.assert_close(ours, truncated(wide) if dtype == torch.bfloat16 else wide.to(dtype), **EXACT)
+    exact = (x.double() @ weight.double().t()) * x_scale.double()[:, None]
+    assert ((wide.double() - exact).abs() <= 4e-7 * exact.abs()).logical_or(exact.isnan()).all()
+
+
+def test_what_words_cannot_be_read_of() -> None:
+    weight = torch.zeros(64, 64, dtype=torch.int8)
+    parts = [
+        weight,
+        weight[:, :62].t(),
+        weight[:62].t(),
+        weight[:, 1:61].t(),
+        torch.zeros(64, 66, dtype=torch.int8)[:, :64].t(),
+    ]
+    assert int8_gradient_kernel.reads_words(weight.t()) and not any(map(int8_gradient_kernel.reads_words, parts))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 6), k=st.sampled_from([16, 33, 64, 100, 512]), dtype=st.sampled_from(TYPES),
+    odd=st.sampled_from(ODD), back=st.booleans(), columned=st.booleans(), turned=st.booleans(),
+    longest=st.sampled_from([64, 8192]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_rows_of_gelu_are_a_float64_references(
+    rows: int, k: int, dtype: torch.dtype, odd: str, back: bool, columned: bool, turned: bool, longest: int, seed: int
+) -> None:
+    """Within half a scale, and what rounding to the input's type adds, which the interpreter's bf16 cuts off."""
+    generator = torch.Generator().manual_seed(seed)
+    x = activations(rows, k, dtype, odd, seed) * 2
+    grad = torch.randn(rows, k, generator=generator).to(dtype) if back else None
+    columns = torch.rand(k, generator=generator) if columned else None
+    block = 16 if turned and k % 16 == 0 and not columned else 0
+    q, scale = int8_gelu_kernel.gelu_rows(x, grad, columns, block, int8_products.LEAST, longest)
+    wide = x.double().numpy()
+    exact = torch.from_numpy(gelu(wide) if grad is None else gelu_slope(wide) * grad.double().numpy())
+    precision = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    size = exact.abs() * precision + (x.double().abs() if grad is None else grad.double().abs()) * 2e-6 + 6e-8
+    if columns is not None:
+        exact, size = exact * columns.double(), size * columns.double()
+    if block:
+        h = torch.block_diag(*[torch.from_numpy(block_rotation(16))] * (k // 16))
+        exact, size = exact @ h, size @ h.abs()
+    sound = exact.isfinite().all(dim=1)
+    assert torch.equal(scale.isfinite(), sound) and not q[~sound].any()
+    error = (q.double() * scale.double()[:, None] - exact).abs()
+    assert (error <= 0.50001 * scale[:, None] + size)[sound].all()
+    assert ((scale.double() * 127 - exact.abs().amax(dim=1)).abs() <= size.amax(dim=1))[
+        sound & (exact.abs().amax(dim=1) > 1e-6)
+    ].all()

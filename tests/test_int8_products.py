@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -29,11 +30,11 @@ from simpletune.config.load import validate
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import rounded
-from simpletune.options import ConfigError
+from simpletune.options import ConfigError, UserError
 from simpletune.quant import int8_multiply, int8_products, int8_tuning
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_tuning import tunings
+from simpletune.quant.int8_tuning import Tuning, tunings
 from simpletune.runs.folder import read_metrics
 from simpletune.training import load
 from simpletune.training.loop import train
@@ -250,20 +251,21 @@ class FakeKernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace the kernel that is tuned by a fake that fails for some tiles; return it and what is printed."""
-    from simpletune.quant import int8_kernel
+    """Replace the kernels that are tuned by a fake that fails for some tiles; return it and what is printed."""
+    from simpletune.quant import int8_gradient_kernel, int8_kernel
 
     def use(fails: set[int], error: Exception) -> tuple[FakeKernel, list[str]]:
         fake, said = FakeKernel(fails, error), []
-        tuner = int8_kernel._tuned
 
         def seconds(call: Any, quantiles: Any) -> list[float]:
             call()
             return [float(sum(fake.ran.values()))] * 3  # the first tile that runs is the fastest
 
-        for name, value in {"fn": fake, "do_bench": seconds, "cache_results": False, "cache": {}}.items():
-            monkeypatch.setattr(tuner, name, value)
+        for tuner in (int8_kernel._tuned, int8_gradient_kernel._tuned):
+            for name, value in {"fn": fake, "do_bench": seconds, "cache_results": False, "cache": {}}.items():
+                monkeypatch.setattr(tuner, name, value)
         monkeypatch.setattr(int8_kernel, "_product", fake)
+        monkeypatch.setattr(int8_gradient_kernel, "_gradient", fake)
         monkeypatch.setattr(int8_kernel, "_untunable", set())
         monkeypatch.setattr(int8_kernel, "say", said.append)
         monkeypatch.setattr(int8_products, "say", said.append)
@@ -284,7 +286,7 @@ def test_tunings_are_announced_before_the_first_step(
     shapes = {tuple(layer.weight.shape) for layer in model.modules() if isinstance(layer, Int8Linear)}
     wide = {(32, 32), (128, 32), (32, 128)}  # q, k, v and out; the feed-forward layers
     assert shapes > wide  # adaLN's are dequantised
-    expected = {(rows, *shape, back) for rows in (128, 256, 512) for shape in wide for back in (False, True)}
+    expected = {(rows, *shape, back, not back) for rows in (128, 256, 512) for shape in wide for back in (False, True)}
     assert tunings(model, [200, 300, 301], 100) == expected
     assert tunings(model, [200], 10) == {shape for shape in expected if shape[0] == 256}  # few rows of text
     config = validate(with_products(tiny_config), "announced")
@@ -296,6 +298,49 @@ def test_tunings_are_announced_before_the_first_step(
     load.announce_kernel(config, model, torch.device("cpu"), plan)
     load.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
     assert capsys.readouterr().out == "" and len(asked) == 1  # trying the kernel takes seconds
+
+
+def test_tuning_ahead_multiplies_every_shape_once() -> None:
+    """As CUDA would, with the layout and the operands that the run's products have."""
+    model = transformer(PRECISIONS["int8-products"])
+    seen: list[tuple[object, ...]] = []
+
+    def product(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> None:
+        scale, bias, dtype = rest
+        assert x.abs().max() > 100 and x_scale.shape == (len(x),) and dtype == torch.bfloat16
+        seen.append((len(x), *weight.shape, not weight.is_contiguous(), bias is not None))
+        assert (scale is None) == (not weight.is_contiguous()) and (bias is None or bias.dtype == dtype)
+
+    wanted = tunings(model, [200, 300], 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8_tuning, "int8_product", product)
+        int8_tuning.tune(wanted, torch.device("cpu"), torch.bfloat16)
+    assert sorted(seen) == sorted(wanted) and len(wanted) == 18
+
+
+def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
+    from simpletune.estimate import tune_ahead
+
+    file, tuned = tmp_path / "run.json", []
+    file.write_text(json.dumps(with_products(tiny_config)))
+    with pytest.raises(UserError, match="tuned on the card that will run them, and torch finds no CUDA device"):
+        tune_ahead.tune_ahead(file, [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(tune_ahead, "why_not", lambda device: None)
+    monkeypatch.setattr(int8_tuning, "tune", lambda *given: tuned.append(given))
+    tune_ahead.tune_ahead(file, [])
+    ((shapes, device, dtype),) = tuned
+    assert (device, dtype) == (torch.device("cuda", 0), torch.bfloat16)
+    rows = {shape.rows for shape in shapes}  # 2 pictures of 16 tokens; twice the text's tokens
+    assert rows == {32, 256} and Tuning(32, 64, 64, True, False) in shapes
+    nothing = "multiplies nothing in int8.*Use precision.weights=int8 precision.products=int8"
+    with pytest.raises(UserError, match=nothing):
+        tune_ahead.tune_ahead(file, ["precision.products=dequantised", "precision.input_gradient=dequantised"])
+    monkeypatch.setattr(tune_ahead, "why_not", lambda device: "it is broken")
+    with pytest.raises(UserError, match="do not run here: it is broken. Use precision.products=dequantised"):
+        tune_ahead.tune_ahead(file, [])
 
 
 NOT_LOWERED = RuntimeError("PassManager::run failed")

@@ -32,6 +32,8 @@ FEW = [
     Row(90, "product", "gradient", SAFE, "even"),
     Row(89, "rows", "bf16", (2048, 4), "columns"),
     Row(89, "rotated", "bf16", (2048, 4, 256), "whole"),
+    Row(89, "words", "gradient", (128, 64, 64, 4, 4), "even"),
+    Row(90, "gelu", "bf16 back", (8192, 16, 0), "whole"),
 ]
 GOOD = {
     "registers": 128, "stack": 8, "shared": 49152, "tensor_cores": ["mma m16n8k32"], "fused": 0, "fusible": 0,
@@ -42,7 +44,7 @@ GOOD = {
 @needs_triton
 @pytest.mark.parametrize("row", [*kernels.rows_of_table()] if STALE else FEW, ids=lambda row: row.name)
 def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
-    """Two tiles for two cards; all if the kernel has changed since the table was made."""
+    """A few for two cards; all if the kernels have changed since the table was made."""
     found = kernels.measure(row)
     assert problems(row, found, installed()) == []
     if not STALE:
@@ -51,7 +53,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 
 
 def test_the_committed_table_is_that_of_the_kernel() -> None:
-    assert not STALE, "simpletune/quant/int8_kernel.py or rotation_kernel.py has changed: run make kernels"
+    assert not STALE, "a kernel of simpletune/quant has changed: run make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
     assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
     for version in versions:
@@ -78,6 +80,27 @@ def test_a_broken_rule_is_named(change: dict, message: str) -> None:
     assert problems(row, GOOD, "3.7.1") == []
     (told,) = problems(row, GOOD | change, "3.7.1")
     assert re.search(message, told)
+
+
+def test_a_gradient_by_words_must_load_words_and_gelu_may_flush() -> None:
+    words = Row(89, "words", "gradient", (128, 64, 64, 4, 4), "even")
+    assert problems(words, GOOD | {"byte_loads": 0}, "3.7.1") == []
+    assert problems(words, GOOD | {"byte_loads": 128}, "3.7.1") == ["128 loads of single bytes from shared memory"]
+    gelu = Row(89, "gelu", "bf16", (8192, 16, 0), "whole")
+    assert problems(gelu, GOOD | {"flushed": 1, "tensor_cores": []}, "3.7.1") == []
+    assert problems(gelu, GOOD | {"fusible": 1}, "3.7.1") and problems(gelu, GOOD | {"stack": 24}, "3.7.1")
+
+
+def test_permuting_bytes_transposes_them() -> None:
+    """PTX's prmt by its manual: each digit of the selector, the lowest first, names one of eight bytes."""
+    text = (kernels.WORDS).read_text()
+    registers = {f"${4 + row}": [(row, column) for column in range(4)] for row in range(4)}
+    for target, first, second, selector in re.findall(r"prmt\.b32 (\S+), (\S+), (\S+), 0x(\w{4});", text):
+        both = registers[first] + registers[second]
+        registers[target] = [both[int(digit)] for digit in reversed(selector)]
+    assert [registers[f"${column}"] for column in range(4)] == [
+        [(row, column) for row in range(4)] for column in range(4)
+    ]
 
 
 def test_an_old_card_must_not_compile() -> None:
@@ -134,15 +157,15 @@ def test_the_grid_compiles_what_is_missing_and_fails_for_a_broken_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
-    found = dict(GOOD)
+    found = GOOD | {"byte_loads": 0}
     monkeypatch.setattr(kernels, "rows_of_table", lambda: iter(FEW))
     monkeypatch.setattr(kernels, "measure", lambda row: compiled.append(row.name) or dict(found))
     page = kernels.run(tmp_path, 60).read_text()
-    assert "sm_89" in page and "128, 48 KiB, mma, 8 B spilled" in page and len(compiled) == 4
+    assert "sm_89" in page and "128, 48 KiB, mma, 8 B spilled" in page and len(compiled) == 6
     kernels.run(tmp_path, 60)
-    assert len(compiled) == 4
+    assert len(compiled) == 6
     monkeypatch.setattr(kernels, "source_hash", lambda source: "another")
     found["flushed"] = 1
     with pytest.raises(UserError, match="sm_90 product gradient 64x64x64x4x2 even: .ftz"):
         kernels.run(tmp_path, 60)
-    assert len(compiled) == 8
+    assert len(compiled) == 12

@@ -117,7 +117,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    """measure the speed of this machine's card or CPU, for predictions of time; takes up to 2 minutes"""
+    """measure the speed of this machine's card or CPU, for predictions of time, or tune the int8 kernels for a run"""
+    if args.config is not None:
+        import_libraries()
+        from simpletune.estimate.tune_ahead import tune_ahead
+
+        return tune_ahead(args.config, args.overrides)
     from simpletune.timing.calibrate import calibrate as run
 
     run(args.device, args.out, args.cache, args.seconds)
@@ -125,6 +130,9 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``calibrate``."""
+    about = "tune the int8 kernels for this run, in place of measuring: its first step will not"
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=about)
+    add_overrides(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to measure (default: cuda)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: one in the cache)")
     parser.add_argument(

@@ -7,7 +7,7 @@ gradient of the input dequantises the weight again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.options import Problem
@@ -57,6 +57,13 @@ class Int8(QuantisedPrecision):
         twin.int8_products = self.products == "int8" and not is_block_modulation(name)
         twin.int8_gradient = self.input_gradient == "int8"
         return twin
+
+    def prepare(self, units: Iterable[nn.Module]) -> None:
+        """Let feed-forward networks quantise GELU's output in one launch."""
+        from simpletune.quant.int8_feed_forward import fuse_feed_forwards
+
+        if self.products == "int8":
+            fuse_feed_forwards(units)
 
     def rules(self) -> Iterator[Problem]:
         """Refuse int8 gradients without int8 products."""

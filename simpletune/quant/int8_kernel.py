@@ -149,16 +149,13 @@ def _say_left_out(tile: str, reason: str) -> None:
     say(f"kernel  int8 products leave out a tile that fails here ({tile}): {reason}")
 
 
-_tuned = _Tuner(
-    _product,
-    _product.arg_names,
-    [triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in TILES],
-    ["bucket", "n", "k", "weight_k", "multiprocessors"],
-    None,
-    None,
-    do_bench=_seconds,
-    cache_results=True,
-)
+def tuner_of(kernel: Autotuner, tiles: Sequence[Tile], key: list[str]) -> Autotuner:
+    """Tune a kernel over tiles, once for each value of the arguments ``key``."""
+    configs = [triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in tiles]
+    return _Tuner(kernel, kernel.arg_names, configs, key, None, None, do_bench=_seconds, cache_results=True)
+
+
+_tuned = tuner_of(_product, TILES, ["bucket", "n", "k", "weight_k", "multiprocessors"])
 _untunable: set[tuple[object, ...]] = set()
 """Shapes for which every tile of the tuning failed."""
 
@@ -208,7 +205,7 @@ def product(
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
         return y
-    bucket = 1 << (m - 1).bit_length()
+    bucket = bucket_of(m)
     given = (
         x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
         multiprocessors(x.device),
@@ -217,22 +214,47 @@ def product(
     def grid(chosen: Mapping[str, int]) -> tuple[int]:
         return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
 
-    shape = (bucket, n, k, weight.stride(1), x.device)
-    if tile is None and shape not in _untunable:
-        try:
-            with torch.cuda.device_of(x):
-                _tuned[grid](*given, enable_fp_fusion=False)
-            return y
-        except Exception as error:
-            if not is_of_the_kernel(error):
-                raise
-            say(f"kernel  int8 products of {m} x {n} x {k} use the smallest tile, because no other runs here: "
-                f"{reason_of(error)}")  # fmt: skip
-            _untunable.add(shape)
+    if tile is None and run_tuned(_tuned, grid, given, (bucket, n, k, weight.stride(1), x.device)):
+        return y
     tile = tile or SAFE_TILE
     with torch.cuda.device_of(x):
         _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
     return y
+
+
+def run_tuned(
+    tuned: Autotuner,
+    grid: Callable[[Mapping[str, int]], tuple[int]],
+    given: Sequence[object],
+    shape: tuple[object, ...],
+) -> bool:
+    """Launch a kernel with its fastest tile; returns False if none runs, which is said once for a shape.
+
+    Args:
+        tuned: from ``tuner_of``.
+        grid: of programs, by the tile.
+        given: arguments, the first of which is a tensor.
+        shape: power of two of rows, columns, length of the sum, and what else the kernel is tuned for.
+    """
+    if shape in _untunable:
+        return False
+    assert isinstance(given[0], Tensor)
+    try:
+        with torch.cuda.device_of(given[0]):
+            tuned[grid](*given, enable_fp_fusion=False)
+        return True
+    except Exception as error:
+        if not is_of_the_kernel(error):
+            raise
+        say(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
+            f"here: {reason_of(error)}")  # fmt: skip
+        _untunable.add(shape)
+        return False
+
+
+def bucket_of(rows: int) -> int:
+    """The power of two that stands for a number of rows in tunings."""
+    return 1 << (rows - 1).bit_length()
 
 
 @lru_cache(maxsize=8)

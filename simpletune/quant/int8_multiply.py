@@ -15,6 +15,9 @@ from simpletune.quant.int8_products import input_gradient, int8_input_gradient, 
 from simpletune.quant.int8_rotated import int8_rotated_rows
 from simpletune.quant.rotation import rotated
 
+Context = Any
+"""An autograd function's, whose saved tensors and needs have no useful types."""
+
 
 class _Quantised(NamedTuple):
     """The quantised rows of a tensor, with a weak reference to the tensor."""
@@ -55,12 +58,15 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
         _Last.entry = None
 
 
-class _Int8Product(torch.autograd.Function):
-    """A product with quantised rows; saves only references to q and scale for the backward pass."""
+class Int8Product(torch.autograd.Function):
+    """A product with the quantised rows of x, which itself is not read: only its gradient is computed.
+
+    Saves only references to q and scale for the backward pass.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         x_q: Tensor,
         x_scale: Tensor,
@@ -75,7 +81,7 @@ class _Int8Product(torch.autograd.Function):
         return int8_product(x_q, x_scale, q, scale, bias, x.dtype).view(*x.shape[:-1], len(q))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None, None]:
         (grad_y,) = grads  # [..., o]
         q, scale = ctx.saved_tensors
         grad_x = None
@@ -100,4 +106,4 @@ def multiply(
         int8_gradient: whether to compute that gradient in int8 as well.
         block: of the rotation that the weight is stored in; 0: none.
     """
-    return _Int8Product.apply(x, *shared_rows(x, block), q, scale, bias, int8_gradient, block)
+    return Int8Product.apply(x, *shared_rows(x, block), q, scale, bias, int8_gradient, block)

@@ -154,10 +154,12 @@ def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
 def _product_on_cuda(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    from simpletune.quant import int8_kernel
+    from simpletune.quant import int8_gradient_kernel, int8_kernel
 
     if x.device not in _given_up:
         try:
+            if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
+                return int8_gradient_kernel.gradient((x, x_scale), weight, dtype)
             return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
         except Exception as error:
             give_up(x.device, error)
@@ -265,6 +267,8 @@ def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
     """Multiply without tuning."""
     if x.device.type == "cpu":
         return int8_product(x, x_scale, weight, None, None, torch.float32)
-    from simpletune.quant import int8_kernel
+    from simpletune.quant import int8_gradient_kernel, int8_kernel
 
+    if int8_gradient_kernel.reads_words(weight):
+        return int8_gradient_kernel.gradient((x, x_scale), weight, torch.float32, int8_gradient_kernel.TILES[-1])
     return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)

@@ -1,30 +1,46 @@
-"""Count the tunings of the int8 kernel that a run's first step may wait for."""
+"""The tunings of the int8 kernels that a run's first step may wait for: counted, and made ahead of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from simpletune.options import plural
 from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_products import FEW_ROWS, why_not
+from simpletune.quant.int8_products import FEW_ROWS, int8_product, why_not
 from simpletune.system.console import say
 
 OF_TEXT = (".add_", ".to_add_out", ".ff_context")  # layers of a block that see the text's tokens
 
 
-def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[tuple[int, int, int, bool]]:
-    """Collect the shapes that the kernel is tuned for.
+class Tuning(NamedTuple):
+    """A product that a kernel is tuned for.
 
     Args:
-        model: the transformer, with or without an adapter.
+        rows: power of two of rows.
+        outputs: columns of the result.
+        inputs: length of the sum.
+        transposed: whether it is an input's gradient, which reads the weight transposed.
+        bias: whether a bias is added.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    transposed: bool
+    bias: bool
+
+
+def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[Tuning]:
+    """Collect the products that the kernels are tuned for.
+
+    Args:
+        model: the transformer, with or without an adapter; its tensors are not read.
         image_rows: samples x image tokens, of each picture size.
         text_rows: samples x text tokens.
-
-    Returns:
-        (power of two of rows, outputs, length of the sum, whether the weight is read transposed).
     """
     found, image_rows = set(), list(image_rows)
     for name, layer in model.named_modules():
@@ -34,9 +50,27 @@ def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[
         for rows in [text_rows] if any(part in name for part in OF_TEXT) else image_rows:
             if rows > FEW_ROWS:
                 bucket = 1 << (rows - 1).bit_length()
-                found.add((bucket, outputs, inputs, False))
-                found |= {(bucket, inputs, outputs, True)} if layer.int8_gradient else set()
+                found.add(Tuning(bucket, outputs, inputs, False, layer.bias is not None))
+                found |= {Tuning(bucket, inputs, outputs, True, False)} if layer.int8_gradient else set()
     return found
+
+
+@torch.no_grad()
+def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply random numbers of each shape once, which tunes the kernels and keeps the timings for later runs.
+
+    Args:
+        shapes: from ``tunings``.
+        device: a CUDA device that multiplies in int8.
+        dtype: of the run's activations and biases.
+    """
+    for m, n, k, transposed, bias in sorted(shapes):
+        x, weight = (torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+        if transposed:
+            int8_product(x, torch.ones(m, device=device), weight.t().contiguous().t(), None, None, dtype)
+            continue
+        added = torch.zeros(n, dtype=dtype, device=device) if bias else None
+        int8_product(x, torch.ones(m, device=device), weight, torch.ones(n, device=device), added, dtype)
 
 
 def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int, device: torch.device) -> None:
@@ -52,5 +86,6 @@ def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int,
 
         say(
             f"kernel  the first step tunes the int8 kernel: {plural(shapes, 'shape')} x {len(TILES)} tiles, seconds to "
-            "minutes, except for shapes that Triton has timed on this card before"
+            "minutes, except for shapes that Triton has timed on this card before (simpletune calibrate CONFIG does it "
+            "ahead)"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.options import Option, Problem
@@ -128,6 +128,13 @@ class WeightPrecision(Option):
             layer: the layer, in its type on disk; ``quantises`` must be true for it.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
+
+    def prepare(self, units: Iterable[nn.Module]) -> None:
+        """Change how a model's units compute in training, once its adapter is attached.
+
+        Args:
+            units: changed in place.
+        """
 
 
 class QuantisedPrecision(WeightPrecision):

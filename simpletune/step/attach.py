@@ -37,6 +37,7 @@ def attach(
     assert config.text.trains == (text is not None)
     config.adapter.attach(transformer, config.train.seed)
     in_backward, blocks = config.memory.optimizer_in_backward, units_of(transformer)
+    config.precision.prepare(blocks)
     sharding = None if place is None else Sharding(transformer, blocks, place)
     device = device_of(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):

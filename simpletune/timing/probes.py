@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from simpletune.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu_rows
 from simpletune.quant.int8_products import int8_product, int8_rows, why_not
 from simpletune.timing.probe_calls import (
     ROW,
@@ -227,6 +228,9 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
     yield probe("adam8bit", 2 * size + 2, lambda count: updated_in_8_bits(flat(count)))
     if why_not(device) is None:
         yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
+        ones = torch.ones(ROW, device=device)
+        yield probe("int8_gelu_rows", size + 1, with_(rows, lambda x: int8_gelu_rows(x)))
+        yield probe("int8_gelu_gradient_rows", 2 * size + 1, with_(rows, lambda x: int8_gelu_gradient_rows(x, x, ones)))
 
 
 def copies(device: torch.device) -> Iterator[Probe]:

@@ -29,13 +29,17 @@ OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by ot
 # Attention's operations at shares of the products' rate. FlashAttention-2 reaches up to 73% of an A100's peak forward
 # and 63% backward (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%.
 FORWARD, BACKWARD = 0.8, 0.65
-INT8 = 1.9  # times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed
+# Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. For the input's gradient
+# as well: for 64 instructions of the tensor cores, which take 1,024 cycles, its machine code for sm_89 has 64
+# permutations of bytes and 32 loads of words from shared memory (tile 256x64x64 of benchmarks/results/kernels).
+INT8 = 1.9
 CONVOLUTION = 0.7  # of the products' rate; assumed
 # cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
 # rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
 TF32, TF32_FROM = 0.5, (8, 0)
 KERNEL = 2.5e-6  # seconds that the smallest kernel takes; of the order that calibrated cards show
 TILE = 128  # rows and columns that a block of threads computes
+SMALL_TILE = 64  # those of the int8 kernels' small tiles
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
 # Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
 HOST = {
@@ -97,7 +101,8 @@ class StatedSpeeds:
         is_int8 = kind.startswith("int8")
         rate = self._rate * INT8 if is_int8 else self._of(dtype)
         moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
-        return KERNEL + max(2 * m * n * k / rate / self._filled(m, n, k), moved / self._bandwidth)
+        filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
+        return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
 
     def _attention(self, kind: str, dtype: str, extents: Extents) -> float:
         heads, queries, keys, width = extents
@@ -115,6 +120,14 @@ class StatedSpeeds:
         waves = math.ceil(tiles / self._multiprocessors)
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
+
+    def _filled_by_one_of(self, m: int, n: int) -> float:
+        """The share of the card that tiles of the int8 kernels fill, which do not split a sum: tuning finds smaller
+        tiles where the usual ones would leave multiprocessors idle."""
+        tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE
+        tiles = math.ceil(m / tile) * math.ceil(n / tile)
+        waves = math.ceil(tiles / self._multiprocessors)
+        return m * n / (waves * self._multiprocessors * tile * tile)
 
 
 def _products(card: Card) -> tuple[float, float]:

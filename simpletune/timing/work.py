@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ KINDS = {
     "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
     "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
     "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
-    "int8_rotated_rows": "int8_rows", "modulate": "norm", "add_gated": "add", "rms_norm": "norm",
+    "int8_rotated_rows": "int8_rows", "int8_gelu_rows": "int8_gelu_rows",
+    "int8_gelu_gradient_rows": "int8_gelu_gradient_rows", "modulate": "norm", "add_gated": "add", "rms_norm": "norm",
     "rms_norm_backward": "norm_backward",
     "optimizer_update_8bit_blockwise": "adam8bit",
 }  # fmt: skip
@@ -77,10 +79,17 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
     if name.startswith(("_foreach", "_fused_adam")):
         yield _of_lists(args, kwargs, output)
         return
-    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output) or _written(op, args)
+    given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
+    inputs, outputs = tensors_in((args, given)), tensors_in(output) or _written(op, args)
     moved = sum(map(bytes_of, outputs)) + (0 if name in WRITES else sum(map(bytes_of, inputs)))
     if moved:
         yield Work(kind_of(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
+
+
+@cache
+def _only_written(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments that an operation writes its results to."""
+    return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
 
 
 def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:

@@ -1,0 +1,68 @@
+"""What the grid ``kernels`` compiles beside the products' own tiles, and with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+from simpletune.options import Json
+
+if TYPE_CHECKING:
+    from benchmarks.kernels import Row
+    from simpletune.quant.int8_kernel import Tile
+
+Tensors = dict[str, str]
+
+
+def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield kind, tile and sizes of the rotated rows: SD3 Medium and Large, SD 1.5 and 2, and small models."""
+    from simpletune.quant.rotation_kernel import LONGEST_BLOCK, warps_of
+
+    for length, block in ((2048, 256), (4096, 256), (LONGEST_BLOCK, 256), (2048, 64), (512, 64), (1024, 16)):
+        yield "bf16", (length, warps_of(length), block), "whole"
+    yield "bf16", (LONGEST_BLOCK, warps_of(LONGEST_BLOCK), 256), "long"
+    yield "fp32", (2048, warps_of(2048), 256), "whole"
+
+
+def gelu_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield kind, tile and sizes of the rows of GELU: SD3 Medium, rotated and not, Large, and fp32."""
+    from simpletune.quant.int8_gelu_kernel import LONGEST_BLOCK, warps_of
+
+    warps = warps_of(LONGEST_BLOCK)
+    for kind, block, what in (("bf16", 0, "whole"), ("bf16", 256, "whole"), ("bf16 back", 0, "whole")):
+        yield kind, (LONGEST_BLOCK, warps, block), what
+    yield "bf16", (LONGEST_BLOCK, warps, 256), "long"
+    yield "bf16 back", (LONGEST_BLOCK, warps, 0), "long"
+    yield "fp32 back", (1024, warps_of(1024), 0), "whole"
+
+
+def products_arguments(row: Row) -> tuple[Json, Tensors, Json]:
+    """The kernel of a product, the types of its tensors, and its constants."""
+    from simpletune.quant import int8_gradient_kernel, int8_kernel
+
+    tensors = {"x": "*i8", "x_scale": "*fp32", "weight": "*i8", "y": "*bf16"}
+    constants = {**int8_kernel._blocks(cast("Tile", row.tile)), "EVEN_K": row.sizes in ("even", "rows")}
+    if row.kernel == "words":
+        return int8_gradient_kernel._gradient.fn, tensors, constants
+    tensors |= {"scale": "*fp32", "bias": "*bf16"}
+    fixed = {"weight_k": 1} if row.kind == "forward" else {"weight_n": 1, "scale": None, "bias": None}
+    return int8_kernel._product.fn, tensors, {**constants, **fixed}
+
+
+def rows_arguments(row: Row) -> tuple[Json, Tensors, Json]:
+    """The kernel of rows, the types of its tensors, and its constants."""
+    from simpletune.quant import int8_gelu_kernel, int8_kernel, int8_products, rotation_kernel
+
+    dtype, back = row.kind.partition(" ")[::2]
+    tensors = {"x": f"*{dtype}", "q": "*i8", "scale": "*fp32"}
+    constants: Json = {"LEAST": int8_products.LEAST, "BLOCK": row.tile[0]}
+    if row.kernel == "rotated":
+        return rotation_kernel._rotated_rows, tensors, constants | {
+            "ROTATION": row.tile[2], "WHOLE": row.sizes == "whole"
+        }  # fmt: skip
+    if row.kernel == "gelu":
+        tensors |= {"grad": f"*{dtype}", "columns": "*fp32"}
+        constants |= {"TURN": row.tile[2], "WHOLE": row.sizes == "whole"}
+        return int8_gelu_kernel._gelu_rows, tensors, constants | ({} if back else {"grad": None, "columns": None})
+    tensors["columns"] = "*fp32"
+    return int8_kernel._rows, tensors, constants | ({} if row.sizes == "columns" else {"columns": None})

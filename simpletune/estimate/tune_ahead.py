@@ -1,0 +1,61 @@
+"""``simpletune calibrate CONFIG``: tune the int8 kernels for a run ahead of its first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from simpletune.config.compute import settle_compute
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.schema import TrainConfig
+from simpletune.memory.fake import fake_tensors
+from simpletune.options import UserError, plural
+from simpletune.pipeline.load import empty_base
+from simpletune.quant import int8_tuning
+from simpletune.quant.int8_products import why_not
+from simpletune.quant.int8_tuning import Tuning
+from simpletune.step.synthetic import CPU
+from simpletune.system.console import say
+
+
+def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
+    """Tune the kernels for every product of a run, in Triton's cache folder.
+
+    Args:
+        file: the run's configuration.
+        overrides: its ``key.path=value`` changes.
+
+    Raises:
+        UserError: the run has no int8 products, or the machine no card for them.
+    """
+    config = resolve_model_folder(read_config(file, list(overrides), needs_data=False)[0])
+    if not torch.cuda.is_available():
+        raise UserError("CONFIG: kernels are tuned on the card that will run them, and torch finds no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = settle_compute(config, torch.cuda.get_device_capability(device))
+    shapes = tunings_of(config)
+    if not shapes:
+        raise UserError(
+            f"CONFIG: {config.name} multiplies nothing in int8, so that there is nothing to tune. Use "
+            "precision.weights=int8 precision.products=int8, or leave out CONFIG to measure the card"
+        )
+    reason = why_not(device)
+    if reason is not None:
+        raise UserError(f"CONFIG: int8 products do not run here: {reason}. Use precision.products=dequantised")
+    started = time.perf_counter()
+    int8_tuning.tune(shapes, device, config.precision.compute_dtype())
+    say(f"tuned   {plural(len(shapes), 'product')} of {config.name} in {time.perf_counter() - started:.0f} s")
+
+
+def tunings_of(config: TrainConfig) -> set[Tuning]:
+    """The products of a run whose pictures have the area of ``data.resolution``; none without int8 products."""
+    with fake_tensors():
+        size = (config.data.resolution, config.data.resolution)
+        transformer = empty_base(config.model, config.memory, config.precision, CPU, [size])
+        batch = config.train.micro_batch
+        rows = [batch * config.model.image_tokens(size)]
+        return int8_tuning.tunings(transformer, rows, batch * config.model.text_tokens)
