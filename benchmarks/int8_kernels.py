@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from simpletune.quant.int8_kernel import Tile
 
 Tensors = dict[str, str]
+WORDS_SPILL = (40, "tiles of 256 x 64 have no other register left, and the tuning times the tiles")
+"""Bytes that gradients by words may spill on sm_120, and why."""
 
 
 def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:

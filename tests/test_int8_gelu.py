@@ -23,7 +23,7 @@ from simpletune.memory.feed_forward import FeedForwards
 from simpletune.memory.snapshot import rounded
 from simpletune.quant import int8_gelu, int8_products
 from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_feed_forward import fuse_feed_forwards
+from simpletune.quant.int8_gelu import fuse_feed_forwards
 from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.work import Work, works_of
 

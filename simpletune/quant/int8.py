@@ -60,7 +60,7 @@ class Int8(QuantisedPrecision):
 
     def prepare(self, units: Iterable[nn.Module]) -> None:
         """Let feed-forward networks quantise GELU's output in one launch."""
-        from simpletune.quant.int8_feed_forward import fuse_feed_forwards
+        from simpletune.quant.int8_gelu import fuse_feed_forwards
 
         if self.products == "int8":
             fuse_feed_forwards(units)
