@@ -7,10 +7,10 @@ owns its fields, defaults and documentation, and builds its component. Imports n
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -132,11 +132,13 @@ def item_of(field: FieldInfo | None) -> FieldInfo | None:
 
 def union_of(field: FieldInfo) -> Union_ | None:
     """Return the discriminated union of a field, or None. The first member is the default."""
-    return _union(field.annotation, field.discriminator) if isinstance(field.discriminator, str) else None
+    if not isinstance(field.discriminator, str):
+        return None
+    return _union(cast(Hashable, field.annotation), field.discriminator)
 
 
 @functools.cache
-def _union(annotation: object, tag: str) -> Union_:
+def _union(annotation: Hashable, tag: str) -> Union_:
     """The union of an annotation; checking one configuration asks for unions about 40 times."""
     classes = option_classes(annotation)
     members = {value: option for option in classes for value in tag_values(option, tag)}

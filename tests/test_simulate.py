@@ -86,8 +86,8 @@ def with_the_last(case: Case) -> Pairs:
 
 
 def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
-    """Every choice for transformers, alternately with one kind of checkpointing and the other; a few cases for U-Nets,
-    whose steps take longer."""
+    """Every choice for transformers, alternately with one kind of checkpointing and the other; a case for U-Nets, whose
+    steps take longer."""
     assert set(map(str, unets)) <= set(map(str, cases))
     found = covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last)
     return [*(case for number, case in enumerate(found) if number % 2 == number // 2 % 2), *unets]
@@ -96,8 +96,7 @@ def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
 FAST_CHECKPOINTED = fast(
     CHECKPOINTED,
     [
-        a_unet("lora", "int8", "fp16", "adamw", "sd15", {"checkpointing": "all"}),
-        a_unet("full", "bf16", "bf16", "adamw8bit", "sd2", {"checkpointing": "none"}),
+        a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
     ],
 )
 
@@ -144,12 +143,14 @@ def allowed_with_a_lever(families: Sequence[str], cases: Sequence[Case] = ALLOWE
 
 
 def with_a_lever(case: Case) -> Pairs:
-    """The pairs that a case's lever is in: streaming with the plan meets every adapter and precision, the others LoRA
-    and full fine-tuning."""
+    """The pairs that a case's lever is in: streaming with the plan meets every adapter and precision, updates in the
+    backward pass LoRA and full fine-tuning, the others one of both."""
     lever, method = ("lever", case[-1]["lever"]), ("method", case[0]["method"])
     if lever[1] == "plan-streamed":
         return {frozenset([lever, method]), frozenset([lever, ("weights", case[1]["weights"])])}
-    return {frozenset([lever, method])} if method[1] in WHOLE else set()
+    of_full = lever[1] in ("boundaries", "feed-forward-only")
+    wanted = WHOLE if lever[1].startswith("in-backward") else ("full",) if of_full else ("lora",)
+    return {frozenset([lever, method])} if method[1] in wanted else set()
 
 
 def adapter_and_weights(case: Case) -> Pairs:
@@ -160,7 +161,6 @@ def adapter_and_weights(case: Case) -> Pairs:
 ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw"}, MODELS[0])], adapter_and_weights)
 FAST_LEVERED = [
     *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
-    a_unet("lora", "nf4", "bf16", "adamw", "sd15", {"lever": "streamed"}),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
 ]
 
