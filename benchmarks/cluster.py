@@ -12,6 +12,7 @@ from benchmarks.predicted_seconds import encoding
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import LATENT_BYTES
 from simpletune.simulation.simulate import simulate
+from simpletune.timing.recorder import BACKWARD
 from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.timeline import step_seconds
 
@@ -146,7 +147,7 @@ def compute_of(job: Job, micro: int, speeds: StatedSpeeds) -> Compute:
         steps.append(step_seconds(report.sections, speeds))
     inside = encoding(job.config, speeds) if job.inside else 0.0
     busy = sum(steps[0].phases.values())
-    share = steps[0].phases.get("backward", 0.0) / busy
+    share = sum(steps[0].phases.get(name, 0.0) for name in BACKWARD) / busy
     each = steps[1].seconds - steps[0].seconds
     return Compute(steps[0].seconds, each, share * steps[0].seconds, inside)
 

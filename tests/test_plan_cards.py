@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from simpletune.estimate.predict import MIB
 from simpletune.options import UserError
 from simpletune.prices import Price
 from simpletune.timing.recorder import Section
+from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.timeline import step_seconds, use_of
 from simpletune.timing.work import Work
 
@@ -198,6 +200,39 @@ def test_costs_are_named_in_words(config_of) -> None:
     assert lines[1] == "time: 10% of a step for waiting for copies from and to host memory"
     assert "an update follows 1 instead of 4 micro-batches" in lines[2] and lines[2].startswith("quality: ")
     assert changes_of_quality(config, config) == []
+
+
+def products_of(sections: list[Section], phases: tuple[str, ...]) -> Counter[Work]:
+    """The products and attention kernels of phases."""
+    found: Counter[Work] = Counter()
+    for section in sections:
+        if section.phase in phases:
+            found.update({w: count for w, count in section.work.items() if use_of(w) in ("products", "attention")})
+    return found
+
+
+@pytest.mark.parametrize("alone", ["block", "alone"])
+def test_what_is_computed_a_second_time_is_counted_and_named(alone: str, config_of, simulate_once) -> None:
+    kept = config_of("train.batch_size=2", "adapter.method=lora")
+    again = with_changes(
+        kept, ["memory.checkpointing=all", "memory.keep_attention=none", f"memory.feed_forward={alone}"]
+    )
+    assert again is not None
+    once, twice = (list(simulate_once(each).sections) for each in (kept, again))
+    second = products_of(twice, ("recompute",))
+    assert not products_of(once, ("recompute",)) and second
+    # Checkpointing adds what it computes again, and nothing else: everything else is as without it.
+    assert products_of(twice, ("backward",)) == products_of(once, ("backward",))
+    assert products_of(twice, ("forward",)) == products_of(once, ("forward",))
+    assert set(second) <= set(products_of(once, ("forward",)))
+    if alone == "block":  # a network may run with its block and alone
+        assert second <= products_of(once, ("forward",))
+    best = Search(again, L4).fastest()[0]
+    step = step_seconds(twice, StatedSpeeds(L4))
+    lines = list(in_words(kept, replace(best, step_time=step, choice=replace(best.choice, config=again))))
+    share = sum(c * StatedSpeeds(L4).seconds(*w) for w, c in second.items()) / step.seconds
+    assert share > 0.01 and "computed a second time" in lines[0]
+    assert float(lines[0].split("%")[0].removeprefix("time: ")) >= round(100 * share) - 1
 
 
 def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(

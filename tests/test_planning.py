@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from simpletune.cards import FOUND, GIB, Card, card_of
 from simpletune.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.config.rules.recompute import may_recompute_alone
+from simpletune.estimate import planning
 from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.first_that_fits import first_that_fits, lasting, likely_first
 from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
 from simpletune.estimate.planning import (
@@ -28,6 +32,7 @@ from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.options import UserError
 from simpletune.simulation.simulate import simulate
+from simpletune.simulation.trained import train
 
 L4 = card_of("L4")
 
@@ -132,6 +137,56 @@ def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, m
         if 0 < first < length:
             asked.clear()
             assert search._first_that_fits(candidates, length - 1) == first
+
+
+def test_a_step_that_does_not_fit_ends_where_it_runs_out(
+    config_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is that of the whole simulation, at the byte where it changes too, and is kept."""
+    config = config_of(f"output.cache={tmp_path}", "train.batch_size=2", "memory.checkpointing=none")
+    whole = simulate(config)
+    least = needed(whole.peak.bytes + cublas_workspace(L4.capability))
+    ran: list[bool] = []
+    monkeypatch.setattr(planning, "train", lambda *args, **named: (ran.append(True), train(*args, **named))[1])
+
+    def fits(size: int) -> tuple[bool, Search]:
+        search = Search(config, replace(L4, name="Test", gib=size / GIB, found=1.0))
+        assert search.card.bytes == size
+        return search.fits(config), search
+
+    below, search = fits(least - 100 * MIB)
+    assert not below and not search._known and not search.fits(config) and len(ran) == 1
+    assert not fits(least - 100 * MIB)[0] and len(ran) == 1  # kept
+    assert not fits(least - 1)[0] and fits(least)[0] and len(ran) == 2  # ends late enough to tell, and is kept
+    assert search.report(config).sections == whole.sections
+
+
+def test_the_first_that_fits_is_found_wherever_the_search_begins() -> None:
+    for count, first, likely in itertools.product(range(1, 9), range(9), range(10)):
+        for known in [None, *range(first, count)] if first <= count else []:
+            asked: list[int] = []
+
+            def fits(number: int, asked: list[int] = asked, first: int = first, count: int = count) -> bool:
+                assert number not in asked and 0 <= number < count, "it asks again or for nothing"
+                asked.append(number)
+                return number >= first
+
+            assert first_that_fits(count, fits, likely, known) == (first if first < count else None)
+            assert likely != first or len(asked) <= 2
+
+
+def test_the_search_begins_where_weights_and_states_leave_room(config_of) -> None:
+    candidates = [each.config for each in list(candidate_lists(config_of("adapter.method=full"), L4))[1]]
+    sizes = [lasting(config) for config in candidates]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
+    config = candidates[0]
+    model = config.model.empty_transformer(config.precision, torch.device("meta"))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert config.precision.bytes_per_weight == 2 and config.memory.optimizer_in_backward
+    assert sizes[0] == pytest.approx(weights * (2 + config.optimizer.bytes_per_parameter))
+    assert likely_first(candidates, int(2 * sizes[0])) == 0 and likely_first(candidates, 0) == len(candidates)
+    streamed = sizes.index(next(size for size in sizes if size < sizes[0]))
+    assert likely_first(candidates, int(1.06 * sizes[streamed])) == streamed
 
 
 def test_what_other_programs_hold_is_left_to_them(config_of) -> None:

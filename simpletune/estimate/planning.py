@@ -1,25 +1,27 @@
 """``simpletune plan``: find the combination of memory levers that fits a card and should be fastest.
 
-Peaks are predicted by running the training step on fake tensors; step times follow from the
-operations of the same simulated step (timing/). In a list of
-candidates each takes less memory and more time than the one before, so bisection finds the fastest that fits with few
-predictions.
+Peaks are predicted by running the training step on fake tensors; step times follow from the operations of the same
+simulated step (timing/). In a list of candidates each takes less memory and more time than the one before, so bisection
+finds the fastest that fits with few predictions. A step that does not fit is simulated until it runs out of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from simpletune.cards import Card
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.block_options import block_options, may_keep_attention
+from simpletune.estimate.first_that_fits import first_that_fits, likely_first
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.predict import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
 from simpletune.memory.device_terms import cublas_workspace
 from simpletune.memory.fake import fake_tensors
+from simpletune.memory.snapshot import OutOfMemory
 from simpletune.options import UserError
 from simpletune.simulation.simulate import L4, StepReport, simulate
 from simpletune.simulation.trained import Trained, train
@@ -131,7 +133,9 @@ class Search:
     ):
         self.config, self.card, self.reserved, self.count = config, card, reserved, count
         self.speeds = speeds_of(card, config.output.cache_folder)[0]
+        self._limit = largest_peak(card, reserved) - cublas_workspace(card.capability) + MIB  # nothing above it fits
         self._known: dict[str, StepReport] = {}
+        self._too_large: set[str] = set()
         self._trained: dict[str, Trained] = {}  # simulated training stages that fit, for predictions of the whole job
 
     def fastest(self) -> list[PlanResult]:
@@ -218,16 +222,9 @@ class Search:
             candidates: by decreasing memory.
             bound: an index that is known to fit, if any.
         """
-        if self.fits(candidates[0].config):
-            return 0
-        high = len(candidates) - 1 if bound is None else bound
-        if high == 0 or (bound is None and not self.fits(candidates[high].config)):
-            return None
-        low = 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(candidates[middle].config) else (middle + 1, high)
-        return low
+        configs = [each.config for each in candidates]
+        likely = likely_first(configs, self._limit)
+        return first_that_fits(len(configs), lambda number: self.fits(configs[number]), likely, bound)
 
     def _whole_job(self, choice: Choice) -> list[PlanResult]:
         """Add the largest autoencoder tiles with which the other stages fit, if tiles are needed; empty if none do."""
@@ -245,8 +242,16 @@ class Search:
         return []
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether the training stage fits."""
-        return self._has_room(self.report(config))
+        """Whether the training stage fits. The simulation of one that does not ends where it runs out of memory."""
+        key = config.model_dump_json()
+        if key in self._too_large:
+            return False
+        try:
+            return self._has_room(self.report(config, self._limit))
+        except OutOfMemory as error:
+            self._too_large.add(key)
+            self.count(f"a step of more than {error.bytes / MIB:,.0f} MiB")
+            return False
 
     def _has_room(self, report: StepReport) -> bool:
         peak = report.peak.bytes + cublas_workspace(self.card.capability)
@@ -256,18 +261,27 @@ class Search:
         """Predict the time of a step."""
         return step_seconds(self.report(config).sections, self.speeds)
 
-    def report(self, config: TrainConfig) -> StepReport:
-        """Predict the training stage, once per configuration."""
+    def report(self, config: TrainConfig, limit: int | None = None) -> StepReport:
+        """Predict the training stage, once per configuration.
+
+        Args:
+            config: of the run.
+            limit: live bytes above which only the misfit matters; None: there is no limit.
+
+        Raises:
+            OutOfMemory: it takes more than the limit.
+        """
         key = config.model_dump_json()
         if key not in self._known:
-            self._known[key] = kept_step(config, self._simulated)
+            self._known[key] = kept_step(config, partial(self._simulated, config, limit), limit)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 
-    def _simulated(self, config: TrainConfig) -> StepReport:
+    def _simulated(self, config: TrainConfig, limit: int | None) -> StepReport:
         """Simulate the training stage as on an L4, and keep it if a whole job on this card may go on from it."""
         with fake_tensors(), without_collection():
-            trained = train(config, (config.data.resolution, config.data.resolution), recorder=Recorder(cuda=True))
+            size = config.data.resolution, config.data.resolution
+            trained = train(config, size, recorder=Recorder(cuda=True), limit=limit)
         alike = attention_of(config, self.card.capability) == attention_of(config, L4)
         if alike and self._has_room(trained.report):
             self._trained[config.model_dump_json()] = trained

@@ -17,7 +17,7 @@ from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.needs import Needs, needs_of
 from simpletune.memory.attention_terms import attention_kernel
-from simpletune.memory.snapshot import MemorySnapshot
+from simpletune.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.models.buckets import Size
 from simpletune.options import Json
 from simpletune.runs.folder import read_json_or_none
@@ -29,7 +29,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section
 
-VERSION = 5  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
+VERSION = 6  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beside the peak. They cover all but two rows of
@@ -181,20 +181,30 @@ def estimate(
     return Estimate(job.stages, needs_of(config, job), size, job)
 
 
-def kept_step(config: TrainConfig, simulated: Callable[[TrainConfig], StepReport]) -> StepReport:
+def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
     """Predict the training stage of the square of ``data.resolution``; use the kept prediction if there is one.
 
     Args:
         config: of the run.
-        simulated: predicts it, as on an L4 without its libraries' workspaces.
+        simulated: predicts it, as on an L4 without its libraries' workspaces, or raises ``OutOfMemory`` at the limit.
+        limit: the peak in bytes above which only the misfit matters; None: the whole prediction is needed.
+
+    Raises:
+        OutOfMemory: the step is known to take more than the limit.
     """
     size = (config.data.resolution, config.data.resolution)
     file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, L4, size)}-step.json"
-    cached = read_json_or_none(file)
-    if cached is not None:
+    cached = read_json_or_none(file) or {}
+    if "peak" in cached:
         return _restored_step(cached)
-    report = simulated(config)
+    if limit is not None and "exceeds" in cached and cached["exceeds"] > limit:
+        raise OutOfMemory(cached["exceeds"])
     file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        report = simulated()
+    except OutOfMemory as error:
+        write_json(file, {"exceeds": error.bytes}, shared=True)
+        raise
     write_json(file, _stored_step(report), shared=True)
     return report
 

@@ -22,16 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.memory import fake
 from simpletune.memory.repeating import Repeating
-from simpletune.memory.snapshot import HOST, MemorySnapshot, require_known, rounded
+from simpletune.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, rounded
 from simpletune.memory.watching import Watching
-from simpletune.system.phases import phase_name
 from simpletune.tensors import is_wrapper, plain_tensors
 
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
+
+DEVICE = torch.ops.prim.device.default
+_RANGES = {
+    id(torch.ops.profiler._record_function_enter_new.default): "enter",
+    id(torch.ops.profiler._record_function_exit._RecordFunction): "exit",
+}
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
@@ -50,7 +56,7 @@ class _Storage:
     alive: weakref.ref
 
 
-class Accounting(TorchDispatchMode, Repeating, Watching):
+class Accounting(TorchDispatchMode, Watching, Repeating):
     """Counts live tensor bytes while the context is active.
 
     Args:
@@ -62,16 +68,13 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
         Repeating.__init__(self)  # torch's mode ends the chain
+        Watching.__init__(self)
         self._layouts = layouts
-        self._temporaries = temporaries or {}
+        self._temporaries = {id(op): size for op, size in (temporaries or {}).items()}  # their own hash is slow
         self._storages: dict[int, _Storage] = {}
         self._bytes: Counter[str] = Counter()
         self._total = 0
-        self._phases: list[tuple[str, int]] = []
         self._kinds: list[str] = []
-        self._visit = 0
-        self._module = ""
-        self._inside = 0  # number of watched modules in their forward pass
         self.peak = MemorySnapshot()
         """The largest snapshot so far; the last of equal ones, because optimizer states then have their kind."""
         self.peaks: dict[str, MemorySnapshot] = {}
@@ -82,6 +85,8 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         """Of the last operation everything that its result and work depend on; None: it may be more."""
         self.observer: Observer | None = None
         """Called with every operation, its arguments and its output."""
+        self.limit: int | None = None
+        """The live bytes above which ``OutOfMemory`` is raised; None: there is no limit."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -103,29 +108,30 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
     ) -> object:
         """Run one operation and count the storages of its outputs."""
-        if op is torch.ops.prim.device.default:
+        if op is DEVICE:
             return args[0]._fake_device  # type: ignore[attr-defined]  # a shortcut: autograd asks for it constantly
         if any(map(is_wrapper, types)):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
-        name = op.name() if op.namespace == "profiler" else ""
-        if name == "profiler::_record_function_exit._RecordFunction":
+        name = _RANGES.get(id(op), "")
+        if name == "exit":
             self._leave_phase()
         mode = fake.active()
-        output = op(*args, **(kwargs or {})) if mode is None else mode.run(op, args, kwargs or {})
+        kwargs = kwargs or {}
+        output = op(*args, **kwargs) if mode is None else mode.run(op, args, kwargs)
         self.last_key = None if mode is None else fake.RESULTS.last
         if self._layouts is not None:
             output = self._layouts(op, args, output)
         if self.observer is not None:
-            self.observer(op, args, kwargs or {}, output)
-        if name == "profiler::_record_function_enter_new":
+            self.observer(op, args, kwargs, output)
+        if name == "enter":
             self._enter_phase(str(args[0]))
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":  # meta tensors take no memory
+            if isinstance(leaf, Tensor) and _device(leaf).type != "meta":  # meta tensors take no memory
                 grown |= self._see(leaf.untyped_storage())
-        temporary = self._temporaries.get(op)
+        temporary = self._temporaries.get(id(op))
         if temporary is not None:
-            self._look(temporary(*args, **(kwargs or {})))
+            self._look(temporary(*args, **kwargs))
         elif grown:
             self._look()
         return output
@@ -145,11 +151,6 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         """Discard the recorded snapshots, at the start of another step."""
         if self.snapshots is not None:
             self.snapshots = [self.current]
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """The current phase and module; the phase of a recomputation is ``recompute``."""
-        return self._snapshot_name(), self._module
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is registered as host memory."""
@@ -197,16 +198,6 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         finally:
             self._kinds.pop()
 
-    def _enter_phase(self, range_name: str) -> None:
-        """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""
-        name = phase_name(range_name)
-        if name is None:
-            self._phases.append((self._phase(), 0))
-            return
-        self._visit += 1
-        self._module = ""
-        self._phases.append((name, self._visit))
-
     def _leave_phase(self) -> None:
         """Leave a phase. Whatever was allocated in the optimizer's phase and outlives it is optimizer state."""
         left, visit = self._phases.pop()
@@ -216,13 +207,6 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
             for storage in self._storages.values():
                 if storage.visit >= visit and storage.kind == "workspace":
                     self._move(storage, "optimizer")
-
-    def _snapshot_name(self) -> str:
-        phase = self._phase()
-        return "recompute" if phase == "backward" and self._inside else phase
-
-    def _phase(self) -> str:
-        return self._phases[-1][0] if self._phases else ""
 
     def _kind(self) -> str:
         if self._kinds:
@@ -268,11 +252,18 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
         self._record(self._total + temporary, by_kind)
 
     def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
-        """Record a snapshot if it is the largest so far."""
+        """Record a snapshot if it is the largest so far.
+
+        Raises:
+            OutOfMemory: it exceeds the limit.
+        """
+        if self.limit is not None and total > self.limit:
+            raise OutOfMemory(total)
         watched, name = self._watched, self._snapshot_name()
         if watched is not None and total >= watched.top[0]:
             watched.top = total, by_kind()
-        larger = total >= self.peak.bytes or total >= self.peaks.get(name, MemorySnapshot()).bytes
+        before = self.peaks.get(name)
+        larger = before is None or total >= before.bytes or total >= self.peak.bytes
         if not larger and self.snapshots is None:
             return
         snapshot = MemorySnapshot(total, by_kind(), name, self._module)
@@ -293,6 +284,12 @@ class Accounting(TorchDispatchMode, Repeating, Watching):
             return storage
 
         return resize_
+
+
+def _device(tensor: Tensor) -> torch.device:
+    """A tensor's device; of a fake one without a detour through the dispatcher."""
+    found = tensor.__dict__.get("_fake_device") if type(tensor) is FakeTensor else None
+    return tensor.device if found is None else found
 
 
 _ACTIVE: list[Accounting] = []
@@ -316,3 +313,8 @@ def allocating(kind: str) -> AbstractContextManager[None]:
         kind: one of ``KINDS``, or ``HOST``.
     """
     return _ACTIVE[-1].allocating(kind) if _ACTIVE else nullcontext()
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Name what runs in this context a recomputation, if an accounting is active."""
+    return _ACTIVE[-1].recomputing() if _ACTIVE else nullcontext()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from simpletune.memory import accounting
 from simpletune.memory.feed_forward import FeedForwards
 from simpletune.memory.kept_attention import KeptAttention
 from simpletune.memory.offload_inputs import CheckpointInputOffload
@@ -128,7 +129,7 @@ class _Contexts:
             first, second = _both(first, keeping), _both(second, returning)
         if self.networks is not None:
             second = _both(second, self.networks.recomputation(inputs))
-        return first, second
+        return first, _both(accounting.recomputing(), second)
 
 
 @contextmanager

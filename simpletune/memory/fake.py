@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from simpletune.memory.fake_results import FakeResults
 
+DEVICE, SCALAR = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 RESULTS = FakeResults()
 _active: Fake | None = None
 
@@ -27,6 +28,10 @@ class Fake(FakeTensorMode):
     memory, and whose value does not affect memory.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_enabled = False  # torch's own cache of results: ours has answered before
+
     def __torch_dispatch__(
         self,
         function: OpOverload,
@@ -35,10 +40,10 @@ class Fake(FakeTensorMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Return 1 for a host read; run every other operation, or return what it returned before."""
-        if function is torch.ops.prim.device.default:  # asked constantly
+        if function is DEVICE:  # asked constantly
             assert isinstance(args[0], FakeTensor)
             return args[0]._fake_device
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is SCALAR:
             return 1.0 if isinstance(args[0], Tensor) and args[0].is_floating_point() else 1
         run = super().__torch_dispatch__
         return RESULTS.call(self, function, args, kwargs or {}, lambda: run(function, types, args, kwargs or {}))

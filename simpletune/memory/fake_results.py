@@ -8,6 +8,7 @@ complex tensors, several modes. Everything unusual still goes to torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ META = torch.device("meta")
 UNUSUAL = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
 """Their result's place in the storage does not follow from its distance to the argument's place."""
+_ABSOLUTE = frozenset(map(id, ABSOLUTE))  # operations have a hash that is slow
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # their results have values
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 SEQUENCES = {list, tuple, torch.Size}
@@ -52,7 +54,8 @@ Result = NewTensor | int | None
 """A tensor to make, the number of the argument that is returned, or nothing."""
 
 
-class Remembered(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Remembered:
     """What a call returned.
 
     Args:
@@ -70,8 +73,8 @@ class FakeResults:
     def __init__(self) -> None:
         self._known: dict[Key, Remembered | None] = {}
         self._ops: dict[int, OpOverload] = {}  # so that a number stays that of its operation
-        self.last: Key | None = None
-        """Of the last call everything that its result depends on; None if that may be more."""
+        self.last: Remembered | None = None
+        """What the last call returned: one object for all calls that depend on the same; None if that may be more."""
 
     def call(
         self,
@@ -100,9 +103,10 @@ class FakeResults:
                 unchanged = key_of(mode, op, args, kwargs, []) == key
                 self._known[key] = remembered(op, output, tensors) if unchanged else None
             return output
-        self.last = key
-        made = [made_again(mode, result, tensors) for result in known.results]
-        return made[0] if known.wrap is None else known.wrap(made)
+        self.last = known
+        if known.wrap is None:
+            return made_again(mode, known.results[0], tensors)
+        return known.wrap([made_again(mode, result, tensors) for result in known.results])
 
 
 def key_of(
@@ -129,7 +133,7 @@ def key_of(
         parts.extend(kwargs)
         if not _add(parts, kwargs.values(), mode, tensors):
             return None
-    if op in ABSOLUTE:
+    if id(op) in _ABSOLUTE:
         parts += (tensor.storage_offset() for tensor in tensors)
     return tuple(parts)
 
@@ -138,19 +142,21 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
     """Add arguments to a key; False if one is unusual."""
     for value in values:
         kind = type(value)
-        if isinstance(value, FakeTensor) and kind is FakeTensor and _is_usual(value, mode):
+        if kind is FakeTensor:
+            assert isinstance(value, FakeTensor)
+            if not _is_usual(value, mode):
+                return False
             parts += (value.dtype, value.shape, value.stride(), value._fake_device)
             tensors.append(value)
-            continue
-        if kind in SEQUENCES:
+        elif kind in PLAIN:
+            parts += (kind, value)  # 1, 1.0 and True are equal
+        elif kind in SEQUENCES:
             assert isinstance(value, (list, tuple))
             parts += (kind, len(value))
             if not _add(parts, value, mode, tensors):
                 return False
-            continue
-        if kind not in PLAIN:
+        else:
             return False
-        parts += (kind, value)  # 1, 1.0 and True are equal
     return True
 
 
@@ -225,18 +231,18 @@ def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTenso
         return None
     if isinstance(result, int):
         return tensors[result]
+    shape, stride, offset, dtype, device, views, attributes = result
     with torch._C._DisableTorchDispatch():
-        if result.views is None:
-            plain = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
+        if views is None:
+            plain = torch.empty_strided(shape, stride, dtype=dtype, device=META)
         else:
-            viewed = tensors[result.views]
-            offset = viewed.storage_offset() + result.offset
-            plain = torch.empty_strided((0,), (1,), dtype=result.dtype, device=META)
-            plain.set_(viewed.untyped_storage(), offset, result.shape, result.stride)
-        fake = Tensor._make_subclass(
-            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=result.device
-        )
+            viewed = tensors[views]
+            offset += int(viewed.storage_offset())
+            plain = torch.empty_strided((0,), (1,), dtype=dtype, device=META)
+            plain.set_(viewed.untyped_storage(), offset, shape, stride)
+        fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(result.attributes)
-    fake.fake_mode = mode
+    own = fake.__dict__
+    own.update(attributes)
+    own["fake_mode"] = mode
     return fake

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from simpletune.memory import accounting
 from simpletune.tensors import all_tensors, is_wrapper, plain_tensors
 
 CONDITIONING = 2
@@ -89,7 +90,13 @@ class FeedForwards:
         return forward
 
     def _checkpointed(self, run: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
-        result: Tensor = checkpoint(run, part, use_reentrant=False, preserve_rng_state=self._random)
+        result: Tensor = checkpoint(
+            run,
+            part,
+            use_reentrant=False,
+            preserve_rng_state=self._random,
+            context_fn=lambda: (nullcontext(), accounting.recomputing()),
+        )
         return result
 
 

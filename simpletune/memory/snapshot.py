@@ -27,6 +27,18 @@ class MemorySnapshot:
     """The named module in its forward or backward pass; empty if none."""
 
 
+class OutOfMemory(Exception):
+    """What is counted takes more than its limit.
+
+    Args:
+        bytes: live at that moment.
+    """
+
+    def __init__(self, bytes: int):
+        super().__init__(f"{bytes:,} bytes are live, more than the limit")
+        self.bytes = bytes
+
+
 def rounded(size: int) -> int:
     """Round bytes up to a multiple of 512, as the caching allocator does."""
     return -(-size // BLOCK) * BLOCK

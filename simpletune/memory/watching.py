@@ -1,22 +1,56 @@
-"""Watch a model's modules and gradients, so that an accounting can name them."""
+"""Watch phases, a model's modules and gradients, so that an accounting can name them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from simpletune.system.phases import phase_name
+
 
 class Watching:
-    """What an accounting knows of the running module."""
+    """What an accounting knows of the running phase and module."""
 
-    _module: str
-    _inside: int  # number of watched modules in their forward pass
+    def __init__(self) -> None:
+        self._phases: list[tuple[str, int]] = []
+        self._visit = 0
+        self._module = ""
+        self._inside = 0  # number of watched modules in their forward pass, and of recomputations
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The current phase and module; the phase of a recomputation is ``recompute``."""
+        return self._snapshot_name(), self._module
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Name what a backward pass runs in this context a recomputation."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def _enter_phase(self, range_name: str) -> None:
+        """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""
+        name = phase_name(range_name)
+        if name is None:
+            self._phases.append((self._phase(), 0))
+            return
+        self._visit += 1
+        self._module = ""
+        self._phases.append((name, self._visit))
+
+    def _snapshot_name(self) -> str:
+        phase = self._phase()
+        return "recompute" if phase == "backward" and self._inside else phase
 
     def _phase(self) -> str:
-        raise NotImplementedError
+        return self._phases[-1][0] if self._phases else ""
 
     def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Assign a kind to tensors."""

@@ -19,7 +19,11 @@ def make_states(accounting: Accounting, core: StepCore) -> None:
     with accounting.allocating("optimizer"):
         for parameter in core.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        core.optimizer.step()
+        if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.independent:
+            for parameter in core.parameters:  # leaves the states of a step, and equal ones are simulated once
+                core.optimizer.update(parameter)
+        else:
+            core.optimizer.step()
         core.optimizer.zero_grad(set_to_none=True)
         if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.streaming is not None:
             for parameter in core.parameters:

@@ -168,11 +168,23 @@ def take_steps(
     transformer: Transformer,
     size: Size | None = None,
     recorder: Recorder | None = None,
+    limit: int | None = None,
 ) -> tuple[StepReport, SimulatedRun]:
     """Like ``account``, within an accounting that the caller opened and may continue.
 
+    Args:
+        accounting: that counts.
+        config: as for ``account``, as the next three.
+        transformer: the loaded model.
+        size: of the pictures.
+        recorder: of the step.
+        limit: the live bytes above which the simulation ends; None: there is no limit.
+
     Returns:
         The report and the simulated run.
+
+    Raises:
+        OutOfMemory: the step takes more than the limit.
     """
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
@@ -188,6 +200,7 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, transformer, core.optimizer)
+    accounting.limit = limit  # from here on: making the states takes more than any step
     accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
@@ -198,6 +211,7 @@ def take_steps(
         if recorder is not None:
             recorder.begin_step()
         take_step(accounting, SimulatedRun(core, synthetic, average), recorder)
+    accounting.limit = None
     for hook in hooks:
         hook.remove()
     report = StepReport(

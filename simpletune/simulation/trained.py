@@ -49,7 +49,11 @@ class Trained:
 
 
 def train(
-    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None, recorder: Recorder | None = None
+    config: TrainConfig,
+    size: Size,
+    capability: tuple[int, int] | None = None,
+    recorder: Recorder | None = None,
+    limit: int | None = None,
 ) -> Trained:
     """Simulate the training stage, within ``fake_tensors``.
 
@@ -57,14 +61,16 @@ def train(
         config: of the run, demo names resolved.
         size: width and height of the training pictures in pixels.
         capability: as for ``simulate``.
-        recorder: as for ``take_steps``.
+        recorder: as for ``take_steps``, as the next one.
+        limit: in bytes.
 
     Raises:
+        OutOfMemory: the step takes more than the limit.
         UserError: the model's configuration cannot be read.
     """
     mode = fake.active()
     assert mode is not None, "train runs within fake_tensors"
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     with accounting_like_cuda(config, capability) as accounting:
-        report, run = take_steps(accounting, config, transformer, size, recorder)
+        report, run = take_steps(accounting, config, transformer, size, recorder, limit)
     return Trained(report, run, transformer, accounting, mode)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from simpletune.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
 
 COMPUTE = "compute"
 SMALL = 4096  # bytes; smaller tensors on the host are counters
+BACKWARD = ("backward", "recompute")
+"""Phases of the backward pass: its own operations, and those of forward passes that it runs again."""
 
 
 @dataclass
@@ -62,6 +64,34 @@ class Section:
         """From ``as_json``."""
         work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
         return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
+
+
+class AboutOp(NamedTuple):
+    """What the recorder asks of an operation again and again, which its schema tells slowly.
+
+    Args:
+        name: without namespace and overload.
+        counts: whether the host runs it.
+        moves: whether it may move data.
+    """
+
+    name: str
+    counts: bool
+    moves: bool
+
+
+_ABOUT: dict[int, tuple[AboutOp, OpOverload]] = {}  # with the operations, so that a number stays that of its own
+
+
+def about_op(op: OpOverload) -> AboutOp:
+    """What the recorder asks of an operation."""
+    known = _ABOUT.get(id(op))
+    if known is not None:
+        return known[0]
+    name = op._schema.name.partition("::")[2]
+    about = AboutOp(name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING)
+    _ABOUT[id(op)] = about, op
+    return about
 
 
 class Recorder:
@@ -114,7 +144,7 @@ class Recorder:
 
         def counted(cls: type, *args: object, **kwargs: object) -> object:
             self._host("function")
-            if self._accounting is not None and self._accounting.place[0] != "backward" and torch.is_grad_enabled():
+            if self._accounting is not None and self._accounting.place[0] not in BACKWARD and torch.is_grad_enabled():
                 self._host("function_backward")
             return original.__func__(cls, *args, **kwargs)
 
@@ -151,14 +181,15 @@ class Recorder:
         """Record one operation."""
         assert self._accounting is not None
         found = self._works(op, args, kwargs, output)
-        section, tensors = self._section(), tensors_in((args, kwargs))
-        self._count_host(section, op, found, tensors)
-        if self.cuda and (moved := self._over_the_link(op, tensors, output)):
+        section, tensors, about = self._section(), tensors_in((args, kwargs)), about_op(op)
+        self._count_host(section, about, found, tensors)
+        if self.cuda and about.moves and (moved := self._over_the_link(about.name, tensors)):
             section.work[moved] += 1
             if moved.kind != "brought":
                 return
             section.work[Work("to_device", "bytes", moved.extents)] += section.work.pop(moved)
-        section.work.update(found)
+        for work in found:  # Counter.update is slow
+            section.work[work] += 1
 
     def _works(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> list[Work]:
         """The work of an operation; of a fake one that ran before with the same layouts what it was then."""
@@ -166,17 +197,15 @@ class Recorder:
         key = self._accounting.last_key
         if key is None:
             return list(works_of(op, args, kwargs, output))
-        if key not in self._known:
-            self._known[key] = list(works_of(op, args, kwargs, output))
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = list(works_of(op, args, kwargs, output))
+        return found
 
-    def _over_the_link(self, op: OpOverload, tensors: Sequence[Tensor], output: object) -> Work | None:
+    def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> Work | None:
         """The copy that an operation with tensors in host memory is, or needs first (``brought``), on a card."""
         assert self._accounting is not None
-        name = op._schema.name.partition("::")[2]
-        if op.is_view or name in NOTHING:
-            return None
-        large = [t for t in tensors if t.nbytes >= SMALL and self._accounting.is_on_host(t)]
+        large = [t for t in tensors if self._accounting.is_on_host(t) and t.nbytes >= SMALL]
         if name == "copy_" and len(tensors) > 1:
             target, source = tensors[0], tensors[1]
             if any(t is target for t in large) != any(t is source for t in large):
@@ -187,18 +216,18 @@ class Recorder:
             return None
         return Work("to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(bytes_of, large)),))
 
-    def _count_host(self, section: Section, op: OpOverload, found: list[Work], tensors: Sequence[Tensor]) -> None:
-        if op.namespace in ("profiler", "prim"):
+    def _count_host(self, section: Section, op: AboutOp, found: list[Work], tensors: Sequence[Tensor]) -> None:
+        if not op.counts:
             return
         if not found:
             section.host["view"] += 1
-        elif section.phase == "backward" and not torch.is_grad_enabled():  # a recomputation runs from Python
+        elif section.phase in BACKWARD and not torch.is_grad_enabled():  # a recomputation runs from Python
             section.host["backward"] += 1
         else:
             section.host["operation"] += 1
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 section.host["recorded"] += 1
-                section.host["recomputed"] += section.phase == "backward"
+                section.host["recomputed"] += section.phase in BACKWARD
 
     def _host(self, what: str) -> None:
         self._section().host[what] += 1
