@@ -89,7 +89,7 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     assert len(steps) == predicted
     monkeypatch.setattr(planning, "train", None)
     chosen = result.choice.config
-    apart = chosen.model_copy(update={"output": chosen.output.model_copy(update={"cache": tmp_path / "apart"})})
+    apart = chosen.model_copy(update={"output": chosen.output.model_copy(update={"cache": str(tmp_path / "apart")})})
     alone = estimate(apart, card.capability)
     assert len(steps) == predicted + 1
     assert alone.job is not None and result.estimate.job is not None

@@ -187,7 +187,7 @@ def test_a_merged_folder_is_the_base_with_the_lora(source, layout, pipeline, sin
     assert "written in F32; rounding lost 0.00% of the update" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["pipeline", "single"])
+@pytest.mark.parametrize("source", ["pipeline", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_merged_single_file_is_the_base_with_the_loras(source, pipeline, single, files, tmp_path) -> None:
     base, out = {"pipeline": pipeline, "single": single}[source], tmp_path / "merged.safetensors"
     run("merge", f"{files['comfy']}:0.7", f"{files['other']}:0.5", "--base", base, "--out", out)
