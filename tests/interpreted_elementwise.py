@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
@@ -67,7 +67,7 @@ def views(b: int, d: int, dtype: torch.dtype, seed: int, count: int) -> list[Ten
     return list(tokens((b, count * d), dtype, seed + 1, 1)[0].chunk(count, dim=1))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
 @given(shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), seed=seeds)
 def test_modulated_norms_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, adds: bool, count: int, seed: int
@@ -89,7 +89,7 @@ def test_modulated_norms_are_within_one_rounding_of_float64(
         close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
 @given(
     shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), trains=st.booleans(),
     joined=st.booleans(), seed=seeds,
@@ -128,7 +128,7 @@ def test_their_gradients_are_within_one_rounding_of_float64(
         assert len(found) == 1 + adds
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
 @given(shape=shapes, dtype=dtypes, trains=st.booleans(), seed=seeds)
 def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, trains: bool, seed: int
@@ -144,7 +144,7 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
         close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
 @given(
     shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64]))),
     dtype=dtypes, trains=st.booleans(), seed=seeds,

@@ -97,9 +97,16 @@ def assert_same_bits(ours: list[Tensor | None], theirs: list[Tensor | None]) -> 
             assert a.dtype == b.dtype and torch.equal(a, b), number
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [
+    pytest.param(
+        kind, trained, dtype, id=f"{kind}-{trained}-{name}",
+        marks=[] if (kind == "dual" or name == "bf16") and trained == "all" else [pytest.mark.slow],
+    )
+    for kind in KINDS for trained in TRAINED for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "trained", "dtype"), CASES)
 def test_a_block_has_diffusers_bits_on_the_cpu(kind: str, trained: str, dtype: torch.dtype) -> None:
     theirs, ours = blocks(kind, trained, dtype)
     assert isinstance(ours, JointBlock)
