@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simpletune.quant.int8_kernel import Tile
 
 Tensors = dict[str, str]
-WORDS_SPILL = (48, "their largest tiles have no register left, and the tuning times the tiles")
+WORDS_SPILL = (64, "their largest tiles have no register left, and the tuning times the tiles")
 """Bytes that gradients by words may spill, and why."""
 
 
