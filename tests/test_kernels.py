@@ -31,8 +31,8 @@ FEW = [
     Row(90, "product", "gradient", SAFE, "even"),
     Row(89, "rows", "bf16", (2048, 4), "columns"),
     Row(89, "rotated", "bf16", (2048, 4, 256), "whole"),
-    Row(89, "words", "gradient", (128, 64, 64, 4, 4), "even"),
-    Row(90, "gelu", "bf16 back", (8192, 16, 0), "whole"),
+    Row(89, "words", "gradient", (64, 64, 64, 4, 4), "even"),
+    Row(89, "gelu", "fp32 back", (1024, 2, 0), "whole"),
 ]
 GOOD = {
     "registers": 128, "stack": 8, "shared": 49152, "tensor_cores": ["mma m16n8k32"], "fused": 0, "fusible": 0,
