@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from simpletune.options import Json
 
@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     from simpletune.quant.int8_kernel import Tile
 
 Tensors = dict[str, str]
-WORDS_SPILL = (40, "tiles of 256 x 64 have no other register left, and the tuning times the tiles")
-"""Bytes that gradients by words may spill on sm_120, and why."""
+WORDS_SPILL = (64, "their largest tiles have no register left, and the tuning times the tiles")
+"""Bytes that gradients by words may spill, and why."""
+
+
+class Kernel(Protocol):
+    """A function of Triton's."""
+
+    arg_names: list[str]
 
 
 def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -38,7 +44,7 @@ def gelu_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
     yield "fp32 back", (1024, warps_of(1024), 0), "whole"
 
 
-def products_arguments(row: Row) -> tuple[Json, Tensors, Json]:
+def products_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
     """The kernel of a product, the types of its tensors, and its constants."""
     from simpletune.quant import int8_gradient_kernel, int8_kernel
 
@@ -51,7 +57,7 @@ def products_arguments(row: Row) -> tuple[Json, Tensors, Json]:
     return int8_kernel._product.fn, tensors, {**constants, **fixed}
 
 
-def rows_arguments(row: Row) -> tuple[Json, Tensors, Json]:
+def rows_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
     """The kernel of rows, the types of its tensors, and its constants."""
     from simpletune.quant import int8_gelu_kernel, int8_kernel, int8_products, rotation_kernel
 

@@ -217,7 +217,7 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
         broken.append(f"{found['shared']:,} bytes of shared memory, more than the card's {SHARED[row.card]:,}")
     if found["registers"] * 32 * warps > REGISTERS:
         broken.append(f"{found['registers']} registers in {warps} warps, more than the card's {REGISTERS:,}")
-    most = WORDS_SPILL[0] if (row.kernel, row.card) == ("words", 120) else SPILLED
+    most = WORDS_SPILL[0] if row.kernel == "words" else SPILLED
     if found["stack"] > most and row.sizes not in SPILLS_ACCEPTED:
         broken.append(f"{found['stack']} bytes spilled, more than {most}")
     accepted = (version.rpartition(".")[0], row.card) in FUSED_ACCEPTED and row.is_product
@@ -326,7 +326,7 @@ gradient` the one that takes over where words cannot be read. `gelu` quantises r
 single byte from shared memory in `words`; shared memory within the card's
 {", ".join(f"{size // 1024} KiB (sm_{card})" for card, size in SHARED.items())};
 registers within 64 Ki of a multiprocessor; at most {SPILLED} bytes spilled, except for *odd* sizes
-({SPILLS_ACCEPTED["odd"]}) and {WORDS_SPILL[0]} of `words` on sm_120
+({SPILLS_ACCEPTED["odd"]}) and {WORDS_SPILL[0]} of `words`
 ({WORDS_SPILL[1]}); no fused multiply-add, none that the assembler may fuse,
 and no `.ftz` but in `gelu`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no code: a
 Triton that compiles for it would let the tool support it. Exception: 3.6 on sm_120, marked *fused*:
