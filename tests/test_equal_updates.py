@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.options import Json
 from simpletune.simulation import trained
 from simpletune.simulation.equal_updates import count_equal_updates
+from simpletune.simulation.optimizer_states import make_states
 from simpletune.timing.recorder import Recorder
 
 SHAPES = [(96, 64), (96, 64), (70,), (96, 64), (70,), (64, 96)]
@@ -71,6 +73,32 @@ def test_updates_of_equal_parameters_run_once_and_count_every_time(name: str) ->
 def test_updates_that_share_an_estimate_all_run() -> None:
     (composed, ran), (whole, _) = (updated({"name": "prodigy"}, composed) for composed in (True, False))
     assert composed == whole and ran == 2 * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw_bf16", "adafactor", "prodigy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_of_a_simulation_are_those_that_a_step_makes(name: str, dtype: torch.dtype) -> None:
+    """Of every parameter by itself, where a step takes small ones together."""
+    from pydantic import TypeAdapter
+
+    found = []
+    for composed in (True, False):
+        with fake_tensors(), Accounting() as accounting:
+            parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+            accounting.register(parameters, "weights")
+            built = TypeAdapter(Optimizer).validate_python({"name": name}).build(parameters, in_backward=False)
+            if composed:
+                count_equal_updates(built)
+                make_states(accounting, SimpleNamespace(parameters=parameters, optimizer=built))  # type: ignore[arg-type]
+            else:
+                with accounting.allocating("optimizer"):
+                    for parameter in parameters:
+                        parameter.grad = torch.zeros_like(parameter)
+                    built.step()
+                    built.zero_grad(set_to_none=True)
+            states = [layouts(built.state[parameter]) for parameter in parameters]
+            found.append((states, accounting.current.by_kind, [parameter.grad for parameter in parameters]))
+    assert found[0] == found[1] and any(found[0][0])
 
 
 @pytest.mark.slow

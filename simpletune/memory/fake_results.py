@@ -148,14 +148,15 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
                 return False
             parts += (value.dtype, value.shape, value.stride(), value._fake_device)
             tensors.append(value)
-        elif kind in PLAIN:
+            continue
+        if kind in PLAIN:
             parts += (kind, value)  # 1, 1.0 and True are equal
-        elif kind in SEQUENCES:
-            assert isinstance(value, (list, tuple))
-            parts += (kind, len(value))
-            if not _add(parts, value, mode, tensors):
-                return False
-        else:
+            continue
+        if kind not in SEQUENCES:
+            return False
+        assert isinstance(value, (list, tuple))
+        parts += (kind, len(value))
+        if not _add(parts, value, mode, tensors):
             return False
     return True
 

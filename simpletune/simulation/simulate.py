@@ -202,18 +202,10 @@ def take_steps(
         average = average_of(config, transformer, core.optimizer)
     accounting.limit = limit  # from here on: making the states takes more than any step
     accounting.forget_peak()
-    hooks = accounting.watch_gradients(core.parameters) + accounting.watch_modules(places(transformer))
     transformer.train()
-    synthetic = SyntheticBatches(config, core, size)
-    watching = recorder.watching(accounting) if recorder else nullcontext()
-    with watching, nullcontext() if core.sharding is None else counting_gathered():
-        accounting.forget_snapshots()
-        if recorder is not None:
-            recorder.begin_step()
-        take_step(accounting, SimulatedRun(core, synthetic, average), recorder)
+    run = SimulatedRun(core, SyntheticBatches(config, core, size), average)
+    take_watched_step(accounting, run, transformer, recorder)
     accounting.limit = None
-    for hook in hooks:
-        hook.remove()
     report = StepReport(
         peak=accounting.peak,
         phases=accounting.peaks,
@@ -227,7 +219,22 @@ def take_steps(
         seconds=time.perf_counter() - started,
         sections=recorder.sections if recorder else (),
     )
-    return report, SimulatedRun(core, synthetic, average)
+    return report, run
+
+
+def take_watched_step(
+    accounting: Accounting, run: SimulatedRun, transformer: Transformer, recorder: Recorder | None
+) -> None:
+    """Take one step of a simulated run, whose modules, gradients and work are watched."""
+    hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(transformer))
+    watching = recorder.watching(accounting) if recorder else nullcontext()
+    with watching, nullcontext() if run.core.sharding is None else counting_gathered():
+        accounting.forget_snapshots()
+        if recorder is not None:
+            recorder.begin_step()
+        take_step(accounting, run, recorder)
+    for hook in hooks:
+        hook.remove()
 
 
 def assembled(accounting: Accounting, config: TrainConfig, transformer: Transformer) -> StepCore:
