@@ -1,7 +1,8 @@
 """``hours``: seconds, hours and prices predicted for jobs that others published, beside their figures.
 
-Everything is predicted from the operations of our own step and the stated figures of a card
-(``simpletune/timing/stated.py``); nothing was fitted to a published figure, and nothing here ran on a card.
+Everything is predicted from the operations of our step and the stated figures of a card
+(``simpletune/timing/stated.py``). Beside published rows the step has diffusers' blocks of SD3, which their authors ran.
+Nothing was fitted to a published figure, and nothing here ran on a card.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from simpletune.timing.stated import StatedSpeeds
 
 TITLE = "Hours and prices, predicted and published"
 LEAD = (
-    "Predicted: from the operations of our own step, run without values, and each card's stated figures; on no card. "
+    "Predicted: from the operations of our step, run without values, and each card's stated figures; on no card. "
+    "Beside published figures SD3's blocks are diffusers', as their authors ran them; ours are faster. "
     "Published: by others, on their cards. Nothing was fitted to a published figure."
 )
 OURS = ("T4", "L4", "A10G", "RTX4090", "A100-40GB", "H100")  # cards with a price

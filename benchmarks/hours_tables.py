@@ -29,20 +29,20 @@ TITLES = {
 WHY = {
     "study": [
         "Int8 by quanto, as there. The plot calls its times seconds per epoch; rank 16 takes 40% longer in it than "
-        "rank 64 and rank 1, and its full fine-tuning could not be repeated: no goal. Of the predicted full step, 2.1 "
-        "of 3.2 s are our optimizer's update, about 270 bytes moved for each of 2,028 million weights; another "
-        "implementation moves fewer.",
+        "rank 64 and rank 1, and its full fine-tuning could not be repeated: no goal. In the full step our optimizer "
+        "updates a weight by one kernel, which theirs does not.",
     ],
     "sweep": [
         "Settings of its examples sd3.peft-lora and sd1x-dreamshaper.peft-lora: SD3.5 Medium (its default in the "
         "family), LoRA on to_q, to_k, to_v and to_out.0, r128, batch 3, 1024 px, 154 T5 tokens; SD 1.x r16, batch 1, "
         "512 px. Rows of other quantisers are left out.",
-        "SD3.5 Medium on an L40S: 15 to 18% are left, the same in all rows; its own adapter, norms and optimizer come "
-        "into question. The page does not say which H100 it used, and both are predicted: by the data sheet of the PCI "
+        "SD3.5 Medium on an L40S: 18 to 20% are left, the same in all rows; its own adapter and optimizer come into "
+        "question, since the blocks are diffusers' on both sides. The page "
+        "does not say which H100 it used, and both are predicted: by the data sheet of the PCI "
         "Express card the rows are as near as on the L40S, by that of the SXM card they are not.",
         "SD 1.x takes as long on an H100 as on an L40S, which has a quarter to a half of its bandwidth: the host "
-        "bounds it. Whose host is not said, and ours is assumed to need 5 microseconds an operation; its optimizer "
-        "updates 256 factors one by one. Missed.",
+        "bounds it, which our figures do not show: ours launches fewer operations, and its host is assumed to need 5 "
+        "microseconds for each. Missed.",
     ],
     "vertex": [
         "Its scripts encode pictures and prompts in every step, which is added (the column of encoding). The charts "

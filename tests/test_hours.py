@@ -8,7 +8,16 @@ import pytest
 
 from benchmarks import hours, hours_tables, predicted_seconds, vertex
 from benchmarks.hours_tables import ratio_of
-from benchmarks.predicted_seconds import H100_PCIE, card_named, config_of, encoding, of_step, pictures, predicted
+from benchmarks.predicted_seconds import (
+    H100_PCIE,
+    card_named,
+    config_of,
+    diffusers_blocks,
+    encoding,
+    of_step,
+    pictures,
+    predicted,
+)
 from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
 from simpletune.cards import CARDS, card_of
 from simpletune.config.load import validate
@@ -128,3 +137,12 @@ def test_convolutions_in_fp32_use_tensor_cores_where_there_are_tf32() -> None:
 def test_served_pictures_are_rows_of_their_own() -> None:
     plain, faster = (next(row for row in rows() if row.name.startswith(name)) for name in ("plain", "optimised"))
     assert plain.unit == PICTURES and plain.stores_scores and not faster.stores_scores
+
+
+def test_published_rows_run_diffusers_blocks_and_ours_are_faster() -> None:
+    demo = Path("configs/demo.json")
+    step = predicted(Row("study", "x", "L4", 1.0, STEP, demo, ()))["step"]
+    speeds = StatedSpeeds(L4)
+    assert step > 1.05 * of_step(config_of(demo, (), L4), speeds)[1]
+    with diffusers_blocks():
+        assert step == of_step(config_of(demo, (), L4), speeds)[1]
