@@ -12,6 +12,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.memory.fake import fake_tensors
 from simpletune.memory.snapshot import MemorySnapshot, rounded
 from simpletune.models.parts import load_text_model
+from simpletune.models.prompts import BATCH
 from simpletune.models.t5_layers import LayeredT5
 from simpletune.simulation.simulate import simulate
 from simpletune.simulation.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
@@ -44,6 +45,12 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     with fake_tensors(), without_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
     assert clip_l == bytes_of(of_clip(config.model, load_text_model(part("text_encoder"), dtype).eval()))
+    clip = load_text_model(part("text_encoder"), dtype).eval()
+    with accounting_of(all_tensors(clip)) as accounting:
+        prompts = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
+        for _ in config.model.clip_outputs(clip, prompts, CPU, BATCH):  # as encoding does, more than one batch
+            pass
+    assert clip_l == bytes_of(accounting.peak)
     assert clip_g == bytes_of(of_clip(config.model, load_text_model(part("text_encoder_2"), dtype).eval()))
     assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
 
