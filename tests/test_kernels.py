@@ -17,8 +17,11 @@ from simpletune.options import UserError
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 TABLE = json.loads(kernels.COMMITTED.read_text())["rows"]
-SOURCES = {rotated: source_of(" rotated " if rotated else "") for rotated in (False, True)}  # each of a file of its own
-STALE = any(found["source"] != SOURCES[" rotated " in name] for name, found in TABLE.items())
+SOURCES = {kernel: source_of(f" {kernel} ") for kernel in ("", *kernels.SOURCES)}  # each file is read once
+STALE = any(
+    found["source"] != SOURCES[next((kernel for kernel in kernels.SOURCES if f" {kernel} " in name), "")]
+    for name, found in TABLE.items()
+)
 
 
 def installed() -> str:
