@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import kernels
 from benchmarks.kernels import REGISTERS, SHARED, SPILLED
-from benchmarks.table import Results, describe_machine
+from benchmarks.table import Results
 from simpletune.options import Json, UserError
 from simpletune.system.console import say
 
@@ -187,27 +187,11 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     found_in = ((name, row) for name, row in rows.items() if name in results.rows)
     broken = [f"  {name}: {problem}" for name, row in found_in for problem in problems(row, results.rows[name])]
     page = results.stem.with_suffix(".md")
-    page.write_text(markdown(results.rows), encoding="utf-8")
+    title = "Norms, gates and residuals, compiled for cards that are not here"
+    page.write_text(kernels.markdown(title, ABOUT, results.rows, SHARED_BYTES, _cell), encoding="utf-8")
     if broken:
         raise UserError("\n".join(["elementwise: the compiled code breaks a rule:", *broken]))
     return page
-
-
-def markdown(rows: Mapping[str, Json]) -> str:
-    """Write one table for each version of Triton: a line for each kernel and use, a column for each card."""
-    lines = ["# Norms, gates and residuals, compiled for cards that are not here", "", ABOUT, ""]
-    lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
-    tables: dict[str, dict[str, dict[str, Json]]] = {}
-    for name, found in rows.items():
-        version, _, rest = name.partition(": ")
-        card, _, what = rest.partition(" ")
-        tables.setdefault(version, {}).setdefault(what, {})[card] = found
-    cards = [f"sm_{card}" for card in SHARED_BYTES]
-    for version, table in tables.items():
-        lines += ["", f"## {version}", "", f"| | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
-        for what, cells in sorted(table.items()):
-            lines.append(f"| {what} | {' | '.join(_cell(cells[c]) if c in cells else '' for c in cards)} |")
-    return "\n".join(lines) + "\n"
 
 
 def _cell(found: Json) -> str:

@@ -14,14 +14,14 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.int8_kernels import WORDS_SPILL, gelu_rows, products_arguments, rotated_rows, rows_arguments
 from benchmarks.table import Results, describe_machine
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.system.console import say
 
 QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "quant"
@@ -279,30 +279,41 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         if name in results.rows:
             broken += [f"  {name}: {problem}" for problem in problems(row, results.rows[name], triton.__version__)]
     page = results.stem.with_suffix(".md")
-    page.write_text(markdown(results.rows), encoding="utf-8")
+    title, cards = "The int8 kernels, compiled for cards that are not here", (TOO_OLD, *SHARED)
+    page.write_text(markdown(title, ABOUT, results.rows, cards, _cell), encoding="utf-8")
     if broken:
         raise UserError("\n".join(["kernels: the compiled code breaks a rule:", *broken]))
     return page
 
 
-def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write one table for each version of Triton: a line for each tile and kind, a column for each card."""
-    lines = ["# The int8 kernels, compiled for cards that are not here", "", ABOUT, ""]
+def markdown(
+    title: str, about: str, rows: Mapping[str, Json], cards: Iterable[int], cell: Callable[[Json], str]
+) -> str:
+    """Write one table for each version of Triton: a line for each kernel and kind, a column for each card.
+
+    Args:
+        title: of the page.
+        about: what the cells are.
+        rows: by name: version of Triton, card, and what was compiled.
+        cards: their architectures: 89 for sm_89.
+        cell: a row in words.
+    """
+    lines = [f"# {title}", "", about, ""]
     lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
-    tables: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    tables: dict[str, dict[str, dict[str, Json]]] = {}
     for name, found in rows.items():
         version, _, rest = name.partition(": ")
         card, _, what = rest.partition(" ")
         tables.setdefault(version, {}).setdefault(what, {})[card] = found
+    names = [f"sm_{card}" for card in cards]
     for version, table in tables.items():
-        cards = [f"sm_{card}" for card in (TOO_OLD, *SHARED)]
-        lines += ["", f"## {version}", "", f"| | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
+        lines += ["", f"## {version}", "", f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         for what, cells in sorted(table.items()):
-            lines.append(f"| {what} | {' | '.join(_cell(cells[c]) if c in cells else '' for c in cards)} |")
+            lines.append(f"| {what} | {' | '.join(cell(cells[c]) if c in cells else '' for c in names)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: Mapping[str, Any]) -> str:
+def _cell(found: Json) -> str:
     if "fails" in found:
         return "does not compile"
     units = sorted({unit.split()[0] for unit in found["tensor_cores"]})

@@ -3,16 +3,10 @@ process of its own, because TRITON_INTERPRET must stand before Triton is importe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
-import pytest
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
 
@@ -29,23 +23,6 @@ shapes = st.tuples(
     st.sampled_from([1, 8, 24, 40, 64, 100]),
 )
 seeds = st.integers(0, 2**31)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounding_to_nearest() -> Iterator[None]:
-    """The interpreter cuts fp32 off to bf16, where a card rounds to nearest."""
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    original = builder.cast_impl
-
-    def cast(self: Any, src: Any, kind: Any) -> Any:
-        if src.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
-            data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
-            return handle(data.view(torch.uint16).numpy().reshape(src.data.shape), tl.bfloat16)
-        return original(self, src, kind)
-
-    builder.cast_impl = cast
-    yield
-    builder.cast_impl = original
 
 
 def close(found: Tensor, exact: Tensor, sizes: Tensor | float = 0.0) -> None:

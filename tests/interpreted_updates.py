@@ -3,16 +3,10 @@ of its own, because TRITON_INTERPRET must stand before Triton is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
-import pytest
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adamw import adamw_step
 from torch import Tensor
 
@@ -21,23 +15,6 @@ from simpletune.optim.bf16_updates import HALF, Factors
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([bf16_kernels.BLOCK, bf16_kernels.BLOCK + 7]))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rounding_to_nearest() -> Iterator[None]:
-    """The interpreter cuts fp32 off to bf16, where a card rounds to nearest."""
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    original = builder.cast_impl
-
-    def cast(self: Any, src: Any, kind: Any) -> Any:
-        if src.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
-            data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
-            return handle(data.view(torch.uint16).numpy().reshape(src.data.shape), tl.bfloat16)
-        return original(self, src, kind)
-
-    builder.cast_impl = cast
-    yield
-    builder.cast_impl = original
 
 
 def noise_of(n: int, generator: torch.Generator) -> Tensor:
