@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simpletune.elementwise import attempt
+from simpletune.elementwise import adaln_operators, rms_norm
 
 LEFT_OUT = {
     r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",
@@ -35,8 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def norms_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and gates are slow in Triton's interpreter; test_softgpu.py runs their kernels."""
-    for number in range(2):
-        monkeypatch.setitem(attempt.given_up, torch.device("cuda", number), "slow in Triton's interpreter")
+    for operators in (adaln_operators, rms_norm):
+        failed = {torch.device("cuda", number): "slow in Triton's interpreter" for number in range(2)}
+        monkeypatch.setattr(operators.FALLBACK, "failed", failed)
 
 
 @pytest.hookimpl(wrapper=True)

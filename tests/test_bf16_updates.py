@@ -164,7 +164,7 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
 
     monkeypatch.setitem(sys.modules, "simpletune.optim.bf16_kernels", Kernels)
     monkeypatch.setattr("simpletune.optim.bf16_kernels", Kernels, raising=False)
-    monkeypatch.setattr(bf16_updates, "_given_up", {})
+    monkeypatch.setattr(bf16_updates.FALLBACK, "failed", {})
     out, x = torch.zeros(8, dtype=torch.bfloat16), torch.ones(8)
     if isinstance(fails, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
@@ -175,6 +175,17 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
         assert (out == 1).all()
     assert calls == ["round"]
     assert capsys.readouterr().out.count("updates of bf16 numbers by torch's operators on cpu") == 1
+
+
+def test_strided_gradients_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels read in the order of memory."""
+    monkeypatch.setitem(sys.modules, "simpletune.optim.bf16_kernels", None)
+    monkeypatch.setattr(bf16_updates.FALLBACK, "failed", {})
+    given, strided = tensors_of((64, 64), torch.bfloat16), torch.randn(64, 64).t()
+    read = [strided, *given[1][1:]]
+    bf16_updates._adamw_on_cuda(given[0], read, [0.1] * 6)
+    bf16_updates._round_on_cuda(given[0][0], strided, given[1][1])
+    assert bf16_updates.FALLBACK.failed == {}
 
 
 def test_the_prediction_counts_what_the_kernels_move() -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
-from simpletune.elementwise import adaln_operators, attempt
+from simpletune.elementwise import adaln_operators
 from simpletune.elementwise.adaln import Gated, Modulation, add_gated, modulated
 from simpletune.families.sd3.joint_block import JointBlock, use_joint_blocks
 from simpletune.memory.checkpointing import set_passes
@@ -265,7 +265,7 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
 
     monkeypatch.setitem(sys.modules, "simpletune.elementwise.adaln_kernels", Kernels)
     monkeypatch.setattr("simpletune.elementwise.adaln_kernels", Kernels, raising=False)
-    monkeypatch.setattr(attempt, "given_up", {})
+    monkeypatch.setattr(adaln_operators.FALLBACK, "failed", {})
     x, gate = torch.ones(1, 2, 4), torch.full((1, 4), 0.5)
     if isinstance(fails, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
@@ -274,7 +274,7 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
     for _ in range(2):
         assert (adaln_operators._add_on_cuda(x, x, gate) == 1.5).all()
     assert calls == ["add"]
-    assert capsys.readouterr().out.count("norms, gates and residuals by torch's operators on cpu") == 1
+    assert capsys.readouterr().out.count("adaptive norms, gates and residuals by torch's operators on cpu") == 1
 
 
 FEW = [Row(89, "modulate_backward", "trained", "Medium", "bf16"), Row(75, "modulate", "added", "Medium", "fp16")]

@@ -16,6 +16,7 @@ from reference.int8_network import Layer
 from test_int8_products import Counted
 from torch import Tensor, nn
 
+from simpletune import fallback
 from simpletune.adapters.lora import Lora
 from simpletune.cards import card_of
 from simpletune.memory.accounting import Accounting
@@ -157,7 +158,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is said, with no memory of earlier failures."""
     said: list[str] = []
     monkeypatch.setattr(int8_gelu, "say", said.append)
-    monkeypatch.setattr(int8_gelu, "_given_up", {})
+    monkeypatch.setattr(fallback, "say", said.append)
+    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
     int8_gelu.why_not.cache_clear()
     yield said
     int8_gelu.why_not.cache_clear()
@@ -202,7 +204,7 @@ def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.M
     assert (
         len(told) == 1 and "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: PassManager" in told[0]
     )
-    monkeypatch.setattr(int8_gelu, "_given_up", {})
+    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
     monkeypatch.setattr(int8_gelu_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):  # no fault of the kernel
         int8_gelu._rows_on_cuda(x, 0)

@@ -24,6 +24,7 @@ from test_simulate import LEVERS, assert_same_bytes, three_blocks  # noqa: F401
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune import fallback
 from simpletune.adapters.lora import Lora
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
@@ -268,8 +269,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(int8_gradient_kernel, "_gradient", fake)
         monkeypatch.setattr(int8_kernel, "_untunable", set())
         monkeypatch.setattr(int8_kernel, "say", said.append)
-        monkeypatch.setattr(int8_products, "say", said.append)
-        monkeypatch.setattr(int8_products, "_given_up", {})
+        monkeypatch.setattr(fallback, "say", said.append)
+        monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
         int8_kernel._say_left_out.cache_clear()
         return fake, said
 

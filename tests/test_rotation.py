@@ -21,6 +21,7 @@ from test_simulate import LEVERS, assert_same_bytes, small_unet, three_blocks  #
 from torch import Tensor, nn
 
 import simpletune.quant
+from simpletune import fallback
 from simpletune.adapters.lora import Lora
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
@@ -336,8 +337,8 @@ def test_rows_that_do_not_compile_are_rotated_by_torch(monkeypatch: pytest.Monke
         raise RuntimeError("PassManager::run failed")
 
     said: list[str] = []
-    monkeypatch.setattr(int8_products, "_given_up", {})
-    monkeypatch.setattr(int8_products, "say", said.append)
+    monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
+    monkeypatch.setattr(fallback, "say", said.append)
     monkeypatch.setattr(simpletune.quant, "rotation_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
     x = torch.randn(20, 48)
     for _ in range(2):

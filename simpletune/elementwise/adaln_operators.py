@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from simpletune.elementwise.attempt import attempt
 from simpletune.elementwise.sizes import Tokens
+from simpletune.fallback import Fallback
+
+FALLBACK = Fallback("adaptive norms, gates and residuals by torch's operators on {device}, which is slower: {reason}")
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("modulate(Tensor x, Tensor? y, Tensor? gate, Tensor[] scales, Tensor[] shifts, float eps) -> Tensor[]")
@@ -123,7 +125,7 @@ def _modulate_on_cuda(
 
         return adaln_kernels.modulate(x, y, gate, scales, shifts, eps)
 
-    return attempt(x.device, kernel, lambda: _modulate_by_torch(x, y, gate, scales, shifts, eps))
+    return FALLBACK.run(x.device, kernel, lambda: _modulate_by_torch(x, y, gate, scales, shifts, eps))
 
 
 @torch.library.impl(_LIBRARY, "modulate_backward", "CUDA")
@@ -143,7 +145,7 @@ def _modulate_backward_on_cuda(
     def plain() -> list[Tensor]:
         return _modulate_backward_by_torch(grads, tokens, scales, statistics, eps, trains)
 
-    return attempt(grads[0].device, kernel, plain)
+    return FALLBACK.run(grads[0].device, kernel, plain)
 
 
 @torch.library.impl(_LIBRARY, "add_gated", "CUDA")
@@ -153,7 +155,7 @@ def _add_on_cuda(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
         return adaln_kernels.add(x, y, gate)
 
-    return attempt(x.device, kernel, lambda: _add_by_torch(x, y, gate))
+    return FALLBACK.run(x.device, kernel, lambda: _add_by_torch(x, y, gate))
 
 
 @torch.library.impl(_LIBRARY, "gate_backward", "CUDA")
@@ -163,4 +165,4 @@ def _gate_backward_on_cuda(grad: Tensor, y: Tensor | None, gate: Tensor) -> list
 
         return adaln_kernels.gate_backward(grad, y, gate)
 
-    return attempt(grad.device, kernel, lambda: _gate_backward_by_torch(grad, y, gate))
+    return FALLBACK.run(grad.device, kernel, lambda: _gate_backward_by_torch(grad, y, gate))

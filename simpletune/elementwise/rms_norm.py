@@ -13,7 +13,9 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from simpletune.elementwise.adaln import Context, in_one_kernel
-from simpletune.elementwise.attempt import attempt
+from simpletune.fallback import Fallback
+
+FALLBACK = Fallback("norms of queries and keys by torch's operators on {device}, which is slower: {reason}")
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -95,7 +97,7 @@ def _on_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return rms_kernels.normed(x, weight, eps)
 
-    return attempt(x.device, kernel, lambda: _by_torch(x, weight, eps))
+    return FALLBACK.run(x.device, kernel, lambda: _by_torch(x, weight, eps))
 
 
 @torch.library.impl(_LIBRARY, "rms_norm_backward", "CUDA")
@@ -105,4 +107,4 @@ def _backward_on_cuda(grad: Tensor, x: Tensor, weight: Tensor, eps: float, train
 
         return rms_kernels.backward(grad, x, weight, eps, trains)
 
-    return attempt(x.device, kernel, lambda: _backward_by_torch(grad, x, weight, eps, trains))
+    return FALLBACK.run(x.device, kernel, lambda: _backward_by_torch(grad, x, weight, eps, trains))

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simpletune.fallback import Fallback
 from simpletune.optim.place import ShardGenerator
-from simpletune.printable import reason_of
-from simpletune.system.console import say
 
 PIECE = 1 << 20
 """Elements that torch's operators update at once: their temporaries stay small and, on a CPU, in its cache."""
@@ -177,38 +176,28 @@ def in_order(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-_given_up: dict[torch.device, str] = {}
-"""Devices whose kernels failed, and why."""
-
-
-def _give_up(device: torch.device, error: Exception) -> None:
-    """Log once that a device has no kernels for updates; from now on torch's operators take over."""
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        raise error
-    _given_up[device] = reason_of(error)
-    say(f"updates of bf16 numbers by torch's operators on {device}, which is slower: {_given_up[device]}")
+FALLBACK = Fallback("updates of bf16 numbers by torch's operators on {device}, which is slower: {reason}")
 
 
 @torch.library.impl(_LIBRARY, "round_into", "CUDA")
 def _round_on_cuda(out: Tensor, x: Tensor, noise: Tensor) -> None:
-    if x.device not in _given_up and in_order([out, x, noise]):
-        try:
-            from simpletune.optim import bf16_kernels
+    def kernel() -> None:
+        from simpletune.optim import bf16_kernels
 
-            return bf16_kernels.round_into(out, x, noise)
-        except Exception as error:
-            _give_up(x.device, error)
-    _round_by_torch(out, x, noise)
+        bf16_kernels.round_into(out, x, noise)
+
+    if not in_order([out, x, noise]):
+        return _round_by_torch(out, x, noise)
+    FALLBACK.run(x.device, kernel, lambda: _round_by_torch(out, x, noise))
 
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CUDA")
 def _adamw_on_cuda(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    device = changed[0].device
-    if device not in _given_up and in_order([*changed, *read]):
-        try:
-            from simpletune.optim import bf16_kernels
+    def kernel() -> None:
+        from simpletune.optim import bf16_kernels
 
-            return bf16_kernels.adamw(changed, read, factors)
-        except Exception as error:
-            _give_up(device, error)
-    _adamw_by_torch(changed, read, factors)
+        bf16_kernels.adamw(changed, read, factors)
+
+    if not in_order([*changed, *read]):
+        return _adamw_by_torch(changed, read, factors)
+    FALLBACK.run(changed[0].device, kernel, lambda: _adamw_by_torch(changed, read, factors))

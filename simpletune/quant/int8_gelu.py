@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.printable import reason_of
+from simpletune.fallback import Fallback
 from simpletune.quant import int8_products, int8_rotated
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.quant.int8_multiply import Context, Int8Product, shared_rows
@@ -96,43 +96,27 @@ def _gradient_rows_by_torch(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[T
     return int8_products.int8_rows(torch.ops.aten.gelu_backward(grad, x, approximate="tanh"), columns)
 
 
-_given_up: dict[torch.device, str] = {}
-"""Devices whose kernel failed in the middle of a run, and why."""
-
-
-def _give_up(device: torch.device, error: Exception) -> None:
-    """Log once that a device's kernel failed; torch's operators take over, with the same rows but for the last bits."""
-    from simpletune.quant import int8_kernel
-
-    if not int8_kernel.is_of_the_kernel(error):
-        raise error
-    if device not in _given_up:
-        _given_up[device] = reason_of(error)
-        say(f"kernel  GELU NO LONGER quantised in one launch on {device}, but in two: {_given_up[device]}")
+FALLBACK = Fallback("kernel  GELU NO LONGER quantised in one launch on {device}, but in two: {reason}")
 
 
 @torch.library.impl(_LIBRARY, "int8_gelu_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    from simpletune.quant import int8_gelu_kernel
+    def kernel() -> tuple[Tensor, Tensor]:
+        from simpletune.quant import int8_gelu_kernel
 
-    if x.device not in _given_up:
-        try:
-            return int8_gelu_kernel.gelu_rows(x, None, None, block, int8_products.LEAST)
-        except Exception as error:
-            _give_up(x.device, error)
-    return _rows_by_torch(x, block)
+        return int8_gelu_kernel.gelu_rows(x, None, None, block, int8_products.LEAST)
+
+    return FALLBACK.run(x.device, kernel, lambda: _rows_by_torch(x, block))
 
 
 @torch.library.impl(_LIBRARY, "int8_gelu_gradient_rows", "CUDA")
 def _gradient_rows_on_cuda(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    from simpletune.quant import int8_gelu_kernel
+    def kernel() -> tuple[Tensor, Tensor]:
+        from simpletune.quant import int8_gelu_kernel
 
-    if x.device not in _given_up:
-        try:
-            return int8_gelu_kernel.gelu_rows(x, grad, columns, 0, int8_products.LEAST)
-        except Exception as error:
-            _give_up(x.device, error)
-    return _gradient_rows_by_torch(grad, x, columns)
+        return int8_gelu_kernel.gelu_rows(x, grad, columns, 0, int8_products.LEAST)
+
+    return FALLBACK.run(x.device, kernel, lambda: _gradient_rows_by_torch(grad, x, columns))
 
 
 @lru_cache(maxsize=8)

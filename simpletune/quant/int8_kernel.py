@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
+from simpletune.fallback import is_of_the_kernel
 from simpletune.printable import reason_of
 from simpletune.system.console import say
 
@@ -124,11 +125,6 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
 
 def _blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2], "GROUP": 8}
-
-
-def is_of_the_kernel(error: Exception) -> bool:
-    """Whether an error may come from compiling or launching a kernel, not from the device or its memory."""
-    return not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
 
 
 class _Tuner(Autotuner):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.printable import reason_of
+from simpletune.fallback import Fallback
 from simpletune.quant.rotation import rotated, turns_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
@@ -118,51 +118,37 @@ def _product_on_cpu(
     return y.to(dtype)
 
 
-_given_up: dict[torch.device, str] = {}
-"""Devices whose kernels failed in the middle of a run, and why."""
-
-
-def has_given_up(device: torch.device) -> bool:
-    """Whether a device's kernels failed in the middle of this run."""
-    return device in _given_up
-
-
-def give_up(device: torch.device, error: Exception) -> None:
-    """Log once that a device's kernels failed; from now on ``why_not`` knows."""
-    from simpletune.quant import int8_kernel
-
-    if not int8_kernel.is_of_the_kernel(error):
-        raise error
-    if device not in _given_up:
-        _given_up[device] = reason_of(error)
-        say(f"products NO LONGER in int8 on {device}, multiplying with dequantised weights: {_given_up[device]}")
+FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with dequantised weights: {reason}")
+"""Where kernels of this folder have failed in the middle of a run."""
 
 
 @torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    from simpletune.quant import int8_kernel
+    def kernel() -> tuple[Tensor, Tensor]:
+        from simpletune.quant import int8_kernel
 
-    if x.device not in _given_up:
-        try:
-            return int8_kernel.rows(x, columns, LEAST)
-        except Exception as error:
-            give_up(x.device, error)
-    return _rows_on_cpu(x, columns)  # torch's operators, with the same results anywhere
+        return int8_kernel.rows(x, columns, LEAST)
+
+    return FALLBACK.run(x.device, kernel, lambda: _rows_on_cpu(x, columns))
 
 
 @torch.library.impl(_LIBRARY, "int8_product", "CUDA")
 def _product_on_cuda(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    from simpletune.quant import int8_gradient_kernel, int8_kernel
+    def kernel() -> Tensor:
+        from simpletune.quant import int8_gradient_kernel, int8_kernel
 
-    if x.device not in _given_up:
-        try:
-            if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
-                return int8_gradient_kernel.gradient((x, x_scale), weight, dtype)
-            return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
-        except Exception as error:
-            give_up(x.device, error)
+        if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
+            return int8_gradient_kernel.gradient((x, x_scale), weight, dtype)
+        return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
+
+    return FALLBACK.run(x.device, kernel, lambda: _dequantised_product(x, x_scale, weight, scale, bias, dtype))
+
+
+def _dequantised_product(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     if scale is not None and dtype == torch.float16:  # x @ q would overflow
         weight, scale = dequantised(weight, scale, dtype), None
     y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
@@ -208,7 +194,7 @@ def serves(x: Tensor) -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
-    return _given_up.get(device) or _found_out(device)
+    return FALLBACK.failed.get(device) or _found_out(device)
 
 
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo

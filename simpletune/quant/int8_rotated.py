@@ -46,14 +46,12 @@ def _by_torch(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_LIBRARY, "int8_rotated_rows", "CUDA")
 def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    from simpletune.quant import rotation_kernel
+    def kernel() -> tuple[Tensor, Tensor]:
+        from simpletune.quant import rotation_kernel
 
-    if not int8_products.has_given_up(x.device):
-        try:
-            return rotation_kernel.rotated_rows(x, block, int8_products.LEAST)
-        except Exception as error:
-            int8_products.give_up(x.device, error)
-    return _by_torch(x, block)
+        return rotation_kernel.rotated_rows(x, block, int8_products.LEAST)
+
+    return int8_products.FALLBACK.run(x.device, kernel, lambda: _by_torch(x, block))
 
 
 @lru_cache(maxsize=8)
