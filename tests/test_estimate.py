@@ -142,6 +142,16 @@ def test_a_kept_prediction_is_for_one_version_of_the_code(tiny_config: dict, mon
     assert len(names) == 4
 
 
+def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> None:
+    """Of cards with the same kernel only the workspaces differ, which are added to what is kept."""
+    tiny_config["precision"]["compute"] = "bf16"
+    config = validate(tiny_config, "test")
+    volta, ampere, ada, hopper = (
+        estimating.key_of_prediction(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
+    )
+    assert ampere == ada and len({volta, ada, hopper}) == 3
+
+
 def test_needs_follow_the_run(tiny_config: dict) -> None:
     needs = estimate(validate(tiny_config, "test"), L4.capability).needs
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
