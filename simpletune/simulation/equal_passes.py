@@ -23,13 +23,13 @@ from simpletune.timing.repeated import Part
 def count_equal_passes(core: StepCore, recorder: Recorder | None) -> None:
     """Let no more micro-batches of a step run than differ, within an accounting of fake tensors.
 
+    Those that ``train.reduce`` ``exact`` sums as a tree all run, because each leaves gradients behind.
+
     Args:
-        core: changed in place, if its micro-batches are alike: those that ``train.reduce`` ``exact`` sums as a tree are
-            not.
+        core: changed in place.
         recorder: of the step's work.
     """
-    if core.tree is None:
-        core.compute = _Counted(core, recorder)  # type: ignore[method-assign]
+    core.compute = _Counted(core, recorder)  # type: ignore[method-assign]
 
 
 @dataclass
