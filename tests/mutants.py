@@ -513,9 +513,9 @@ def write_page(root: Path, mutants: Sequence[Mutant], rows: Sequence[Row | None]
 
     machine = {**describe_machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": f"`{command}`"}
     about = (
-        "Do the tests notice a mistake? Each fault of `tests/mutants.toml` was put into a copy of the project by "
-        "itself, and the tests that should notice were run until the first failed; where none did, every other test. "
-        "*timeout*: a test did not end. Seconds are those of a whole pytest process, beside others on the machine."
+        "Do the tests notice a mistake? Each fault of `tests/mutants.toml` was put into a copy of the project, one at a "
+        "time. The tests that should catch it ran until the first failed; if none did, the whole suite ran. *timeout* "
+        "means that a test did not end. Seconds are for a whole pytest process while others ran on the machine."
     )
     lines = ["# Faults that the tests catch", "", about, "", *(f"- {key}: {value}" for key, value in machine.items())]
     lines += [f"- result: {score(rows)}", "", "| fault | file | what | result | test | s |"]
