@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report what does not work with weights of which each process holds a part."""
+    """Report options that do not work when each process holds only a part of the weights."""
     if config.train.sharding == "none":
         return
     none = "or train.sharding none"
@@ -37,7 +37,7 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _step_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report what a step does not do with divided weights."""
+    """Report options of the step that do not work with divided weights."""
     memory, train, none = config.memory, config.train, "or train.sharding none"
     if memory.resident_blocks is not None:
         yield Problem(

@@ -1,4 +1,4 @@
-"""What a run cannot do whose data is read while it is prepared, row by row, instead of listed before."""
+"""Check what a run cannot do when its data is streamed row by row instead of listed beforehand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def stream_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what needs all pictures or captions before the first step."""
+    """Report options that need all pictures or captions before the first step."""
     if not config.data.streamed:
         return
     if config.train.batch_size == "auto":
