@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
-    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. It does not depend on how
-    many processes there will be.
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
+    on the number of processes.
 
     Raises:
         UserError: a source has no pictures, or none are on one side of the split.
@@ -128,7 +128,7 @@ class Plan:
         return self._micros * self.batch_size - len(self.samples)
 
     def divided(self, batch: GlobalBatch) -> Plan:
-        """The plan of the same samples in steps of another size."""
+        """Return a plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
 
     def of_each_size(self) -> list[list[Draw]]:
@@ -163,11 +163,11 @@ class Plan:
         return epoch, range(first, min(first + self.accumulation, self._micros))
 
     def micros(self, step: int) -> int:
-        """How many micro-batches a step has: ``accumulation``, or what is left at the end of an epoch."""
+        """Return the number of micro-batches of a step: ``accumulation``, or fewer at the end of an epoch."""
         return len(self._places(step)[1])
 
     def areas(self, step: int) -> list[int]:
-        """The pixels of a picture of each micro-batch of a step, which its cost follows."""
+        """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
         epoch, places = self._places(step)
         order = self._epoch(epoch)
         return [math.prod(self._bucket_of(order[place][0])) for place in places]
@@ -251,8 +251,8 @@ class Plan:
         """What one source contributes to an epoch.
 
         Args:
-            index: of the source.
-            path: as it is shown.
+            index: index of the source.
+            path: path to display.
         """
         return share_of_listed(self, index, path)
 
@@ -288,8 +288,8 @@ class Plan:
         return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
 
     def _row(self, sample: Sample) -> Json:
-        """One line of the manifest. What is new since the first version is there only where it is used, so that the
-        manifests of older checkpoints stay equal."""
+        """Return one line of the manifest. Fields added since the first version appear only where they are used, so
+        that manifests of older checkpoints still compare equal."""
         row: Json = {
             "file": sample.picture.name,
             "sha256": sample.picture.digest,

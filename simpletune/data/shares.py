@@ -1,4 +1,4 @@
-"""What each data source contributes to an epoch, for the screen, the run's files and pages."""
+"""Contribution of each data source to an epoch, for the screen, the run's files and pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SourceShare:
     Args:
         path: as the configuration names it.
         pictures: different pictures that are trained on.
-        passes: how often each of them appears in an epoch; a range if folder names repeat some more often.
-        samples: their presentations in an epoch.
+        passes: how often each picture appears in an epoch; a range if folder names repeat some more often.
+        samples: samples of the source in an epoch.
         held_out: pictures that ``validation.split`` holds out.
         prompts: different prompts over all variants, without the empty one of caption dropout; None: not counted.
         crops: different crops and flips over all variants; None: not counted.
@@ -59,10 +59,10 @@ class SourceShare:
 
 
 def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
-    """What each source contributes, in their order.
+    """Return the contribution of each source, in order.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         names: paths to show instead of those of the plan's sources.
     """
     paths = names or tuple(source.path for source in plan.sources)
@@ -70,7 +70,7 @@ def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
 
 
 def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
-    """What one source contributes to a plan that lists its samples."""
+    """Return the contribution of one source to a plan that lists its samples."""
     source: Source = plan.sources[index]
     samples = [sample for sample in plan.samples if sample.picture.source == index]
     held_out = [sample for sample in plan.held_out if sample.picture.source == index]

@@ -36,7 +36,7 @@ class LookAlikes:
 
     Args:
         title: the title of the section.
-        says: what the groups mean.
+        says: explanation of the groups.
         groups: the groups, those with thumbnails first.
         more: how many groups are omitted.
     """

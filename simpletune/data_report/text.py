@@ -42,7 +42,7 @@ def aspects(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def outcome(found: DatasetReport) -> str:
-    """What training would do about unusable entries."""
+    """Describe what training would do about unusable entries."""
     if not found.rejected:
         return "training would use every picture"
     if found.on_error == "skip":
@@ -51,7 +51,7 @@ def outcome(found: DatasetReport) -> str:
 
 
 def limit_in_words(found: DatasetReport) -> str:
-    """The limit on a caption's length."""
+    """Describe the limit on a caption's length."""
     return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
 
 
