@@ -1,4 +1,4 @@
-"""Run a kernel of this folder, or torch's operators where one has failed."""
+"""Run a kernel of this folder, or torch's operators if one has failed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ given_up: dict[torch.device, str] = {}
 
 
 def attempt(device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
-    """Run a kernel; log once that a device's kernels failed, and from then on run torch's operators there.
+    """Run a kernel. If it fails, log this once for the device, and use torch's operators there from then on.
 
     Args:
-        device: that computes.
-        kernel: imports what it needs.
-        plain: the same by torch's operators.
+        device: device that computes.
+        kernel: runs the kernel; imports what it needs.
+        plain: computes the same by torch's operators.
 
     Raises:
-        torch.OutOfMemoryError: torch's operators would need more memory still.
+        torch.OutOfMemoryError: passed on, because torch's operators would need even more memory.
         torch.AcceleratorError: the device is lost.
     """
     if device not in given_up:
