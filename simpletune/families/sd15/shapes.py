@@ -27,7 +27,7 @@ UPSAMPLER: Kind = "upsampler"
 
 @dataclass(frozen=True)
 class Unit:
-    """A module of the UNet that computes in one go: a residual block, an attention, or a change of the resolution.
+    """A module of the UNet that runs as one unit: a residual block, an attention, or a change of resolution.
 
     The UNet's skip connections carry activations from one unit to another, never weights.
 
@@ -36,7 +36,7 @@ class Unit:
         kind: what it is.
         inputs: the channels it reads, including those of a skip connection.
         outputs: the channels it writes.
-        halvings: how often the sides of the latents have been halved in its output.
+        halvings: how often the latents' sides have been halved at its output.
         level: the channels, heads and depth of its level.
     """
 
@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def input_halvings(self) -> int:
-        """How often the sides of the latents have been halved in its input."""
+        """How often the latents' sides have been halved at its input."""
         return self.halvings + {DOWNSAMPLER: -1, UPSAMPLER: 1}.get(self.kind, 0)
 
 
@@ -139,13 +139,13 @@ def unit_names(names: Iterable[str]) -> tuple[str, ...]:
     """The units among a UNet's parameters, in the order of the forward pass.
 
     Args:
-        names: of parameters or modules inside the units, in any order.
+        names: names of parameters or modules inside the units, in any order.
     """
     return tuple(sorted({found[0] for name in names if (found := UNIT.match(name))}, key=_place))
 
 
 def _place(unit: str) -> tuple[int, int, bool, int, bool]:
-    """Where in the forward pass a unit runs: layer by layer a residual block, then an attention, the resizing last."""
+    """Return a unit's position in the forward pass: per layer a residual block, then an attention; resizing last."""
     way, *block, kind, number = unit.split(".")
     resizes = kind in ("downsamplers", "upsamplers")
     ways = ("down_blocks", "mid_block", "up_blocks")
