@@ -69,7 +69,7 @@ SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid
 
 
 def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array, Array], float]) -> Json | None:
-    """Compute a distance between a point's pictures of the subject and the real ones; None if either has fewer than 2."""
+    """Compute the distance of a point's pictures of the subject from the real ones; None for fewer than 2 of either."""
     rows = rows_by_prompt(plan, of_class=False)
     prompts, drawn = subject_prompts(plan), one.drawn[point]
     count = sum(len(rows[number]) for number in prompts)
