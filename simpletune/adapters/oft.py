@@ -82,8 +82,8 @@ class Oft(LayerMethod):
             if self.side(outputs := shapes[f"{name}.weight"][0]) == 1:
                 yield Problem(
                     "adapter.block_size",
-                    f"{self.block_size}: no number from 2 to it divides the {outputs} outputs of {name}. Use a larger "
-                    "one, or other adapter.targets",
+                    f"{self.block_size}: no number from 2 to this divides the {outputs} outputs of {name}. Use a "
+                    "larger one, or other adapter.targets",
                 )
                 return
 

@@ -137,7 +137,7 @@ def _say_work(work: Work) -> None:
     say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
     if work.sharing:
         names = shortened([printable(name) for name in work.sharing], 3)
-        say(f"note    {names}: of the same name as another picture, whose caption file they share")
+        say(f"note    {names}: the same name as another picture, so they share its caption file")
 
 
 def _require_room(request: Request, prediction: Prediction, device: torch.device) -> None:
@@ -215,7 +215,7 @@ def _captions(
             for entry in batch:
                 yield from _captions(captioner, [entry], length, failed)
         else:
-            failed.append(f"{batch[0][0].name}: the model does not take it ({error})")
+            failed.append(f"{batch[0][0].name}: the model does not accept it ({error})")
         return
     for (one, _), caption, is_cut in zip(batch, captions, cut, strict=True):
         yield one, caption, is_cut
@@ -260,9 +260,11 @@ def _ended(outcome: Outcome, work: Work) -> Outcome:
     say(f"written {plural(outcome.written, 'caption')}")
     if outcome.cut:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
-        say(f"note    {plural(outcome.cut, 'caption')} cut off at the longest length. {longer}")
+        say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
     if outcome.failed:
         lines = first_lines([f"  {printable(line)}" for line in outcome.failed], LISTED)
         without = plural(len(outcome.failed), "entry has", "entries have")
-        raise UserError("\n".join([f"caption: {without} no new caption. Mend or remove them, and start again", *lines]))
+        raise UserError(
+            "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])
+        )
     return outcome

@@ -46,7 +46,7 @@ def estimate(args: argparse.Namespace) -> None:
     from simpletune.simulation.processes import one_of
 
     if args.processes < 1 or (args.compare and args.processes > 1):
-        raise UserError("--processes: a number of at least 1, and not with --compare. Leave it out")
+        raise UserError("--processes: use a number of at least 1, without --compare, or leave it out")
     if args.compare:
         files = [word for word in args.compare if "=" not in word]
         overrides = [*(word for word in args.compare if "=" in word), *args.overrides]

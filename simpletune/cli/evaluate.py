@@ -29,7 +29,7 @@ def choose_step(name: Path, step: str) -> None:
 
     run = find_run(str(name)).folder
     if step != "auto" and not step.isdecimal():
-        raise UserError(f"--choose {step}: this is no step. Give a number, or auto")
+        raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
     put_choice(run, None if step == "auto" else int(step))
     best = choose(run)
     say(f"{run}: no checkpoint" if best is None else f"best    {run}{best.suffix} by {best.by}: {best.why}")

@@ -80,10 +80,11 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         raise UserError(f"{before.file.name}: {reason}. Nothing was written") from None
     content = f"{text}\n"
     if not is_text(content) or len(content.encode()) > MAX_BYTES:
-        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or no text")
+        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
     if _digest_now(before.file) != before.digest:
         raise ChangedCaption(
-            f"{before.file.name} was changed by something else since it was read, and left as it is. Look at it again"
+            f"{before.file.name} was changed by something else since it was read, and is left unchanged. Look at it "
+            "again"
         )
     write_text(before.file, content, shared=True)
     return CaptionFile(before.file, text, digest_of(content.encode()))

@@ -52,6 +52,6 @@ def judged(name: str, answer: Json) -> Finding:
         level, why = PROBLEM, "Every loss is 0: the device returns zeros instead of results"
         remedy = "Check the driver, then report it with this file attached"
     elif excess > 0:
-        level, why = WARNING, "More memory was used than predicted, so that predictions for this card are too low"
+        level, why = WARNING, "More memory was used than predicted, so predictions for this card are too low"
         remedy = "Leave room with --reserve, and report it with this file attached"
     return Finding(name, level, value, why, remedy)

@@ -40,7 +40,7 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     shapes = tunings_of(config)
     if not shapes:
         raise UserError(
-            f"CONFIG: {config.name} multiplies nothing in int8, so that there is nothing to tune. Use "
+            f"CONFIG: {config.name} does not multiply in int8, so there is nothing to tune. Use "
             "precision.weights=int8 precision.products=int8, or leave out CONFIG to measure the card"
         )
     reason = why_not(device)

@@ -64,12 +64,13 @@ def import_file(file: Path, data: Path | None = None) -> Imported:
     tool = form_of(settings)
     if tool is None:
         raise UserError(
-            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own need no import"
+            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own "
+            "configurations need no import"
         )
     try:
         general, sources = _BY_TOOL[tool](settings, file.parent, data)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file}: the form of {tool}, but a value has an unexpected type ({error})") from None
+        raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
     config = _assembled(general, sources, file)
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     return Imported(tool, config, lines, *_problems(config, file))

@@ -214,7 +214,9 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         scheme = found.read("weighting_scheme", text) or "uniform"
         if scheme in ("none", "sigma_sqrt"):
             why = (
-                "it weighs the loss by 1 / sigma^2, which simpletune does not" if scheme == "sigma_sqrt" else "uniform"
+                "it weights the loss by 1 / sigma^2, which simpletune does not do"
+                if scheme == "sigma_sqrt"
+                else "uniform"
             )
             found.change("weighting_scheme", "objective.sigma", DENSITIES[scheme], why)
         elif scheme in DENSITIES:

@@ -307,5 +307,5 @@ def _places(found: Translation) -> None:
         if value and unit == "STEP":
             found.take(key, path, value)
         elif value:
-            found.leave(key, f"in {(unit or 'units of its own').lower()}s; {what} come by steps: set {path}")
+            found.leave(key, f"in {(unit or 'other unit').lower()}s; here {what} are set in steps: set {path}")
     found.by_table([Row("rolling_backup_count", "checkpoint.keep_last", whole_number)])

@@ -41,8 +41,8 @@ ORDER = (
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
 WITHOUT_CARD = (
-    "no graphics card here, so the tiny model that comes with simpletune, for trying out: it draws flat figures of "
-    "64 px, no photos"
+    "no graphics card here, so use the tiny model that comes with simpletune, for trying out: it draws flat "
+    "figures of 64 px, no photos"
 )
 
 
@@ -54,7 +54,7 @@ class Choices:
         self.captioned = read_captions(seen)
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
-        self.by = "you said so" if answers.what else f"a guess by {by}: --what says otherwise"
+        self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
         self.trigger = answers.words or default_trigger(seen)
         self.config: Json = {"name": seen.name}
         self.reasons: list[Reason] = []

@@ -237,5 +237,5 @@ def blocks_of(updates: Mapping[str, OftUpdate], layout: Layout) -> dict[str, Ten
     """
     for layer, update in updates.items():
         if not layout.alpha or layout.original != (update.original is not None):
-            raise UserError(f"{layer} is OFT, which ComfyUI reads by its own names only. Use --format kohya")
+            raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
     return named_blocks({layer: update.blocks for layer, update in updates.items()}, layout)

@@ -142,7 +142,7 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
     if wrong:
         name = wrong[0]
         found, asked = ("nothing" if each.get(name) is None else str(list(each[name])) for each in (shapes, expected))
-        raise UserError(f"{place}: {name} is {found}, where its structure asks for {asked}. {remedy}")
+        raise UserError(f"{place}: {name} is {found}, but its structure requires {asked}. {remedy}")
     return structure
 
 

@@ -19,13 +19,15 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
     if not config.adapter.shards:
         yield Problem(
             "train.sharding",
-            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen base, "
-            "which each process holds whole: quantised, it takes least memory. Use none, or adapter.method full",
+            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen "
+            "base, of which each process keeps a whole copy: quantised, that takes the least memory. Use none, or "
+            "adapter.method full",
         )
     if not config.model.shards:
         yield Problem(
             "train.sharding",
-            f"full divides a transformer block by block, and {config.model.title} models are no transformers. Use none",
+            f"full divides a transformer block by block, and {config.model.title} models are not transformers. Use "
+            "none",
         )
     if config.optimizer.not_sharded is not None:
         yield Problem(
@@ -54,14 +56,14 @@ def _step_rules(config: TrainConfig) -> Iterator[Problem]:
     if train.reduce == "exact":
         yield Problem(
             "train.reduce",
-            f"exact sums whole gradients in each process, but train.sharding full leaves it a part of them. Use fast, "
-            f"{none}",
+            "exact sums whole gradients in each process, but train.sharding full leaves it only a part of them. Use "
+            f"fast, {none}",
         )
     if train.batch_size == "auto":
         yield Problem(
             "train.batch_size",
-            "auto tries a micro-batch out, and with train.sharding full a process that runs out of memory in it would "
-            f"leave the others waiting for its weights. Use a number, {none}",
+            "auto tries out a micro-batch, but with train.sharding full a process that runs out of memory in it "
+            f"would leave the others waiting for its weights. Use a number, {none}",
         )
     if config.speed.compile:
         yield Problem(
