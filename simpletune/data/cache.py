@@ -73,7 +73,7 @@ class KeyedFolder:
         self.folder, self._lock = folder, lock or lock_of(folder)
 
     def file(self, key: str) -> Path:
-        """The file of a key."""
+        """Return the file of a key."""
         raise NotImplementedError
 
     def __contains__(self, key: str) -> bool:
@@ -151,7 +151,7 @@ class Cache(KeyedFolder):
         self._sound: set[str] = set()  # keys whose checksum this process has verified
 
     def file(self, key: str) -> Path:
-        """The file that stores a key's tensors."""
+        """Return the file that stores a key's tensors."""
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         return self.folder / f"{name}.safetensors"
 
@@ -265,7 +265,7 @@ class Cache(KeyedFolder):
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """The CRC-32 of CPU tensors, including their names, types and shapes."""
+    """Return the CRC-32 of CPU tensors, including their names, types and shapes."""
     import torch
 
     value = 0

@@ -38,7 +38,7 @@ class View:
 
 @dataclass(frozen=True)
 class Draw:
-    """One presentation of a sample in a micro-batch.
+    """One sample as drawn for a micro-batch.
 
     Args:
         view: the picture and its crop.
@@ -58,7 +58,7 @@ class Draw:
 
 
 def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
-    """The size in pixels that a picture is cropped to, in multiples of ``step``."""
+    """Return the size in pixels that a picture is cropped to, in multiples of ``step``."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
@@ -97,7 +97,7 @@ def repeats_of(picture: Picture, source: Source) -> int:
 def make_samples(
     pictures: Sequence[Picture], data: Source | Several, repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
-    """The samples of an epoch, sorted by source and picture name, with a picture's repetitions next to each other.
+    """Return the samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
 
     Args:
         pictures: the pictures to sample.

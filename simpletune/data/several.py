@@ -56,12 +56,12 @@ class Several(Option):
 
 
 def subjects(data: Source | Several) -> list[Source]:
-    """The sources that are not for regularization."""
+    """Return the sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]
 
 
 def field_of(data: Source | Several, index: int, name: str) -> str:
-    """The dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
     return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
 
 
@@ -151,7 +151,7 @@ def with_paths(
 
 
 def example_prompt(data: Source | Several, seed: int) -> str:
-    """The prompt of the first picture that is not for regularization.
+    """Return the prompt of the first picture that is not for regularization.
 
     Args:
         data: one or several sources, with ``demo:`` names resolved.
@@ -167,5 +167,5 @@ def example_prompt(data: Source | Several, seed: int) -> str:
 
 
 def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
-    """The unusable entries of the sources whose ``on_error`` is ``stop``."""
+    """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]

@@ -46,7 +46,7 @@ class SourceShare:
     shape: str
 
     def in_words(self) -> str:
-        """One line about the source."""
+        """Return one line about the source."""
         parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
         parts += [self.shape, *([] if self.prompts is None else [plural(self.prompts, "prompt")])]
         counted = self.crops is not None and self.crops != self.pictures + self.held_out
@@ -94,7 +94,7 @@ def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
-    """One line for each source, numbered; nothing for a single source without options of its own."""
+    """Yield one line for each source, numbered; nothing for a single source without options of its own."""
     if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or (found[0].prompts or 0) > found[0].pictures):
         return
     for index, share in enumerate(found):
@@ -116,7 +116,7 @@ SOURCE_COLUMNS = (
 
 
 def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
-    """The rows of a table of sources, under ``SOURCE_COLUMNS``."""
+    """Return the rows of a table of sources, under ``SOURCE_COLUMNS``."""
     return [
         (
             f"{index}: {printable(share.path)}",

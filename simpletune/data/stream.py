@@ -162,7 +162,7 @@ class Stream(Source):
         return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
 
     def _texts(self, value: object) -> list[str]:
-        """The captions in a cell: a string, or a list of strings.
+        """Return the captions in a cell: a string, or a list of strings.
 
         Raises:
             UnusablePicture: there is none, or one cannot be used.

@@ -56,7 +56,7 @@ def _entry(root: Path, file: Path) -> Entry:
 
 
 def pictures_of(root: Path, source: Source) -> list[Path]:
-    """The picture files of a folder, without masks."""
+    """Return the picture files of a folder, without masks."""
     from simpletune.data.folder import Folder
     from simpletune.data.masks import without_masks
 

@@ -197,7 +197,7 @@ def _place(picture: Picture) -> tuple[int, str]:
 
 
 def evenly_spaced(count: int, room: int) -> list[int]:
-    """At most ``room`` evenly spaced indices from 0 to count - 1."""
+    """Return at most ``room`` evenly spaced indices from 0 to count - 1."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 

@@ -21,7 +21,7 @@ QUALITY = 80
 
 
 def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
-    """A thumbnail of the crop that training sees.
+    """Return a thumbnail of the crop that training sees.
 
     Args:
         image: RGB.

@@ -16,7 +16,7 @@ LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
-    """The number of tokens of each caption; None if no tokenizer is available."""
+    """Return the number of tokens of each caption; None if no tokenizer is available."""
     folder = tokenizer_folder(config, "tokenizer")
     if folder is None or not captions:
         return None

@@ -108,7 +108,7 @@ class Machine:
 
 
 def written_folders() -> dict[str, Path]:
-    """The folders of the default configuration, and the hub's cache."""
+    """Return the folders of the default configuration, and the hub's cache."""
     from huggingface_hub import constants
 
     from simpletune.config.output import Output

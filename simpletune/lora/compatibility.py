@@ -1,4 +1,4 @@
-"""How other tools load a LoRA file: which ones load it, at what scale, and what they silently drop.
+"""Report how other tools load a LoRA file: which ones, at what scale, and what they silently drop.
 
 Determined from runs of diffusers 0.42.1 and, for SD3, ComfyUI v0.3.64 (on the CPU), otherwise from their sources.
 """

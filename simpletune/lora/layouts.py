@@ -49,7 +49,7 @@ TITLES = {
 
 
 def title(layout: Layout) -> str:
-    """A layout's name and the start of its keys."""
+    """Return a layout's name and the start of its keys."""
     if not layout.prefix:
         return "diffusers' names without a prefix"
     return f"{TITLES.get(layout.name, layout.name)} ({layout.prefix}*)"
@@ -67,7 +67,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def layout_of(modules: list[str]) -> Layout | None:
-    """The layout of modules (with prefixes); None if they have no common layout.
+    """Return the layout of modules (with prefixes); None if they have no common layout.
 
     Families share prefixes, so this is the layout with the prefix that knows most of the modules.
     """

@@ -180,7 +180,7 @@ class LohaUpdate:
         return replace(self, factors=halves)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
-        """The factors and alpha for a file."""
+        """Return the factors and alpha for a file."""
         return dict(self.factors), self.scale * self.dim
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:

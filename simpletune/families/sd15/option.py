@@ -119,7 +119,7 @@ class SD15(Family):
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
     def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+        """Return the names of all parts that the model needs."""
         return ["scheduler", "unet", "vae", "tokenizer", "text_encoder"]
 
     def bundled(self, part: str) -> ModelConfig | None:
@@ -128,11 +128,11 @@ class SD15(Family):
         return None if version is None else bundled()[version].get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The UNet's ``config.json`` of a known Hub name."""
+        """Return the UNet's ``config.json`` of a known Hub name."""
         return bundled().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """The UNet's ``config.json``.
+        """Return the UNet's ``config.json``.
 
         Args:
             fetch: whether to query the Hub.
@@ -152,7 +152,7 @@ class SD15(Family):
         return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of the UNet's parameters."""
+        """Return the shapes of the UNet's parameters."""
         return parameter_shapes(config)
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class SD15(Family):
         return 0
 
     def image_tokens(self, size: Size) -> int:
-        """The number of pixels of a picture's latent."""
+        """Return the number of pixels of a picture's latent."""
         return pixels(size, 0)
 
     def attentions(self, size: Size) -> Sequence[Attention]:
@@ -238,23 +238,23 @@ class SD15(Family):
     def clip_outputs(
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """The last hidden states."""
+        """Return the last hidden states."""
         from simpletune.families.sd15.text import last_hidden_states
 
         return last_hidden_states(model, ids, device, batch_size)
 
     def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """The last hidden state."""
+        """Return the last hidden state."""
         from simpletune.families.sd15.text import clip_output
 
         return clip_output(model, ids)
 
     def text_regions(self) -> dict[str, TextRegion]:
-        """The only encoder."""
+        """Return the only encoder."""
         return {"clip": TextRegion("text_encoder", self.text_width)}
 
     def prompts(self, dtype: torch.dtype) -> ClipPrompts:
-        """The text encoder, loaded on demand."""
+        """Return the text encoder, loaded on demand."""
         from simpletune.families.sd15.text import ClipPrompts
 
         return ClipPrompts(self.part, self.encoders(), dtype)

@@ -95,7 +95,7 @@ def whole(config: ModelConfig) -> ModelConfig:
 
 
 def levels_of(config: ModelConfig) -> list[Level]:
-    """The UNet's levels, from the finest to the coarsest.
+    """Return the UNet's levels, from the finest to the coarsest.
 
     Args:
         config: the UNet's ``config.json``.

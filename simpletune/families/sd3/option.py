@@ -97,7 +97,7 @@ class SD3(Family):
     shards: ClassVar[bool] = True
 
     def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+        """Return the names of all parts that the model needs."""
         suffixes = ("", "_2", "_3") if self.t5 else ("", "_2")
         text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
         return ["scheduler", "transformer", "vae", *text]
@@ -111,7 +111,7 @@ class SD3(Family):
         return bundled_transformer(hub_name) if hub_name in BUNDLED else None
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of the transformer's parameters."""
+        """Return the shapes of the transformer's parameters."""
         return parameter_shapes(config)
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ class SD3(Family):
         return int(self.known_config()["pooled_projection_dim"])
 
     def image_tokens(self, size: Size) -> int:
-        """The number of image tokens of a picture."""
+        """Return the number of image tokens of a picture."""
         pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
@@ -234,13 +234,13 @@ class SD3(Family):
     def clip_outputs(
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """The penultimate hidden states and pooled embeddings."""
+        """Return the penultimate hidden states and pooled embeddings."""
         from simpletune.families.sd3.text import clip_outputs
 
         return clip_outputs(model, ids, device, batch_size)
 
     def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """The penultimate hidden state and the pooled embedding."""
+        """Return the penultimate hidden state and the pooled embedding."""
         from simpletune.families.sd3.text import clip_output
 
         return clip_output(model, ids)
@@ -258,7 +258,7 @@ class SD3(Family):
         return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
 
     def prompts(self, dtype: torch.dtype) -> SD3Prompts:
-        """The text encoders; each is loaded on demand."""
+        """Return the text encoders; each is loaded on demand."""
         from simpletune.families.sd3.text import SD3Prompts
 
         return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
