@@ -76,9 +76,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         wrapped = update.layer(model.get_submodule(layer_name), name)
         wrapped.scaling[name] = scale
         wrap(model, layer_name, wrapped)
-    for name, hypernetwork, scale in reversed(
-        networks
-    ):  # the first one reads x first; LoRAs update the projections behind them
+    for name, hypernetwork, scale in reversed(networks):  # the first reads x first; LoRAs update what they feed
         put_before(model, hypernetwork.pairs(), name)
         for _, layer in outer_layers(model):
             if name in layer.scaling:
