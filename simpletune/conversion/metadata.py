@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 MEDIUM_3 = SD3_WIDTHS[1536]
-SD3_MODELS = {
-    MEDIUM_35: "5-medium",
-    LARGE_35: "5-large",
-}  # sd-scripts' names; all others: SD3 Medium's, "m"
+SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
 
 
 def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:

@@ -80,7 +80,7 @@ def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: S
         folder: the folder of the masks, where it has the picture's relative name; None: NAME-masklabel.png beside it.
         links: ``data.links``.
         file: the picture.
-        size: of the picture, in pixels.
+        size: size of the picture in pixels.
 
     Raises:
         UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the picture's.

@@ -121,7 +121,7 @@ class Stream(Source):
         """Return the size in pixels that a picture is cropped to.
 
         Args:
-            size: of the picture.
+            size: size of the picture.
             step: sides of buckets are multiples of this.
         """
         if self.aspect == "square":

@@ -71,7 +71,7 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
     Args:
         pipeline: the folder from ``assemble``.
         run: the run that trained the transformer.
-        folder: to write; replaced if it exists.
+        folder: folder to write; replaced if it exists.
         dtype: type of all weights.
         logs: further files for ``made_by/``, by their names there.
     """

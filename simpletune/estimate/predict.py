@@ -185,7 +185,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
     """Predict the training stage for squares of ``data.resolution``; use the cached prediction if there is one.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         simulated: predicts the stage as on an L4, without library workspaces, or raises ``OutOfMemory`` at the limit.
         limit: peak in bytes above which the step counts as too large; None: the whole prediction is needed.
 

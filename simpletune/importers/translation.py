@@ -63,7 +63,7 @@ class Row:
     """Row of a table: what a key means here.
 
     Args:
-        key: of the other trainer.
+        key: the other trainer's key.
         path: our field.
         kind: converts its value.
         values: our values by theirs, in lower case; None: use the value itself.
@@ -127,7 +127,7 @@ class Translation:
         """Take a value with a change.
 
         Args:
-            key: of the other trainer.
+            key: the other trainer's key.
             path: our field.
             value: our value.
             why: the reason for the change.
@@ -139,7 +139,7 @@ class Translation:
         """Leave a key out.
 
         Args:
-            key: of the other trainer.
+            key: the other trainer's key.
             why: what it did, or why it cannot be kept.
         """
         self._read.add(key)
