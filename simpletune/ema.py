@@ -27,13 +27,14 @@ class Ema(Option):
 
 
 class Average(Protocol):
-    """An average of the trained weights, of this module or of an optimizer."""
+    """Average of the trained weights, kept by this module or by an optimizer."""
 
     def update(self, undone: Tensor | None = None) -> None:
         """Update the averages with the parameters' values after a step.
 
         Args:
-            undone: bool [] on the device: whether the step was undone, so that the averages stay; None: it was not.
+            undone: bool [] on the device: whether the step was undone, which leaves the averages unchanged; None: it
+                was not.
         """
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -71,7 +72,8 @@ class MovingAverage:
         """Update the averages with the parameters' values after a step.
 
         Args:
-            undone: bool [] on the device: whether the step was undone, so that the averages stay; None: it was not.
+            undone: bool [] on the device: whether the step was undone, which leaves the averages unchanged; None: it
+                was not.
         """
         if undone is None:
             self._ema.step(self.parameters)

@@ -139,7 +139,7 @@ def union_of(field: FieldInfo) -> Union_ | None:
 
 @functools.cache
 def _union(annotation: Hashable, tag: str) -> Union_:
-    """The union of an annotation; checking one configuration asks for unions about 40 times."""
+    """Return the union of an annotation; cached, because checking one configuration needs unions about 40 times."""
     classes = option_classes(annotation)
     members = {value: option for option in classes for value in tag_values(option, tag)}
     return Union_(tag, members, next(iter(members)))

@@ -1,4 +1,4 @@
-"""Prices of a machine per hour, with their date and source, and what a picture costs at them.
+"""Hourly prices of machines, with date and source, and the cost of a picture at these prices.
 
 The user's own (``--price``) come first; a file (``--prices``) adds others, such as a provider's list::
 
@@ -26,9 +26,9 @@ class Price(Option):
     as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
     """Date of the price: YYYY-MM or YYYY-MM-DD."""
     source: Annotated[str, Field(min_length=1)]
-    """Who asks this price, and for what."""
+    """Who charges this price, and for what."""
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")] | None = None
-    """Currency, as in USD; null: not said."""
+    """Currency, such as USD; null: unspecified."""
 
     @property
     def words(self) -> str:
@@ -44,11 +44,11 @@ SHIPPED = Path(__file__).parent / "assets" / "prices.json"
 
 
 def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
-    """Prices of cards by name in lower case: a user's file first, then those that ship with this package.
+    """Return prices by lower-case card name; a user's file overrides the prices that ship with this package.
 
     Args:
-        file: given on the command line.
-        configured: ``output.prices``, which serves where no file is given.
+        file: the file given on the command line.
+        configured: ``output.prices``, used if no file is given.
 
     Raises:
         UserError: the file cannot be used.
@@ -59,7 +59,7 @@ def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
 
 
 def own(prices: Iterable[tuple[str, float]]) -> Prices:
-    """The user's own prices, of today, from names and prices per hour."""
+    """Build the user's own prices, dated today, from names and prices per hour."""
     today = datetime.date.today().isoformat()
     return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
 
@@ -69,7 +69,7 @@ def read(file: Path, option: str = "--prices") -> Prices:
 
     Args:
         file: the file.
-        option: that names it, for messages.
+        option: the option that names the file, for messages.
 
     Raises:
         UserError: it cannot be read, or a price lacks its date or source.
@@ -87,7 +87,7 @@ def read(file: Path, option: str = "--prices") -> Prices:
 
 
 def gathered(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
-    """The user's own prices, then those of a file under other names.
+    """Return the user's own prices, then those prices in a file whose names differ.
 
     Raises:
         UserError: the file cannot be used.
@@ -97,16 +97,16 @@ def gathered(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
 
 
 def cost_of_picture(seconds: float, per_hour: float) -> float:
-    """seconds x price per hour / 3600, in the price's currency.
+    """Compute seconds x price per hour / 3600, in the price's currency.
 
     Args:
-        seconds: of one picture: the time of a batch divided by its pictures.
+        seconds: time of one picture: that of a batch divided by its number of pictures.
         per_hour: price of the machine.
     """
     return seconds * per_hour / 3600
 
 
 def page_of(prices: Prices, table: Sequence[str]) -> str:
-    """A Markdown section: what the prices are, and a table of costs."""
+    """Format a Markdown section: the prices, then a table of costs."""
     lines = [f"- {name}: {price.words}" for name, price in prices.items()]
     return "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *lines, "", *table, ""])

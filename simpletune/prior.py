@@ -23,10 +23,10 @@ class PriorOption(Option):
         method: str
 
     predicts: ClassVar[bool] = False
-    """Whether a training step computes the base's own predictions, with the adapter off."""
+    """Whether a training step also computes the base's predictions, with the adapter off."""
 
     def class_prompt(self, caption: str) -> str:
-        """The prompt of the class for a picture with this caption.
+        """Return the prompt of the class for a picture with this caption.
 
         Raises:
             TypeError: there is none.
@@ -54,27 +54,28 @@ class PriorOption(Option):
 
 
 class NamedClass(PriorOption):
-    """What the members with a class prompt share."""
+    """Shared by the members that have a class prompt."""
 
     prompt: Prompt | None
     trigger: Prompt | None
 
     def class_prompt(self, caption: str) -> str:
-        """The prompt, in place of the trigger if the caption has it, else of the whole caption."""
+        """Put the class prompt in place of the trigger; without a trigger in the caption, in place of the whole
+        caption."""
         assert self.prompt is not None
         known = self.trigger is not None and self.trigger in caption
         return caption.replace(self.trigger or "", self.prompt) if known else self.prompt
 
 
 class NoPrior(PriorOption):
-    """Sources with ``regularization`` are trained on like all others."""
+    """Train on sources with ``regularization`` as on all others."""
 
     method: Literal["none"] = "none"
     """No prior preservation beyond data sources with regularization."""
 
 
 class BasePrediction(NamedClass):
-    """The target is what the base itself predicts, with the adapter off. This generates nothing and causes no drift."""
+    """Train towards the base's own prediction, with the adapter off. Needs no class pictures and causes no drift."""
 
     method: Literal["base_prediction"] = "base_prediction"
     """Prior preservation by the base's own prediction, with the adapter off (differential output preservation, prior
@@ -96,7 +97,7 @@ class BasePrediction(NamedClass):
 
     @property
     def second_pass(self) -> bool:
-        """Whether there is a prompt for it."""
+        """Whether there is a prompt for a second pass."""
         return self.prompt is not None
 
     @property
@@ -138,7 +139,7 @@ class BasePrediction(NamedClass):
 
 
 class ClassPictures(NamedClass):
-    """Pictures of the class that the base draws before training are trained on beside the subject's."""
+    """Train on class pictures, which the base draws before training, beside the subject's pictures."""
 
     method: Literal["class_pictures"] = "class_pictures"
     """Prior preservation by pictures of the class (regularization images, DreamBooth), which the base draws before

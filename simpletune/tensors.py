@@ -47,7 +47,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor, or the plain tensors inside a subclass (integers and scales of a quantised weight)."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        for part in [each for each in parts if hasattr(each, "untyped_storage")]:  # a DTensor has its mesh, too
+        for part in [each for each in parts if hasattr(each, "untyped_storage")]:  # a DTensor also lists its mesh
             yield from plain_tensors(part)
     else:
         yield tensor
@@ -64,8 +64,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
 
 
-def exchanged_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> the same
-    """Exchange the halves of the first side: layouts differ in whether shift or scale comes first."""
+def exchanged_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> [2 n, ...]
+    """Swap the halves of the first dimension: layouts differ in whether shift or scale comes first."""
     import torch
 
     return torch.cat(tensor.chunk(2)[::-1])

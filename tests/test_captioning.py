@@ -258,7 +258,7 @@ def test_pictures_that_cannot_be_read_are_named_and_the_others_captioned(
 def test_two_pictures_of_one_name_share_a_caption(folders: dict[str, Path], pictures: Path, capsys) -> None:
     noise(20, 20).save(pictures / "a.webp")
     assert run(request(pictures, folders["blip"])).written == 5
-    assert "a.webp: of the same name as another picture" in capsys.readouterr().out
+    assert "a.webp: the same name as another picture" in capsys.readouterr().out
 
 
 def test_a_models_text_becomes_one_plain_line() -> None:

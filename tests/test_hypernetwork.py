@@ -291,11 +291,9 @@ def test_damaged_files_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
     refused({}, "without simpletune_hypernetwork in its header.*Use a file that", no=1)
     for wrong in ({"activation": "no"}, {"layer_structure": [1, 2]}, {"layer_structure": [1, 1e9, 1]}, {"dropout": 1}):
         refused({}, "simpletune_hypernetwork in its header is damaged", **wrong)
-    refused(
-        {}, r"24.k.linear.0.weight is \[48, 24\], where its structure asks for \[72, 24\]", layer_structure=[1, 3, 1]
-    )
+    refused({}, r"24.k.linear.0.weight is \[48, 24\], but its structure requires \[72, 24\]", layer_structure=[1, 3, 1])
     refused({"24.v.linear.2.bias": None}, "24.v.linear.2.bias is nothing")
-    refused({"odd": torch.zeros(1)}, r"odd is \[1\], where its structure asks for nothing")
+    refused({"odd": torch.zeros(1)}, r"odd is \[1\], but its structure requires nothing")
     refused({"24.k.linear.0.bias": torch.full((48,), torch.nan)}, "24.k.linear.0.bias contains NaN")
     refused({"24.k.linear.0.bias": torch.zeros(48, dtype=torch.int32)}, "int32, which is not supported")
     model = DENOISERS["sd3"].build(FP32(), "cpu")

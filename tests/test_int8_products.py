@@ -336,7 +336,7 @@ def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: 
     assert (device, dtype) == (torch.device("cuda", 0), torch.bfloat16)
     rows = {shape.rows for shape in shapes}  # 2 pictures of 16 tokens; twice the text's tokens
     assert rows == {32, 256} and Tuning(32, 64, 64, True, False) in shapes
-    nothing = "multiplies nothing in int8.*Use precision.weights=int8 precision.products=int8"
+    nothing = "does not multiply in int8.*Use precision.weights=int8 precision.products=int8"
     with pytest.raises(UserError, match=nothing):
         tune_ahead.tune_ahead(file, ["precision.products=dequantised", "precision.input_gradient=dequantised"])
     monkeypatch.setattr(tune_ahead, "why_not", lambda device: "it is broken")

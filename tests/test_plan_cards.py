@@ -257,7 +257,7 @@ def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(
 
 def test_a_card_without_known_figures_says_so_in_a_plan(config_of) -> None:
     found = plan_on(config_of(), card_of("23GiB"), None)
-    assert any("no figures of this card are known" in line for line in table("job", [found], found))
+    assert any("no figures are known for this card" in line for line in table("job", [found], found))
     assert "no price is known" in list(table("job", [found], found))[-1]
     assert all(card.tflops and card.bandwidth for card in CARDS) and found.result is not None
     assert found.result.estimate.needed() > MIB

@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "exact": ({"train": {"reduce": "exact"}}, "train.reduce: exact sums whole gradients"),
     "auto": (
         {"train": {"batch_size": "auto", "global_batch": 4, "gradient_accumulation": 1}, "memory": {"budget_gib": 4}},
-        "train.batch_size: auto tries a micro-batch out",
+        "train.batch_size: auto tries out a micro-batch",
     ),
     "compile": ({"speed": {"compile": True}}, "speed.compile: true compiles blocks"),
     "fp16": ({"precision": {"weights": "fp32", "compute": "fp16"}}, "precision.compute: fp16 undoes a step"),

@@ -387,7 +387,7 @@ def test_merge_changes_the_encoders_of_a_single_file(pipeline: Path, tmp_path: P
         torch.testing.assert_close(after[f"text_encoders.{name}"], tensor, rtol=0, atol=1e-6)
     assert sum(not torch.equal(after[name], before[name]) for name in before) == len(updates)
     words = ["merge", str(file), "--base", str(pipeline), "--out", str(tmp_path / "folder")]
-    assert main(words) != 0, "the folder holds the denoiser alone"
+    assert main(words) != 0, "the folder holds only the denoiser"
     assert main([*words, "--denoiser-only"]) == 0
     bare = original_layout.write(pipeline, tmp_path / "bare.safetensors", "transformer vae")
     assert main(["merge", str(file), "--base", str(bare), "--out", str(tmp_path / "no.safetensors")]) != 0

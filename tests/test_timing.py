@@ -250,7 +250,7 @@ def test_a_cards_figures_move_what_they_bound() -> None:
 
 def test_a_card_without_known_figures_says_so(tmp_path: Path) -> None:
     _, _, source = speeds_of(card_of("11GiB"), tmp_path)
-    assert "no figures of this card are known" in source
+    assert "no figures are known for this card" in source
     assert "not calibrated" in speeds_of(L4, tmp_path)[2]
 
 

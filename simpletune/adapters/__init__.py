@@ -1,6 +1,6 @@
 """Training methods: the union of ``adapter.method``. Add one with a file here and a line in ``Adapter``.
 
-May import models and what is below it. Config, lora and the rooms above may import it.
+May import models and what is below it. Config, lora and the packages above may import it.
 """
 
 from __future__ import annotations

@@ -22,20 +22,20 @@ class TrainingMethod(Option):
     trains_base: ClassVar[bool] = False
     """Whether base weights change, which requires a trainable precision."""
     trains: ClassVar[bool] = True
-    """Whether anything of the denoiser trains."""
+    """Whether any part of the denoiser trains."""
     shards: ClassVar[bool] = False
-    """Whether all weights train, so that processes can divide them among them."""
+    """Whether all weights train, so that processes can divide them among themselves."""
     holds_lora: ClassVar[bool] = False
     """Whether its result is a LoRA file, which a LoRA on the text encoders can join."""
     title: ClassVar[str] = "LoRA"
-    """What a file of a method that does not change the base is called in texts for users."""
+    """What messages call the result of a method that does not change the base."""
     output_name: ClassVar[str | None] = None
     """File of the result inside the run's folder; None: the folder of the denoiser, ``transformer`` or ``unet``."""
 
     in_comfyui: ClassVar[bool] = True
     """Whether ComfyUI loads the result of a method that does not change the base from ``models/loras``."""
     needs_contexts: ClassVar[bool] = False
-    """Whether it needs attentions that read the picture or the prompt alone, as those of a U-Net do."""
+    """Whether it needs attention layers that read only the picture or only the prompt, like a U-Net's."""
 
     def result(self, denoiser: str) -> str:
         """Return the file or folder of the result inside the run's folder."""
@@ -54,7 +54,7 @@ class TrainingMethod(Option):
         raise NotImplementedError
 
     def exported(self, shapes: Shapes) -> int:
-        """Count the numbers of the exported result of a method that does not change the base."""
+        """Count the parameters in the exported result of a method that does not change the base."""
         return self.trainable(shapes)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
@@ -62,8 +62,8 @@ class TrainingMethod(Option):
         yield from ()
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module keeps its base weights: it neither trains nor gets an update, and no result contains
-        it. Such a module may be removed from the model."""
+        """Tell whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the
+        result. Such a module may be removed from the model."""
         return False
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -71,7 +71,7 @@ class TrainingMethod(Option):
 
         Args:
             model: loaded, possibly quantised, transformer.
-            seed: seed of the initialisation.
+            seed: seed for the initialisation.
         """
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class NoAdapter(TrainingMethod):
         return "nothing of the denoiser"
 
     def trainable(self, shapes: Shapes) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     def is_untouched(self, module: str) -> bool:
@@ -141,5 +141,5 @@ class NoAdapter(TrainingMethod):
         return nullcontext()
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write nothing: the text side is exported by itself. Returns where a LoRA of the text encoders goes."""
+        """Write nothing: the text side is exported separately. Returns where a LoRA of the text encoders goes."""
         return folder / self.output_name

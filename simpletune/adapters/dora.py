@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Dora(Lora):
-    """Train directions by low-rank updates and magnitudes by a number for each output."""
+    """Train directions by low-rank updates, and one magnitude for each output."""
 
     title: ClassVar[str] = "DoRA"
     method: Literal["dora"] = "dora"  # type: ignore[assignment]  # the tag of this member
@@ -34,11 +34,11 @@ class Dora(Lora):
         return super().trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
     def exported(self, shapes: Shapes) -> int:
-        """The trained numbers, and a scale for each output that ComfyUI reads."""
+        """Count the trained parameters, and the scale of each output that ComfyUI reads."""
         return self.trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """As for ``TrainingMethod``: of a U-Net the result is in kohya's layout."""
+        """As for ``TrainingMethod``: for a U-Net the result is in kohya's layout."""
         if denoiser == "transformer":
             return None
         return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
@@ -63,7 +63,7 @@ class Dora(Lora):
         return ((layer.lora_A.weight, layer.lora_B.weight) for _, layer in dora_layers(model))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write pytorch_lora_weights.safetensors, which ComfyUI applies exactly; of SD3 diffusers does too."""
+        """Write pytorch_lora_weights.safetensors, which ComfyUI applies exactly; so does diffusers for SD3."""
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = list(dora_layers(model))

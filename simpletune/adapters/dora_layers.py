@@ -2,10 +2,11 @@
 
 The norm is a constant of the backward pass (section 4.3 of the paper) and needs no weight: see ``row_norms``.
 
-In a file diffusers (PEFT) reads the magnitude m and divides by ||W + s B A||. ComfyUI does not know that key; its own,
-``dora_scale``, it divides by ||W|| instead (ComfyUI #15458). So ``dora_scale`` is written as m ||W|| / ||W + s B A||,
-by which ComfyUI computes the trained weight W', and W + k (W' - W) at strength k. diffusers drops that key of SD3's
-files; of a U-Net's in kohya's layout it would take ``dora_scale`` for m. Every file has both, so that it converts.
+diffusers (PEFT) reads the magnitude m from a file and divides it by ||W + s B A||. ComfyUI does not know that key: it
+reads ``dora_scale`` and divides it by ||W|| (ComfyUI #15458). Writing ``dora_scale`` as m ||W|| / ||W + s B A|| makes
+ComfyUI compute the trained weight W', and W + k (W' - W) at strength k. diffusers drops that key from SD3's files, but
+in a U-Net's file in kohya's layout it would take ``dora_scale`` for m. Every file has both keys, so that it can be
+converted.
 
 Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples.
 """
@@ -28,7 +29,7 @@ from simpletune.tensors import exchanged_halves
 class _Rescaled(torch.autograd.Function):
     """Compute y += delta (y - bias) + (x A^T) B^T in the type of y and return y.
 
-    The op that made y must not need y for backward. Backward reads the output, so that y's memory is all that is kept.
+    The op that made y must not need y for backward. Backward reads the output, so only y's memory is kept.
     """
 
     @staticmethod
@@ -74,7 +75,8 @@ def rescaled(
     delta: Tensor,  # fp32 [o]
     bias: Tensor | None,  # [o]
 ) -> Tensor:  # [..., o]
-    """y + delta (y - bias) + (x A^T) B^T in the type of y: the output of a layer whose weight is (1 + delta) W + B A.
+    """Compute y + delta (y - bias) + (x A^T) B^T in the type of y: the output of a layer whose weight is (1 + delta) W
+    + B A.
 
     Overwrites y, so nothing else may need it. Computes a new tensor instead under ``torch.compile``, which fuses the
     expression itself, and if y is not contiguous.
@@ -91,8 +93,8 @@ def rescaled(
 class DoraLayer(UpdateLayer):
     """A frozen linear layer or 1x1 convolution with a DoRA update; at strength k its weight is W + k (W' - W).
 
-    The magnitudes are fp32 whatever the type of the factors: they start at ||W_j||, and rounding them would already
-    change the model. A row of zeros, which has no direction, stays zero.
+    The magnitudes are fp32 whatever the type of the factors: they start at ||W_j||, and rounding them would change the
+    model before training. A row of zeros, which has no direction, stays zero.
 
     Args:
         base_layer: the frozen layer.
@@ -140,7 +142,7 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def norms(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]
-        """||W_j + s B_j A||, with W A^T by the frozen layer's own product.
+        """Return ||W_j + s B_j A||; the frozen layer itself computes W A^T.
 
         Args:
             dtype: type of that product.
@@ -154,14 +156,14 @@ class DoraLayer(UpdateLayer):
             return row_norms(self.squares, projected, a, b, self.scale)
 
     def gains(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]
-        """m / ||W + s B A|| of every row; 0 for a row of zeros."""
+        """Return m / ||W + s B A|| for every row; 0 for a row of zeros."""
         if self.gain is not None:
             return self.gain
         return _ratio(self.magnitude, self.norms(dtype))
 
     @torch.no_grad()
     def exact_norms(self) -> Tensor:  # fp32 [o]
-        """||W_j + s B_j A|| from the frozen weight itself, a few rows at a time, on the device where it is."""
+        """Compute ||W_j + s B_j A|| from the frozen weight, a few rows at a time, on the weight's device."""
         a, b = self.lora_A.weight.float(), self.scale * self.lora_B.weight.float()
         rows, first = [], 0
         for block in row_blocks(base_of(self), len(b)):
@@ -172,16 +174,16 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def exact_gains(self) -> Tensor:  # fp32 [o]
-        """``gains`` from ``exact_norms``."""
+        """Return ``gains`` computed with ``exact_norms``."""
         return _ratio(self.magnitude, self.exact_norms())
 
     def settle(self) -> None:
-        """Fix the norms, which makes drawing as fast as with LoRA; the update must not change any more."""
+        """Fix the norms, which makes inference as fast as with LoRA; the update must not change afterwards."""
         self.gain = self.exact_gains()
 
     def saved(self, name: str, layout: Layout) -> dict[str, Tensor]:
-        """The tensors for a file in diffusers' names by role; its own layout gets the scale folded into B, kohya's
-        alpha. ComfyUI scales rows in the original layout's order, whatever the names."""
+        """Return the tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
+        ComfyUI scales rows in the original layout's order, whatever the names."""
         down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
         if not layout.alpha:
             up = (up.float() * self.scale).to(up.dtype)
@@ -204,7 +206,7 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + k (W' - W); the rows of other updates in the weight scale too, as in ``updated``."""
+        """Return W + k (W' - W). Also scales the rows of other updates in the weight, as ``updated`` does."""
         flat = weight.flatten(1)
         turned = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float())
         return torch.lerp(flat, self.exact_gains()[:, None] * turned, self.strength).view_as(weight)
@@ -215,7 +217,7 @@ def _ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]
-    """||W_j||^2 of a frozen layer, whose weight is dequantised a few rows at a time."""
+    """Return ||W_j||^2 of a frozen layer; dequantises its weight a few rows at a time."""
     shape = shape_of(frozen)
     assert shape is not None
     return torch.cat([block.square().sum(1) for block in row_blocks(frozen, shape[0])])

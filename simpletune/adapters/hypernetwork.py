@@ -35,7 +35,7 @@ def _structure(multiples: list[float]) -> list[float]:
 
 
 class Hypernetwork(TrainingMethod):
-    """Train networks that change what the keys and values of a U-Net's attention are computed from."""
+    """Train networks that transform the inputs from which a U-Net's attention computes its keys and values."""
 
     title: ClassVar[str] = "hypernetwork"
     method: Literal["hypernetwork"] = "hypernetwork"
@@ -65,7 +65,7 @@ class Hypernetwork(TrainingMethod):
 
     @property
     def structure(self) -> Structure:
-        """The layers of the networks."""
+        """Return the layers of the networks."""
         return Structure(tuple(self.layer_structure), self.activation, self.layer_norm, self.dropout)
 
     def before_diffusers(self, denoiser: str) -> str | None:
@@ -76,7 +76,7 @@ class Hypernetwork(TrainingMethod):
         )
 
     def chosen(self, shapes: Shapes) -> list[int]:
-        """The widths that get networks, from the base model's shapes."""
+        """Return the widths that get networks, from the base model's shapes."""
         text, picture = context_widths(shapes)
         known = {"text": text, "all": text | picture}
         return sorted(known[self.widths] if isinstance(self.widths, str) else set(self.widths))
@@ -102,7 +102,7 @@ class Hypernetwork(TrainingMethod):
                 )
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module is none of the projections that get other inputs."""
+        """Tell whether a module is not one of the projections behind a network."""
         return not module.endswith((".to_k", ".to_v"))
 
     def attach(self, model: nn.Module, seed: int) -> None:

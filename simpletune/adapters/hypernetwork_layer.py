@@ -17,11 +17,11 @@ from simpletune.tensors import all_tensors
 
 
 class HypernetworkLayer(UpdateLayer):
-    """A projection to keys or values that reads h(x) in place of x.
+    """Projection to keys or values that reads h(x) instead of x.
 
     Args:
         base_layer: the frozen projection, with or without updates of its own.
-        network: shared with all projections of its side and width.
+        network: shared by all projections of its kind (keys or values) and width.
         adapter: name by which ``scaling`` holds the strength.
     """
 
@@ -30,12 +30,12 @@ class HypernetworkLayer(UpdateLayer):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:  # [..., d] -> [..., o]
-        """The projection of h(x); of x itself if updates are disabled."""
+        """Project h(x), or x itself if updates are disabled."""
         y: Tensor = self.base_layer(self.network(x, self.strength) if self.enabled else x)
         return y
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Refuse: a network is no update of a weight.
+        """Refuse: a network is not an update of a weight.
 
         Raises:
             UserError: always.
@@ -52,7 +52,7 @@ def put_before(model: nn.Module, pairs: Mapping[int, Pair], adapter: str = ADAPT
     Args:
         model: a U-Net.
         pairs: the networks by width.
-        adapter: name of these layers' strength.
+        adapter: name by which ``scaling`` holds the strength of these layers.
 
     Raises:
         UserError: the model has no attention of one of the widths.
@@ -77,13 +77,13 @@ def put_before(model: nn.Module, pairs: Mapping[int, Pair], adapter: str = ADAPT
 
 
 def _projections(model: nn.Module) -> dict[str, nn.Module]:
-    """The frozen projections to keys and values, by the name under which a model holds them or what wraps them."""
+    """Return the frozen projections to keys and values, by the name of the module or of its outermost wrapper."""
     modules = dict(model.named_modules())
     return {name: base_of(modules[name]) for name in context_layers(modules)}
 
 
 def networks_of(model: nn.Module) -> dict[int, Pair]:
-    """The trained networks of a model, by width."""
+    """Return a model's trained networks by width."""
     found: dict[int, dict[str, Network]] = {}
     for name, layer in outer_layers(model):
         if isinstance(layer, HypernetworkLayer):

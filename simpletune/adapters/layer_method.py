@@ -1,4 +1,4 @@
-"""Methods that wrap each chosen layer with one of this package's own layers."""
+"""Training methods that wrap each chosen layer in one of this package's own layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LayerMethod(TargetedMethod):
-    """Update chosen layers by factors of its own. Members declare ``targets`` and ``dtype``."""
+    """Update chosen layers by trained factors. Members declare ``targets`` and ``dtype``."""
 
     if TYPE_CHECKING:
         dtype: Literal["fp32", "bf16"]
@@ -34,11 +34,11 @@ class LayerMethod(TargetedMethod):
         )
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """The shapes of the factors of one layer's update, by their names in files."""
+        """Return the shapes of the factors of one layer's update, by their names in files."""
         raise NotImplementedError
 
     def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Draw the fp32 factors of one layer's update from the global generator, so that the update is zero."""
+        """Draw the fp32 factors of one layer's update from the global generator; the update is zero at first."""
         raise NotImplementedError
 
     def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
@@ -47,7 +47,7 @@ class LayerMethod(TargetedMethod):
 
     @property
     def alpha(self) -> float:
-        """The alpha of every module of a file, by which readers scale the update; equal to what they divide it by."""
+        """Alpha of every module in a file. Equal to the number that readers divide it by, so that the scale is 1."""
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:

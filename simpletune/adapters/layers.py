@@ -1,6 +1,6 @@
-"""Handle the layers that wrap a frozen layer and update it: PEFT's LoRA layers and those of this package.
+"""Layers that wrap and update a frozen layer: PEFT's LoRA layers and those of this package.
 
-Several can wrap one layer: each is then the ``base_layer`` of the next.
+Several can wrap the same layer: each is then the ``base_layer`` of the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ADAPTER = "default"  # PEFT's name for the first adapter, the only one in traini
 
 
 class UpdateLayer(nn.Module):
-    """A frozen layer with an update that is not PEFT's. Register only the update's parameters besides ``base_layer``.
+    """A frozen layer with an update that is not PEFT's. Subclasses register only ``base_layer`` and the update's
+    parameters.
 
     Args:
         base_layer: the frozen linear layer or 1x1 convolution, quantised or not, or another wrapping layer.
@@ -38,7 +39,7 @@ class UpdateLayer(nn.Module):
         return next(iter(self.scaling.values()))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] or [b, i, h, w] -> [..., o] or [b, o, h, w]
-        """The layer's output with the update; exactly the base layer's own if updates are disabled."""
+        """Return the layer's output with the update; exactly that of the base layer if updates are disabled."""
         y: Tensor = self.base_layer(x)
         if not self.enabled:
             return y
@@ -49,16 +50,16 @@ class UpdateLayer(nn.Module):
     def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
         """Add the update to the base layer's output y, which may be overwritten, in the type of y.
 
-        Those of a 1x1 convolution come with the channels last.
+        The tensors of a 1x1 convolution have their channels last.
         """
         raise NotImplementedError
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
+        """Return the fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
         raise NotImplementedError
 
     def get_base_layer(self) -> nn.Module:
-        """The frozen layer within all wrapping layers."""
+        """Return the frozen layer inside all wrapping layers."""
         return base_of(self)
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -66,19 +67,19 @@ class UpdateLayer(nn.Module):
         self.enabled = enabled
 
     def state(self) -> dict[str, Tensor]:
-        """The update's tensors by name, without those of the base layer."""
+        """Return the update's tensors by name, without those of the base layer."""
         return {name: tensor.detach() for name, tensor in self.named_parameters() if not name.startswith("base_layer.")}
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The frozen layer within all wrapping layers."""
+    """Return the frozen layer inside all wrapping layers."""
     while isinstance(layer, UpdateLayer | BaseTunerLayer):
         layer = layer.base_layer
     return layer
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """The logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; None for others.
+    """Return the logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None.
 
     A quantised layer's weight may be stored in another shape.
     """
@@ -90,7 +91,7 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers that can have an update, by name."""
+    """Return the shapes of the layers that can have an update, by name."""
     found = {name: shape_of(module) for name, module in model.named_modules()}
     return {name: shape for name, shape in found.items() if shape is not None}
 
@@ -108,14 +109,14 @@ def outer_layers(model: nn.Module) -> list[tuple[str, UpdateLayer | BaseTunerLay
 
 
 def wrap(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of the one with this name."""
+    """Replace the layer of this name by another."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, layer)
 
 
 @contextmanager
 def updates_disabled(model: nn.Module) -> Iterator[None]:
-    """Disable all updates within this context; their layers then compute exactly what the frozen ones do."""
+    """Disable all updates within this context; the layers then compute exactly what the frozen ones do."""
     layers = [layer for _, layer in all_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -128,7 +129,7 @@ def updates_disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def at_strength(model: nn.Module, strength: float) -> Iterator[None]:
-    """Multiply every update by a strength within this context; changes no tensor."""
+    """Multiply every update by a strength within this context, without changing a tensor."""
     before = [(layer.scaling, dict(layer.scaling)) for _, layer in all_layers(model)]
     for scaling, values in before:
         scaling.update({name: value * strength for name, value in values.items()})

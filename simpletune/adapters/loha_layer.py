@@ -1,7 +1,7 @@
-"""A layer with a LoHa update: the elementwise product of two low-rank matrices (arXiv:2108.06098).
+"""Layer with a LoHa update: the elementwise product of two low-rank matrices (arXiv:2108.06098).
 
-(A1 B1) o (A2 B2) of rank r each is a plain low-rank update of rank r^2, whose factors are the Khatri-Rao products of
-A1 with A2 and of B1 with B2. Applied as such, the matrix [o, i] is never built.
+(A1 B1) o (A2 B2), each of rank r, is a plain low-rank update of rank r^2, whose factors are the Khatri-Rao products of
+A1 with A2 and of B1 with B2. Applying these factors avoids building the [o, i] matrix.
 
 Shapes: o outputs, i inputs, r rank.
 """
@@ -18,18 +18,18 @@ from simpletune.tensors import all_tensors
 
 
 def khatri_rao(one: Tensor, other: Tensor) -> Tensor:  # [r, i], [s, i] -> [r s, i]
-    """The products of every row of one matrix with every row of the other."""
+    """Multiply every row of one matrix elementwise by every row of the other."""
     return (one[:, None] * other).flatten(0, 1)
 
 
 def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The factors [r^2, i] and [o, r^2] of the plain low-rank update that a LoHa is."""
+    """Return the factors [r^2, i] and [o, r^2] of the equivalent plain low-rank update."""
     down = khatri_rao(factors["hada_w1_b"], factors["hada_w2_b"])
     return down, khatri_rao(factors["hada_w1_a"].t(), factors["hada_w2_a"].t()).t()
 
 
 def initialised(outputs: int, inputs: int, rank: int) -> dict[str, Tensor]:
-    """Draw factors from the global generator as LyCORIS does: the update is zero because ``hada_w2_a`` is."""
+    """Draw factors from the global generator as LyCORIS does; ``hada_w2_a`` is zero, and so is the update."""
     import torch
 
     return {
@@ -41,7 +41,7 @@ def initialised(outputs: int, inputs: int, rank: int) -> dict[str, Tensor]:
 
 
 class LohaLayer(UpdateLayer):
-    """Adds ((A1 B1) o (A2 B2)) x to a frozen layer's output.
+    """Add ((A1 B1) o (A2 B2)) x to a frozen layer's output.
 
     Args:
         base_layer: the frozen layer.
@@ -66,5 +66,5 @@ class LohaLayer(UpdateLayer):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The factors by name."""
+        """Return the factors by name."""
         return {name: factor for name, factor in self._parameters.items() if factor is not None}

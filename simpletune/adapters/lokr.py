@@ -69,12 +69,13 @@ class Lokr(LayerMethod):
 
 
 def factor_shapes(sides: tuple[int, int], factor: int, rank: int | None, both: bool) -> dict[str, tuple[int, int]]:
-    """The shapes of an update's factors by name.
+    """Return the shapes of an update's factors by name.
 
     Args:
         sides: (o, i).
-        factor: bound of l and m; -1: the nearest to the root.
-        rank: of a matrix's own two factors; a matrix without a side over twice the rank stays whole. None: both do.
+        factor: upper bound of l and m; -1: nearest to the square root.
+        rank: rank of a matrix's own two factors; a matrix with no dimension above twice the rank stays whole. None:
+            both stay whole.
         both: whether W1 may be decomposed too.
     """
     (left, below), (right, beyond) = ((share, size // share) for size in sides for share in [share_of(size, factor)])
@@ -83,7 +84,7 @@ def factor_shapes(sides: tuple[int, int], factor: int, rank: int | None, both: b
 
 
 def share_of(size: int, factor: int) -> int:
-    """The largest divisor of a side up to ``factor`` and up to its root; -1 leaves only the root."""
+    """Return the largest divisor of a dimension up to ``factor`` and its square root; -1: up to the square root."""
     most = math.isqrt(size) if factor < 0 else min(factor, math.isqrt(size))
     return next(divisor for divisor in range(most, 0, -1) if size % divisor == 0)
 

@@ -1,8 +1,8 @@
-"""A layer with a LoKr update: the Kronecker product of two small matrices (arXiv:2309.14859), which is never built.
+"""Layer with a LoKr update: the Kronecker product of two small matrices (arXiv:2309.14859), which is never built.
 
-With x as a matrix X [m, q], kron(W1, W2) x is W1 X W2^T (Van Loan, 2000). W2 may be a product of two factors, of which
-one is applied before W1 and the other after it; a whole W2 is applied on the side where it leaves less to keep. Saves
-nothing for the backward pass but the input, which a layer's neighbours save too.
+With x as a matrix X [m, q], kron(W1, W2) x is W1 X W2^T (Van Loan, 2000). W2 may be a product of two factors: one is
+applied before W1, the other after it. A whole W2 is applied before or after W1, whichever needs less memory. Saves only
+the input for the backward pass, which neighbouring layers save, too.
 
 Shapes: n rows (samples x tokens); o = l k outputs, i = m q inputs; W1 [l, m], W2 [k, q]; either may be a product of two
 factors; p columns between W1 and its neighbours.
@@ -22,7 +22,7 @@ from simpletune.tensors import all_tensors
 
 
 def initialised(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Draw factors from the global generator: the update is zero, and the second factor gets a gradient at once."""
+    """Draw factors from the global generator: the update is zero; the second factor has a gradient from the start."""
     found = {}
     for name, shape in shapes.items():
         factor = torch.zeros(shape)
@@ -33,18 +33,18 @@ def initialised(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
 
 
 def whole(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A factor, or the product of its two factors."""
+    """Return a factor, or the product of its two factors."""
     return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
 class LokrLayer(UpdateLayer):
-    """Adds scale kron(W1, W2) x, or rows of it, to a frozen layer's output.
+    """Add scale kron(W1, W2) x, or some of its rows, to a frozen layer's output.
 
     Args:
         base_layer: the frozen layer.
         factors: ``lokr_w1`` [l, m] or ``lokr_w1_a`` [l, r] and ``lokr_w1_b`` [r, m]; likewise ``lokr_w2`` [k, q].
         adapter: name by which ``scaling`` holds the strength.
-        skipped: how many of the product's first rows belong to other layers.
+        skipped: number of the product's first rows that belong to other layers.
     """
 
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER, skipped: int = 0):
@@ -78,7 +78,7 @@ class LokrLayer(UpdateLayer):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The factors by name."""
+        """Return the factors by name."""
         return {name: factor for name, factor in self._parameters.items() if factor is not None}
 
 
@@ -123,7 +123,7 @@ class _Added(torch.autograd.Function):
 
 
 def _inner(x: Tensor, w1: Tensor, before: Tensor | None) -> Tensor:  # [n, m, p]
-    """X before^T, or X itself."""
+    """Return X before^T, or X itself."""
     rows = x.numel() // x.shape[-1]
     if before is None:
         return x.reshape(rows, w1.shape[1], -1)
@@ -162,7 +162,7 @@ def add_kronecker(
 
 
 def sides(w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """A whole second factor as ``before`` or ``after``: where the tensor between the products is smaller.
+    """Return a whole second factor as ``before`` or ``after``, whichever makes the tensor between the products smaller.
 
     Args:
         w1: [l, m].

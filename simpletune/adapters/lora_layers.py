@@ -1,6 +1,6 @@
-"""Handle LoRA layers inside a transformer: data type and state of PEFT's, dropout and norms of any factors.
+"""LoRA layers in a transformer: data type and state of PEFT's layers, dropout and norms of any factors.
 
-The norms are in closed form: neither B A nor W + s B A is built. Shapes: o outputs, i inputs, r rank.
+Norms are computed in closed form: neither B A nor W + s B A is built. Shapes: o outputs, i inputs, r rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def drop_ranks(model: nn.Module, rank: float, module: float) -> None:
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the updates' weights: ``{layer}.lora_A.weight`` [rank, i] and ``{layer}.lora_B.weight`` [o, rank].
 
-    Those of a convolution have two more sides, of 1.
+    A convolution's have two more dimensions, of size 1.
     """
     state = {}
     for name, layer in lora_layers(model):
@@ -54,7 +54,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class UpdateDropout(nn.Dropout):
-    """Drop columns of an update's second factor, and whole updates, in training mode; drawn anew in every pass.
+    """Drop columns of an update's second factor, and whole updates, in training mode; draws anew in every pass.
 
     A kept rank is multiplied by 1 / (1 - rank), so that the expected update stays the same; a kept module is not scaled
     (stochastic depth, arXiv:1603.09382, as kohya's scripts apply it to LoRA). Draws from the device's global generator,
@@ -90,12 +90,13 @@ def product_norm(
 
 @torch.no_grad()
 def limit_norms(factors: Iterable[tuple[Tensor, Tensor]], scale: float, limit: float) -> None:
-    """Scale the factors of every update with ||s B A|| > limit in place, both by the same factor, so that it is limit.
+    """Scale both factors of every update with ||s B A|| > limit in place, by the same number, so that its norm is
+    limit.
 
-    Like kohya's ``scale_weight_norms``. Reads nothing from the device.
+    Equivalent to kohya's ``scale_weight_norms``. Does not read from the device.
 
     Args:
-        factors: A [r, i] and B [o, r] of each update; those of convolutions may have sides of 1.
+        factors: A [r, i] and B [o, r] of each update; those of convolutions may have dimensions of size 1.
         scale: s.
         limit: the largest norm.
     """

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor
 
 Context = Any
-"""An autograd function's, whose saved tensors and needs have no useful types."""
+"""Context of an autograd function, whose ``saved_tensors`` and ``needs_input_grad`` have no useful types."""
 
 
 class _Added(torch.autograd.Function):
@@ -112,9 +112,9 @@ def add_pointwise_update(
     b: Tensor,  # [o, r]
     scale: float,
 ) -> Tensor:  # [b, o, h, w]
-    """Add a LoRA update to the output of a 1x1 convolution: ``add_update`` at every pixel, with the channels first.
+    """Apply ``add_update`` at every pixel of the output of a 1x1 convolution, with channels first.
 
-    Channels-last tensors take ``add_update`` itself, whose last side is then the channels.
+    Channels-last tensors go through ``add_update`` itself: their last dimension is the channels.
     """
     if y.is_contiguous() and not torch.compiler.is_compiling():
         added: Tensor = _AddedPointwise.apply(y, x, a, b, scale)
@@ -127,7 +127,7 @@ class InPlaceLoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """Return the output, [..., o] or that of a 1x1 convolution [b, o, h, w], with one adapter's update."""
+        """Return the output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
         add = add_update if a.ndim == 2 else add_pointwise_update

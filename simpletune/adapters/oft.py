@@ -1,4 +1,4 @@
-"""OFT: orthogonal fine-tuning, which turns the outputs of frozen layers (arXiv:2306.07280)."""
+"""OFT: orthogonal fine-tuning, which rotates the outputs of frozen layers (arXiv:2306.07280)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Oft(LayerMethod):
     changes are lost."""
 
     def side(self, outputs: int) -> int:
-        """The size of the blocks of a layer: a divisor of half of its outputs, whose halves may change places."""
+        """Return the block size of a layer: a divisor of half of its outputs, because some layouts swap the halves."""
         whole = outputs // 2 if outputs % 2 == 0 else outputs
         return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """What is above the diagonal of each block, because a rotation needs no more."""
+        """Return the shape of the entries above each block's diagonal, which determine its rotation."""
         side = self.side(outputs)
         return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}
 
@@ -66,7 +66,7 @@ class Oft(LayerMethod):
         )
 
     def exported(self, shapes: Shapes) -> int:
-        """Whole blocks, half of them zeros."""
+        """Count the elements of the exported blocks, which are whole, with zeros below the diagonal."""
         outputs = (shapes[f"{name}.weight"][0] for name in self.modules(shapes))
         return sum(count * self.side(count) for count in outputs)
 
@@ -76,20 +76,20 @@ class Oft(LayerMethod):
         return f"OFT in blocks of {', '.join(map(str, sides))}, on {self.counted(shapes)}"
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report layers whose outputs have no blocks."""
+        """Report layers whose outputs cannot be divided into blocks."""
         yield from super().problems(shapes)
         for name in self.modules(shapes):
             if self.side(outputs := shapes[f"{name}.weight"][0]) == 1:
                 yield Problem(
                     "adapter.block_size",
-                    f"{self.block_size}: no number from 2 to it divides the {outputs} outputs of {name}. Use a larger "
-                    "one, or other adapter.targets",
+                    f"{self.block_size}: no number from 2 to this divides the {outputs} outputs of {name}. Use a "
+                    "larger one, or other adapter.targets",
                 )
                 return
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write pytorch_lora_weights.safetensors in kohya's layout, the only one in which ComfyUI turns every layer of
-        SD3 rightly; without alpha, which it would take for a limit of the rotation."""
+        """Write pytorch_lora_weights.safetensors in kohya's layout, the only one in which ComfyUI rotates every layer
+        of SD3 correctly; without alpha, which it would take for a limit on the rotation."""
         from simpletune.adapters.layers import outer_layers
         from simpletune.adapters.oft_layer import OftLayer, named_blocks
         from simpletune.families.lora_names import kohya_layout

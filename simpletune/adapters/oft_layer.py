@@ -1,7 +1,7 @@
-"""OFT's layer: W' = R W, with an orthogonal R of blocks on the outputs (arXiv:2306.07280, Cayley's parameterisation).
+"""OFT's layer: W' = R W, with a block-diagonal orthogonal R on the outputs (arXiv:2306.07280, Cayley parameterisation).
 
-The paper rotates the inputs of a layer. Rotating the outputs is what ComfyUI reads, and needs the frozen layer's output
-alone, so it works over every precision too. Like the paper's it keeps all singular values of W.
+The paper rotates the inputs of a layer. ComfyUI expects rotated outputs, which need only the frozen layer's output and
+so work with every precision. Like the paper's, they keep all singular values of W.
 
 Shapes: n rows, o outputs in k blocks of d.
 """
@@ -22,9 +22,9 @@ def turn(
     triangle: Tensor,  # [k, d (d - 1) / 2]
     side: int,  # d
 ) -> Tensor:  # fp32 [k, d, d]
-    """R^T - I of every block, with R^T = (I + Q) (I - Q)^-1 and Q skew: 2 (I - Q)^-1 Q.
+    """Compute R^T - I of every block, where R^T = (I + Q) (I - Q)^-1 and Q is skew-symmetric: 2 (I - Q)^-1 Q.
 
-    Without a check of the solution, which would read from the device: I - Q is never singular.
+    Does not check the solution, which would read from the device: I - Q is never singular.
     """
     blocks = upper(triangle.float(), side)
     skew = blocks - blocks.transpose(1, 2)
@@ -34,24 +34,24 @@ def turn(
 
 
 def upper(triangle: Tensor, side: int) -> Tensor:  # [k, d (d - 1) / 2] -> [k, d, d]
-    """Matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
+    """Build matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
     rows, columns = torch.triu_indices(side, side, 1, device=triangle.device)
     blocks = triangle.new_zeros(len(triangle), side, side)
     return blocks.index_put((torch.arange(len(triangle), device=triangle.device)[:, None], rows, columns), triangle)
 
 
 def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
-    """The numbers above the diagonal of B - B^T, which is all that counts of a file's blocks."""
+    """Return the entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
     rows, columns = torch.triu_indices(blocks.shape[1], blocks.shape[1], 1)
     return (blocks - blocks.transpose(1, 2))[:, rows, columns]
 
 
 def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """A file's tensors by key, under the original names if the layout has them.
+    """Return a file's tensors by key, under the original names if the layout has them.
 
-    ComfyUI turns a weight of the original layout. Under diffusers' names it would turn its rows in the original order,
-    and then exchange halves of the difference, so that layers whose halves differ came out wrong. A fused q, k, v gets
-    the blocks of all three, and zeros, which turn nothing, for those that have none.
+    ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
+    order and then swap the halves of the difference, which is wrong for layers whose halves are swapped. A fused q, k,
+    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones.
 
     Args:
         blocks: [k, d, d] by diffusers' layer name, with halves in the original layout's order.
@@ -73,11 +73,12 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
 
 
 class OftLayer(UpdateLayer):
-    """A frozen linear layer or 1x1 convolution whose outputs turn, block by block; at strength k W + k (R - I) W.
+    """A frozen linear layer or 1x1 convolution whose outputs are rotated block by block; at strength k, W + k (R - I)
+    W.
 
     Args:
         base_layer: the frozen layer.
-        triangle: [k, d (d - 1) / 2], what is above the diagonal of each block's Q.
+        triangle: [k, d (d - 1) / 2], the entries above the diagonal of each block's Q.
         adapter: name by which ``scaling`` holds the strength.
     """
 
@@ -89,24 +90,24 @@ class OftLayer(UpdateLayer):
         self.side = self.shape[0] // len(triangle)
 
     def saved(self, swapped: bool) -> Tensor:  # [k, d, d]
-        """The blocks as files hold them, with the halves exchanged if they are so in the file's layout."""
+        """Return the blocks as files hold them, with their halves swapped if the file's layout swaps them."""
         blocks = upper(self.oft_triangle.detach(), self.side)
         return exchanged_halves(blocks) if swapped else blocks
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add (R - I) W x; the bias does not turn."""
+        """Add (R - I) W x; the bias is not rotated."""
         bias = base_of(self).bias
         turned = _turned(y if bias is None else y - bias.to(y.dtype), self.oft_triangle)  # type: ignore[operator]
         return torch.add(y, turned, alpha=self.strength)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + k (R - I) W."""
+        """Return W + k (R - I) W."""
         return weight + self.strength * turned_rows(weight.flatten(1), self.oft_triangle).view_as(weight)
 
 
 def turned_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
-    """(R - I) W."""
+    """Return (R - I) W."""
     return _turned(weight.t(), triangle).t()
 
 

@@ -1,4 +1,4 @@
-"""Methods that update chosen layers of a frozen model: which layers, and how to name them."""
+"""Training methods that update chosen layers of a frozen model, and how these layers are chosen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Targets = (
     Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
     | Annotated[list[str], Field(min_length=1)]
 )
-"""A named choice of layers, or endings of their names."""
+"""A named choice of layers, or a list of name endings."""
 
 
 class TargetedMethod(TrainingMethod):
@@ -42,7 +42,7 @@ class TargetedMethod(TrainingMethod):
         return not self._is_target(module)
 
     def counted(self, shapes: Shapes) -> str:
-        """The number of layers that get an update, and their names, for ``describe``."""
+        """Count the layers that get an update, and name the choice, for ``describe``."""
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         modules = self.modules(shapes)
         pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
@@ -72,7 +72,7 @@ class TargetedMethod(TrainingMethod):
 
 
 def _layers(shapes: Shapes) -> list[str]:
-    """Names of the linear layers and 1x1 convolutions, by their weights' shapes."""
+    """Return the names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
     weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
     return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
 

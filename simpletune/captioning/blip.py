@@ -1,4 +1,4 @@
-"""BLIP (arXiv:2201.12086): a caption, or the end of one that is begun."""
+"""BLIP (arXiv:2201.12086): writes a caption, or completes the beginning of one."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Blip(Captioner):
 
     @staticmethod
     def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """BLIP's classes."""
+        """Return BLIP's classes."""
         from transformers import BlipConfig, BlipForConditionalGeneration
 
         return BlipForConditionalGeneration, BlipConfig
 
     @staticmethod
     def processor_of(place: ModelFolder) -> PilBackend:
-        """Its own, which squashes to a square."""
+        """Return BLIP's own, which squashes pictures to a square."""
         from transformers import BlipImageProcessorPil
 
         return processor_in(place, BlipImageProcessorPil)
 
     @staticmethod
     def shape(model: PreTrainedModel) -> Shape:
-        """The picture's size in the configuration; each layer keeps what it reads of the picture, and
-        computes all of its attention's weights at once."""
+        """Return the sizes at the configured picture size. Each decoder layer caches keys and values of the picture;
+        vision layers materialise all attention weights."""
         vision, text = model.config.vision_config, model.config.text_config
         patches = (vision.image_size // vision.patch_size) ** 2 + 1
         cached = 4 * text.num_hidden_layers * text.hidden_size
@@ -50,7 +50,7 @@ class Blip(Captioner):
         return Shape(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """The pixels, and the beginning of the caption; the model replaces the first token and drops the last."""
+        """Return pixels and the beginning of the caption; the model replaces the first token and drops the last."""
         pixels = self.processor(list(pictures), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
         text = self.model.config.text_config
         words = self.tokenizer(self.prompt, add_special_tokens=False).input_ids if self.prompt else []
@@ -58,9 +58,9 @@ class Blip(Captioner):
         return {"pixel_values": pixels, "input_ids": rows, "attention_mask": torch.ones_like(rows)}
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
-        """The tokens after the beginning, whose last token the model dropped."""
+        """Return the tokens after the beginning, whose last token the model dropped."""
         return ids[:, given.shape[1] - 1 :]
 
     def ends(self) -> set[int]:
-        """The separator."""
+        """Return the separator token."""
         return {self.model.config.text_config.sep_token_id}

@@ -33,25 +33,25 @@ from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
 
-LISTED = 20  # pictures without a caption on the screen
+LISTED = 20  # pictures without a caption to list on the screen
 OUT_OF_MEMORY = 5  # exit code
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to do.
+    """What to caption, and how.
 
     Args:
         place: a folder of pictures or a configuration.
-        overrides: of the configuration.
+        overrides: ``key.path=value`` overrides of the configuration.
         model: folder or hub name.
-        prompt: the question, task or beginning; None: the model's own.
+        prompt: the question, task or beginning; None: the model's default.
         prefix: text before every caption.
-        trigger: word that stands first in every caption.
+        trigger: word at the beginning of every caption.
         rewrite: which captions are written, one of ``pictures.REWRITES``.
-        batch: pictures at a time.
+        batch: pictures per batch.
         precision: ``bf16``, ``int8`` or ``fp32``.
-        length: the most tokens of a caption.
+        length: maximum number of tokens in a caption.
         device: ``auto``, ``cuda`` or ``cpu``.
         only_predict: whether to stop after the prediction.
     """
@@ -70,7 +70,7 @@ class Request:
     only_predict: bool = False
 
     def settings(self) -> str:
-        """What decides a caption beside the model and the picture, as the record holds it."""
+        """Return all that decides a caption besides model and picture, in the form of the record."""
         names = ("prompt", "prefix", "trigger", "precision", "length")
         return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
 
@@ -81,7 +81,7 @@ class Outcome:
 
     Args:
         written: how many captions.
-        cut: how many were cut off at the length.
+        cut: how many were cut off at the maximum length.
         failed: pictures without a caption, and why.
     """
 
@@ -91,10 +91,10 @@ class Outcome:
 
 
 def run(request: Request) -> Outcome:
-    """Caption pictures; what is written stays written whatever happens later.
+    """Caption pictures. Captions already written stay if a later one fails.
 
     Raises:
-        UserError: a wrong input, a model that does not fit or is damaged, or pictures that got no caption.
+        UserError: the input is wrong, the model is damaged or does not fit, or pictures got no caption.
     """
     sources = sources_of(request.place, list(request.overrides))
     about = find_captioner(request.model)
@@ -112,10 +112,10 @@ def run(request: Request) -> Outcome:
 
 
 def _device(request: Request) -> torch.device:
-    """Choose the device, and say which it is.
+    """Choose the device, and print the choice.
 
     Raises:
-        UserError: there is no card and the CPU was not asked for, or the card does not compute in bf16.
+        UserError: there is no card and the CPU was not requested, or the card does not compute in bf16.
     """
     if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
         raise UserError(
@@ -137,7 +137,7 @@ def _say_work(work: Work) -> None:
     say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
     if work.sharing:
         names = shortened([printable(name) for name in work.sharing], 3)
-        say(f"note    {names}: of the same name as another picture, whose caption file they share")
+        say(f"note    {names}: the same name as another picture, so they share its caption file")
 
 
 def _require_room(request: Request, prediction: Prediction, device: torch.device) -> None:
@@ -171,7 +171,7 @@ def _caption_all(
     outcome: Outcome,
 ) -> None:
     for folder in {one.picture.parent for one in wanted}:
-        remove_stale(folder)  # of a run that was killed
+        remove_stale(folder)  # left by a run that was killed
     captioner = load_captioner(about, *on, request.prompt)
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):
@@ -184,7 +184,7 @@ def _caption_all(
 
 
 def _decoded(wanted: Sequence[Wanted], failed: list[str]) -> Iterator[tuple[Wanted, Image.Image]]:
-    """The pictures of a batch that can be read, as training sees them: turned, on white, in sRGB."""
+    """Yield the readable pictures of a batch as training sees them: rotated by EXIF, on white, in sRGB."""
     for one in wanted:
         try:
             yield one, decode(read_regular(one.picture))
@@ -195,7 +195,7 @@ def _decoded(wanted: Sequence[Wanted], failed: list[str]) -> Iterator[tuple[Want
 def _captions(
     captioner: Captioner, batch: Sequence[tuple[Wanted, Image.Image]], length: int, failed: list[str]
 ) -> Iterator[tuple[Wanted, str, bool]]:
-    """Caption a batch; one that holds a picture that the model does not take goes picture by picture.
+    """Caption a batch; if the model rejects one of its pictures, caption them one by one.
 
     Raises:
         UserError: the device's memory is full.
@@ -215,14 +215,14 @@ def _captions(
             for entry in batch:
                 yield from _captions(captioner, [entry], length, failed)
         else:
-            failed.append(f"{batch[0][0].name}: the model does not take it ({error})")
+            failed.append(f"{batch[0][0].name}: the model does not accept it ({error})")
         return
     for (one, _), caption, is_cut in zip(batch, captions, cut, strict=True):
         yield one, caption, is_cut
 
 
 def finished(caption: str, prefix: str, trigger: str) -> str:
-    """A caption with what stands before it; empty if the model said nothing.
+    """Put prefix and trigger before a caption; empty if the model wrote nothing.
 
     Args:
         caption: as the model wrote it.
@@ -252,7 +252,7 @@ def _write(one: Wanted, caption: str, about: Described, request: Request, outcom
 
 
 def _ended(outcome: Outcome, work: Work) -> Outcome:
-    """Say what happened.
+    """Print the outcome.
 
     Raises:
         UserError: pictures got no caption.
@@ -260,9 +260,11 @@ def _ended(outcome: Outcome, work: Work) -> Outcome:
     say(f"written {plural(outcome.written, 'caption')}")
     if outcome.cut:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
-        say(f"note    {plural(outcome.cut, 'caption')} cut off at the longest length. {longer}")
+        say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
     if outcome.failed:
         lines = first_lines([f"  {printable(line)}" for line in outcome.failed], LISTED)
         without = plural(len(outcome.failed), "entry has", "entries have")
-        raise UserError("\n".join([f"caption: {without} no new caption. Mend or remove them, and start again", *lines]))
+        raise UserError(
+            "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])
+        )
     return outcome

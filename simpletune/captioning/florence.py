@@ -1,4 +1,4 @@
-"""Florence-2 (arXiv:2311.06242): a task's sentence in, a caption out."""
+"""Florence-2 (arXiv:2311.06242): takes a task's sentence, writes a caption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.image_processing_backends import PilBackend
 
-TASKS = {  # what the model was trained on stands behind each task's name (arXiv:2311.06242, appendix)
+TASKS = {  # by task, the sentence that the model was trained on (arXiv:2311.06242, appendix)
     "<CAPTION>": "What does the image describe?",
     "<DETAILED_CAPTION>": "Describe in detail what is shown in the image.",
     "<MORE_DETAILED_CAPTION>": "Describe with a paragraph what is shown in the image.",
@@ -40,10 +40,10 @@ class Florence(Captioner):
 
     @staticmethod
     def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """Florence-2's classes.
+        """Return Florence-2's classes.
 
         Raises:
-            UserError: the folder is of the first release, which brings code of its own.
+            UserError: the folder is of the first release, which brings its own code.
         """
         from transformers import Florence2Config, Florence2ForConditionalGeneration
 
@@ -56,23 +56,23 @@ class Florence(Captioner):
 
     @staticmethod
     def processor_of(place: ModelFolder) -> PilBackend:
-        """CLIP's, which squashes to a square."""
+        """Return CLIP's, which squashes pictures to a square."""
         from transformers import CLIPImageProcessorPil
 
         return processor_in(place, CLIPImageProcessorPil)
 
     @staticmethod
     def shape(model: PreTrainedModel) -> Shape:
-        """768 px, as all of its models take."""
+        """Return the sizes at 768 px, the size of all Florence-2 models."""
         vision, text = model.config.vision_config, model.config.text_config
         side, stride = 768, vision.patch_stride[0]
         tokens = picture_tokens(model.config, side) + PROMPT_TOKENS
-        cached = 2 * text.decoder_layers * text.d_model * 2  # of its own tokens, and of the picture's
+        cached = 2 * text.decoder_layers * text.d_model * 2  # keys and values of its own tokens and of the picture's
         widest = int(vision.embed_dim[0] * (2 * vision.mlp_ratio + 14))  # windows are copied to be attended to
         return Shape((side // stride) ** 2, widest, tokens, 6 * text.encoder_ffn_dim, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """The picture's tokens, then the task's sentence between the tokens that begin and end a text."""
+        """Return the picture's tokens, then the task's sentence between the begin and end tokens."""
         pixels = self.processor(list(pictures), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
         text = self.tokenizer.bos_token + TASKS[self.prompt] + self.tokenizer.eos_token
         words = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -81,16 +81,16 @@ class Florence(Captioner):
         return {"pixel_values": pixels, "input_ids": rows, "attention_mask": torch.ones_like(rows)}
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
-        """All but the token that starts the decoder."""
+        """Return all tokens but the one that starts the decoder."""
         return ids[:, 1:]
 
     def ends(self) -> set[int]:
-        """Padding: the end itself is forced at the last place, also of a caption that is cut off."""
+        """Return the padding token: the end token is also forced at the last position of a caption that is cut off."""
         return {self.tokenizer.pad_token_id}
 
 
 def picture_tokens(config: PretrainedConfig, side: int) -> int:
-    """How many tokens a picture takes: a place each of the last stage's grid, and their mean."""
+    """Count the tokens of a picture: one for each position of the last stage's grid, and one for their mean."""
     for stride in config.vision_config.patch_stride:
         side = -(-side // stride)
     return side**2 + 1

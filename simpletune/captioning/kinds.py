@@ -1,4 +1,4 @@
-"""What every kind of image-to-text model provides: its inputs, put together without torchvision, and its captions.
+"""Interface of image-to-text models: build inputs without torchvision, and write captions.
 
 Legend: n pictures in a batch, t tokens.
 """
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide what a model's work takes besides its weights.
+    """Sizes that decide how much memory a model takes besides its weights.
 
     Args:
-        patches: rows of the vision tower's first layers for a picture.
-        vision: width of those rows at their widest.
-        tokens: of a picture and its prompt in the language model.
-        text: width of a token at its widest.
+        patches: number of patches of a picture in the vision tower's first layers.
+        vision: largest width of a patch's activations.
+        tokens: tokens of a picture and its prompt in the language model.
+        text: largest width of a token's activations.
         cached: numbers that the language model keeps for each token.
-        vocabulary: its tokens.
+        vocabulary: number of tokens in the vocabulary.
     """
 
     patches: int
@@ -48,16 +48,16 @@ class Captioner(ABC):
 
     Args:
         place: the model's folder.
-        model: its model, loaded.
-        prompt: the question, task or beginning; None: the kind's own.
+        model: the loaded model.
+        prompt: the question, task or beginning; None: the kind's default.
 
     Raises:
-        UserError: the folder lacks a tokenizer or a preprocessor_config.json, or the prompt is none of the kind's.
+        UserError: the folder lacks a tokenizer or a preprocessor_config.json, or the kind does not accept the prompt.
     """
 
     own_prompt: ClassVar[str]
     continues: ClassVar[bool] = True
-    """Whether the caption continues the prompt's tokens, rather than being decoded by itself."""
+    """Whether the caption continues the prompt's tokens rather than being decoded separately."""
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         self.model = model
@@ -68,49 +68,49 @@ class Captioner(ABC):
     @staticmethod
     @abstractmethod
     def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """The model's class and its configuration's, for what config.json holds."""
+        """Return the classes of model and configuration for the content of a config.json."""
 
     @staticmethod
     @abstractmethod
     def processor_of(place: ModelFolder) -> PilBackend:
-        """The image processor, in the form that works on Pillow's pictures."""
+        """Return the image processor for Pillow images."""
 
     @staticmethod
     @abstractmethod
     def shape(model: PreTrainedModel) -> Shape:
-        """The sizes of the work on a picture of the largest size that is given to the model."""
+        """Return the sizes for the largest picture that the model is given."""
 
     @abstractmethod
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Prepare a batch: pixels and token ids, on the CPU.
 
         Raises:
-            ValueError: a picture's shape is outside of what the model takes.
+            ValueError: the model does not accept a picture's shape.
         """
 
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
         """Turn what a model generated into text.
 
         Args:
-            ids: generated.
+            ids: the generated ids.
             given: the prompt's ids, for the kinds that repeat them.
         """
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     @torch.no_grad()
     def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
-        """Write the most likely caption of each picture; sampling in the folder's settings is left out.
+        """Write the most likely caption of each picture. Ignores sampling in the folder's settings.
 
         Args:
             pictures: RGB.
-            length: the most tokens of a caption.
+            length: maximum number of tokens in a caption.
 
         Returns:
             The captions, and whether each was cut off at ``length``.
 
         Raises:
-            ValueError: a picture's shape is outside of what the model takes.
-            UserError: prompt and caption exceed the model's context.
+            ValueError: the model does not accept a picture's shape.
+            UserError: prompt and caption together exceed the model's context.
         """
         device, dtype = self.model.device, self.dtype
         inputs = {
@@ -133,15 +133,15 @@ class Captioner(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of pixels: that of the first weight that is a floating-point number."""
+        """Data type of the pixels: that of the first floating-point weight."""
         return next(each.dtype for each in self.model.parameters() if each.is_floating_point())
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
-        """The generated tokens without the prompt."""
+        """Return the generated tokens without the prompt."""
         return ids[:, given.shape[1] :]
 
     def ends(self) -> set[int]:
-        """The tokens that end a caption."""
+        """Return the tokens that end a caption."""
         end = self.model.generation_config.eos_token_id
         return set(end) if isinstance(end, list) else {end}
 

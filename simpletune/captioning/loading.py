@@ -37,17 +37,18 @@ KINDS: dict[str, type[Captioner]] = {
 EXAMPLES = "florence-community/Florence-2-base, Qwen/Qwen3-VL-4B-Instruct or Salesforce/blip-image-captioning-large"
 PRECISIONS: dict[str, WeightPrecision] = {"bf16": BF16(), "int8": Int8(), "fp32": FP32()}
 HEADS = ("lm_head", "cls.predictions.decoder")
-"""Layers that share their weight with the embedding of tokens, or pick the next token by small differences."""
+"""Output layers, kept unquantised: they may share their weight with the token embedding, and small differences decide
+the next token."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model that is not loaded yet.
+    """Model that is not loaded yet.
 
     Args:
         place: its folder.
-        kind: its class here.
-        digest: of its configuration and weights.
+        kind: its captioner class.
+        digest: digest of its configuration and weights.
     """
 
     place: ModelFolder
@@ -57,12 +58,12 @@ class Described:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on the device.
+    """Predicted bytes on the device.
 
     Args:
-        weights: of the model, exact.
-        work: of a batch at its largest pictures, roughly: the widest layer of each tower, what the language model
-            keeps of each token, the scores of the next token, and the largest layer as it is read or dequantised.
+        weights: the model's weights, exact.
+        work: a batch of the largest pictures, approximate: the widest layer of either tower, the language model's
+            cache, the scores of the next token, and the largest layer while it is read or dequantised.
     """
 
     weights: int
@@ -70,7 +71,7 @@ class Prediction:
 
     @property
     def total(self) -> int:
-        """Weights and work."""
+        """Sum of weights and work."""
         return self.weights + self.work
 
 
@@ -94,9 +95,9 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
 
     Args:
         about: the model.
-        precision: of its weights.
-        batch: pictures at a time.
-        length: the most tokens of a caption.
+        precision: precision of its weights.
+        batch: pictures per batch.
+        length: maximum number of tokens in a caption.
 
     Raises:
         UserError: the configuration does not describe such a model.
@@ -117,7 +118,7 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a file holds, as transformers does; buffers that are computed stay as they are."""
+    """Cast the tensors that a file holds, as transformers does; computed buffers keep their type."""
     saved = set(model.state_dict(keep_vars=True))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and (name in saved or isinstance(tensor, nn.Parameter)):
@@ -125,26 +126,26 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def work_bytes(shape: Shape, itemsize: int, batch: int, beams: int, length: int) -> int:
-    """What a batch takes beside the weights: the larger of the two towers, then what lives beside it.
+    """Return the bytes that a batch takes besides the weights: activations of the larger tower, cache and scores.
 
     Args:
-        shape: of the model.
-        itemsize: bytes of a number.
-        batch: pictures at a time.
-        beams: captions that are followed at once for each picture.
-        length: the most tokens of a caption.
+        shape: sizes of the model.
+        itemsize: bytes per number.
+        batch: pictures per batch.
+        beams: beams of the search for each picture.
+        length: maximum number of tokens in a caption.
     """
     towers = max(shape.patches * shape.vision, shape.tokens * shape.text)
     kept = beams * shape.cached * (shape.tokens + length)
-    scores = 2 * beams * shape.vocabulary  # as fp32, and sorted
+    scores = 2 * beams * shape.vocabulary  # fp32, and a sorted copy
     return batch * (itemsize * (towers + kept) + 4 * scores)
 
 
 def load_captioner(about: Described, precision: WeightPrecision, device: torch.device, prompt: str | None) -> Captioner:
-    """Load a model layer by layer: each linear layer is quantised on the device as soon as it is there.
+    """Load a model layer by layer; quantise each linear layer on the device as soon as it arrives.
 
     Raises:
-        UserError: its folder is damaged, or the prompt is none of its kind's.
+        UserError: the folder is damaged, or the kind does not accept the prompt.
     """
     kind, _ = about.kind.classes(about.place.config())
     model = about.place.model(kind, precision.base_dtype())
@@ -162,7 +163,7 @@ def _place(model: PreTrainedModel, precision: WeightPrecision, device: torch.dev
 
 
 def quantised(model: nn.Module, precision: WeightPrecision) -> list[str]:
-    """The linear layers that a precision quantises: all but those that pick the next token."""
+    """List the linear layers that a precision quantises: all but those that pick the next token."""
     return list(_quantised(model, precision))
 
 

@@ -1,4 +1,4 @@
-"""Which pictures get a caption, and which do not, and why."""
+"""Decide which pictures get a caption, and why others do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletune.options import UserError
 from simpletune.system.console import note
 
 REWRITES = ("missing", "ours", "all")
-"""Which captions are written: missing ones; also those that a model wrote with other settings; all."""
+"""Captions to write. missing: missing ones; ours: also those that a model wrote with other settings; all: all."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Wanted:
     """A picture that gets a caption.
 
     Args:
-        name: relative to its data folder.
-        picture: its file.
-        before: its caption file as it is now.
-        record: of its data folder.
+        name: path relative to its data folder.
+        picture: the picture's file.
+        before: its current caption file.
+        record: record of its data folder.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Wanted:
 
 @dataclass
 class Work:
-    """The pictures of all folders.
+    """Pictures of all folders, by what happens to them.
 
     Args:
-        wanted: those that get a caption.
-        kept: how many have a caption that is kept.
+        wanted: pictures that get a caption.
+        kept: number of pictures that keep their caption.
         sharing: pictures that share the caption file of another, such as a.png beside a.jpg.
-        rejected: what cannot get a caption, and why.
+        rejected: entries that cannot get a caption, and why.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -57,11 +57,11 @@ class Work:
 
 
 def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
-    """The folders to caption: of a configuration, or the folder itself.
+    """List the folders to caption: those of a configuration, or the folder itself.
 
     Args:
         place: a folder of pictures, a JSON file or the name of a shipped configuration.
-        overrides: of the configuration.
+        overrides: ``key.path=value`` overrides of the configuration.
 
     Raises:
         UserError: the configuration is wrong, or has no captions in text files.
@@ -94,13 +94,13 @@ def require_text_captions(source: Folder, field: str) -> Folder:
 
 
 def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> Work:
-    """Look at every picture's caption, without opening pictures.
+    """Examine every picture's caption without opening pictures.
 
     Args:
         sources: the folders.
         rewrite: one of ``REWRITES``.
         model: fingerprint of the model's folder.
-        settings: of this run, as in the record; captions made by them are not made again.
+        settings: this run's settings in the form of the record; captions made with them are kept.
     """
     work = Work()
     for source in sources:
@@ -124,7 +124,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
 
 
 def _readable(root: Path, files: Sequence[Path], record: Record, work: Work) -> Iterator[Wanted]:
-    """The pictures whose caption files can be read, or are still to be written."""
+    """Yield the pictures whose caption file can be read or does not exist yet."""
     for file in files:
         name = file.relative_to(root).as_posix()
         try:
@@ -136,7 +136,7 @@ def _readable(root: Path, files: Sequence[Path], record: Record, work: Work) -> 
 
 
 def _is_wanted(wanted: Wanted, rewrite: str, model: str, settings: str) -> bool:
-    """Whether a caption is to be written; an empty file is no caption."""
+    """Whether to write a caption; an empty file counts as no caption."""
     if not wanted.before.text or rewrite == "all":
         return True
     made = wanted.record.of(wanted.before)

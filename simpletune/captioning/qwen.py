@@ -1,4 +1,4 @@
-"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL: a question about a picture."""
+"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL: answer a question about a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.image_processing_backends import PilBackend
 
 MAX_PIXELS = 1024 * 1024
-"""Larger pictures are scaled down to this area: memory and time grow with it, and captions of 1024 px say enough."""
+"""Scale larger pictures down to this area: memory and time grow with it, and 1024 px suffice for a caption."""
 PROMPT_TOKENS = 64
 
 
@@ -38,7 +38,7 @@ class Qwen(Captioner):
 
     @staticmethod
     def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """The classes of each generation."""
+        """Return the classes of the model's generation."""
         import transformers
 
         name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[config["model_type"]]
@@ -46,7 +46,7 @@ class Qwen(Captioner):
 
     @staticmethod
     def processor_of(place: ModelFolder) -> PilBackend:
-        """Qwen2-VL's, which keeps a picture's shape, in whole patches."""
+        """Return Qwen2-VL's, which keeps a picture's aspect ratio, rounded to whole patches."""
         from transformers import Qwen2VLImageProcessorPil
 
         processor = processor_in(place, Qwen2VLImageProcessorPil)
@@ -58,7 +58,7 @@ class Qwen(Captioner):
 
     @staticmethod
     def shape(model: PreTrainedModel) -> Shape:
-        """A picture of ``MAX_PIXELS``."""
+        """Return the sizes for a picture of ``MAX_PIXELS``."""
         vision, text = model.config.vision_config, model.config.text_config
         patches = MAX_PIXELS // vision.patch_size**2
         hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
@@ -72,7 +72,8 @@ class Qwen(Captioner):
         )  # fmt: skip
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """A turn of a conversation for each picture, padded on the left; the place of the picture takes its tokens."""
+        """Build a conversation turn for each picture, padded on the left; the image placeholder expands to the
+        picture's tokens."""
         prepared = self.processor(list(pictures), return_tensors="pt")
         grids = prepared["image_grid_thw"]  # [n, 3]: frames, rows, columns of patches
         merged = self.processor.merge_size**2
@@ -99,12 +100,12 @@ class Qwen(Captioner):
         return [*ids[:place], *[image] * count, *ids[place + 1 :]]
 
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """The answer alone."""
+        """Decode the answer only."""
         return super().texts(self.new_ids(ids, given), given)
 
 
 def _template(place: ModelFolder) -> str:
-    """The chat template of older folders, which is the processor's.
+    """Read the processor's chat template, where older folders keep it.
 
     Raises:
         UserError: there is none.

@@ -1,8 +1,8 @@
-"""The record of captions that a model wrote: it tells them from captions that a person wrote or edited.
+"""Record of the captions that a model wrote, to tell them from captions that a person wrote or edited.
 
-A line of JSON for each caption is appended before the caption itself is written. A caption is a model's if the SHA-256
-of its file is that of the last line about it: whoever edits the file makes it their own, and a crash between the line
-and the file leaves no caption that the record does not know.
+A line of JSON is appended before each caption is written. A caption counts as a model's if its file's SHA-256 equals
+that in the last line about it: an edited file no longer matches, and a crash between line and file leaves no caption
+without a record.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_BYTES = 2**28  # of a record; a line takes about 400
 
 @dataclass(frozen=True)
 class Made:
-    """A caption that a model made.
+    """Record of one caption that a model wrote.
 
     Args:
-        file: of the caption, relative to the data folder.
-        sha256: of the caption file.
+        file: path of the caption relative to the data folder.
+        sha256: SHA-256 of the caption file.
         model: fingerprint of the model's folder.
         settings: prompt, prefix, trigger, precision and length, as JSON.
     """
@@ -41,7 +41,7 @@ class Made:
 
 
 class Record:
-    """The record beside the pictures of a data folder.
+    """Record file beside the pictures of a data folder.
 
     Args:
         folder: the data folder.
@@ -55,21 +55,21 @@ class Record:
         self._made = {made.file: made for made in self._lines()}
 
     def of(self, caption: CaptionFile) -> Made | None:
-        """What made a caption; None if a person wrote or edited it, or there is none."""
+        """Return the record of a caption; None if a person wrote or edited it, or there is none."""
         made = self._made.get(self._name(caption))
         return made if made is not None and caption.text and made.sha256 == caption.digest else None
 
     def add(self, caption: CaptionFile, digest: str, model: str, settings: str) -> None:
-        """Append what is about to be written.
+        """Record a caption that is about to be written.
 
         Args:
-            caption: the file.
-            digest: SHA-256 that it will have.
+            caption: the caption file.
+            digest: SHA-256 of the file after writing.
             model: fingerprint of the model's folder.
-            settings: as JSON.
+            settings: settings as JSON.
 
         Raises:
-            DiskFull: nothing was appended that is read later.
+            DiskFull: the disk is full; a partial line is ignored later.
         """
         made = Made(self._name(caption), digest, model, settings)
         with room_for(f"writing {RECORD}", self.folder, None, lambda: None):
@@ -83,7 +83,7 @@ class Record:
         return caption.file.relative_to(self.folder).as_posix()
 
     def _lines(self) -> list[Made]:
-        """The lines that are whole: the last may be cut off."""
+        """Read the complete lines; the last may be cut off."""
         if not os.path.lexists(self.place):
             return []
         if self.place.is_symlink():

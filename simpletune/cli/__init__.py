@@ -1,4 +1,4 @@
-"""The command line. Each verb is a function plus one that fills its parser; heavy imports wait until a verb runs.
+"""The command line. Each verb is one function, plus one that adds its arguments; heavy imports wait until a verb runs.
 
-May import every room. Only ``__main__`` imports it.
+May import every package. Only ``__main__`` imports it.
 """

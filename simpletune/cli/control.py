@@ -1,4 +1,4 @@
-"""The verb for a run that trains: control."""
+"""The verb for a run while it trains: control."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWING = ("negative_prompt", "seed", "strength", "steps", "guidance", "width", 
 
 
 def control(args: argparse.Namespace) -> None:
-    """ask a run that trains for a picture, a checkpoint or its end after the step"""
+    """ask a training run for a picture, a checkpoint or to stop, after the current step"""
     from simpletune.runs.control import ask
 
     request = request_of(args)
@@ -59,14 +59,14 @@ def awaited(run: Path, request: str, seconds: float) -> Json:
     """Wait for the answer to a request.
 
     Raises:
-        UserError: there is none in time, or the run has ended without one.
+        UserError: there is no answer in time, or the run has ended without one.
     """
     from simpletune.runs.control import read_answers
     from simpletune.system.locks import is_held
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        held = is_held(run)  # before the answers: a run that ends answers first
+        held = is_held(run)  # check before reading answers: a run answers before it ends
         found = next((row for row in read_answers(run) if row["id"] == request), None)
         if found is not None:
             return found
@@ -81,20 +81,28 @@ def awaited(run: Path, request: str, seconds: float) -> Json:
 
 def control_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``control``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that trains, such as runs/demo")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a training run, such as runs/demo")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--draw", metavar="PROMPT", help="draw a picture after the step, into RUN/drawn")
     what.add_argument("--save", action="store_true", help="write a checkpoint after the step")
     what.add_argument("--stop", action="store_true", help="write a checkpoint after the step and stop; can be resumed")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from (default: the run's)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the noise (default: 0)")
-    parser.add_argument("--strength", type=float, metavar="X", help="of the LoRA, from 0 (the base) to 4 (default: 1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="sampling steps (default: as in the run's validation)")
-    parser.add_argument("--guidance", type=float, metavar="X", help="guidance (default: as in the run's validation)")
-    parser.add_argument("--width", type=int, metavar="PIXELS", help="of the picture (default: as in validation)")
-    parser.add_argument("--height", type=int, metavar="PIXELS", help="of the picture (default: as in validation)")
     parser.add_argument(
-        "--wait", type=float, default=600.0, metavar="SECONDS", help="for the answer (default: 600); 0: do not wait"
+        "--strength", type=float, metavar="X", help="LoRA strength, from 0 (the base) to 4 (default: 1)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="sampling steps (default: as in the run's validation)")
+    parser.add_argument(
+        "--guidance", type=float, metavar="X", help="guidance scale (default: as in the run's validation)"
+    )
+    parser.add_argument("--width", type=int, metavar="PIXELS", help="picture width (default: as in validation)")
+    parser.add_argument("--height", type=int, metavar="PIXELS", help="picture height (default: as in validation)")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for the answer (default: 600); 0: do not wait",
     )
 
 

@@ -1,4 +1,4 @@
-"""The verbs about a data set: look at it, caption its pictures."""
+"""Verbs for data sets: data, caption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def caption(args: argparse.Namespace) -> None:
-    """caption pictures by an image-to-text model; writes NAME.txt, never over what a person wrote"""
+    """caption pictures with an image-to-text model; writes NAME.txt, and keeps captions that a person wrote"""
     from simpletune.system.startup import import_libraries
 
     import_libraries()
@@ -58,19 +58,19 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", help="a question (Qwen-VL), a task such as <CAPTION> (Florence-2), the caption's beginning (BLIP)"
     )
     parser.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
-    parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, first in every caption")
+    parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, put first in every caption")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--again", action="store_true", help="also redo captions that a model wrote with other settings")
-    which.add_argument("--replace", action="store_true", help="replace every caption, also those written by hand")
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="pictures at a time (default: 1)")
+    which.add_argument("--replace", action="store_true", help="replace every caption, including those written by hand")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="pictures per batch (default: 1)")
     parser.add_argument(
-        "--precision", choices=("bf16", "int8", "fp32"), default="bf16", help="of the weights (default: bf16)"
+        "--precision", choices=("bf16", "int8", "fp32"), default="bf16", help="precision of the weights (default: bf16)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=120, metavar="N", help="most tokens of a caption (default: 120)"
+        "--max-new-tokens", type=positive, default=120, metavar="N", help="maximum tokens per caption (default: 120)"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto, a card")
-    parser.add_argument("--predict", action="store_true", help="predict the memory, and write nothing")
+    parser.add_argument("--predict", action="store_true", help="predict the memory and write nothing")
 
 
 def _count(text: str) -> int:

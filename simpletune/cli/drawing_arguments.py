@@ -15,12 +15,12 @@ OVERWRITE_HELP = "replace an existing file at --out"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``generate``; the run supplies the defaults."""
     _add_common(parser)
-    about = "a LoRA file, a run, RUN@STEP or a hub name; repeat to add up several (default: the run's)"
+    about = "a LoRA file, a run, RUN@STEP or a hub name; repeat to combine several (default: the run's)"
     parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
     parser.add_argument("--scale", type=float, default=1.0, help="LoRA strength (default: 1)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--base", action="store_true", help="draw with the base model alone")
-    kind.add_argument("--full", action="store_true", help="draw with the run's full model, its LoRA merged")
+    kind.add_argument("--full", action="store_true", help="draw with the run's full model, or its LoRA merged")
     parser.add_argument("--fuse", action="store_true", help="merge the LoRA into the base weights, which is faster")
     about = "PNG file to write; several pictures get -000, -001, ... (default: next number in the run's inference/)"
     parser.add_argument("--out", "--output", dest="output", type=Path, metavar="FILE", help=about)
@@ -72,7 +72,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument(
         "--embedding", action="append", metavar="FILE[:TOKEN]",
-        help="a file of embeddings, called in prompts by TOKEN (default: its own); repeatable; a run's own are in use",
+        help="a file of embeddings, used in prompts as TOKEN (default: its own); repeatable; adds to a run's own",
     )  # fmt: skip
     memory = parser.add_argument_group("less memory")
     memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)

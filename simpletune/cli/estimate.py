@@ -16,7 +16,7 @@ ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}} (def
 
 
 def _import() -> None:
-    """Import what predicts: the schema first, whose docstrings pydantic finds faster among fewer modules."""
+    """Import torch and the rest, the schema first: pydantic finds docstrings faster while few modules are loaded."""
     import simpletune.config.schema  # noqa: F401
 
     import_libraries()
@@ -46,14 +46,16 @@ def estimate(args: argparse.Namespace) -> None:
     from simpletune.simulation.processes import one_of
 
     if args.processes < 1 or (args.compare and args.processes > 1):
-        raise UserError("--processes: a number of at least 1, and not with --compare. Leave it out")
+        raise UserError("--processes: use a number of at least 1, without --compare, or leave it out")
     if args.compare:
         files = [word for word in args.compare if "=" not in word]
         overrides = [*(word for word in args.compare if "=" in word), *args.overrides]
         print(compare_configs([Path(file) for file in files], overrides, args.device, args.picture, args.json))
         return
     if args.processes > 1 and "," in (args.device or ""):
-        raise UserError("--processes: hours and prices are those of one card. Name one card, or leave out --processes")
+        raise UserError(
+            "--processes: hours and prices are predicted for one process only. Name one card, or leave out --processes"
+        )
     with one_of(args.processes):
         print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json, args.prices))
 
@@ -68,7 +70,7 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="with --compare: write stacked bars to a .svg or .png file"
     )
-    parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; several with commas between")
+    parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; separate several with commas")
     parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N", help="predict each of N processes; memory only"
@@ -77,8 +79,10 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reserve(parser: argparse.ArgumentParser) -> None:
-    """Add the device memory to leave to other programs."""
-    parser.add_argument("--reserve", type=float, default=0.0, metavar="GIB", help="memory that other programs use")
+    """Add ``--reserve``, the device memory that other programs use."""
+    parser.add_argument(
+        "--reserve", type=float, default=0.0, metavar="GIB", help="device memory that other programs use"
+    )
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -103,7 +107,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add_config(parser)
     parser.add_argument(
-        "--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; several with commas between"
+        "--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; separate several with commas"
     )
     add_reserve(parser)
     goals = ("fastest", "cheapest", "largest-batch", "highest-resolution")
@@ -111,7 +115,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--goal",
         choices=goals,
         default="fastest",
-        help="default: fastest; of several cards fastest and cheapest choose one",
+        help="default: fastest; with several cards, fastest and cheapest choose one",
     )
     parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
     parser.add_argument(
@@ -137,7 +141,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``calibrate``."""
-    about = "tune the int8 kernels for this run, in place of measuring: its first step will not"
+    about = "instead of measuring, tune the int8 kernels for this run, which saves its first step the time"
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=about)
     add_overrides(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to measure (default: cuda)")
@@ -145,7 +149,9 @@ def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs"
     )
-    parser.add_argument("--seconds", type=float, default=110.0, metavar="S", help="start nothing new after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=110.0, metavar="S", help="start no new measurement after this long"
+    )
 
 
 VERBS = {

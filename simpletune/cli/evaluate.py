@@ -22,14 +22,14 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def choose_step(name: Path, step: str) -> None:
-    """Take a checkpoint as the run's best, or with ``auto`` choose by the figures again, and say which it is."""
+    """Choose a checkpoint as the run's best, or with ``auto`` choose again by the scores; print the choice."""
     from simpletune.runs.choice import choose, put_choice
     from simpletune.runs.names import find_run
     from simpletune.system.console import say
 
     run = find_run(str(name)).folder
     if step != "auto" and not step.isdecimal():
-        raise UserError(f"--choose {step}: this is no step. Give a number, or auto")
+        raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
     put_choice(run, None if step == "auto" else int(step))
     best = choose(run)
     say(f"{run}: no checkpoint" if best is None else f"best    {run}{best.suffix} by {best.by}: {best.why}")
@@ -46,9 +46,9 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--prompts", metavar="FILE",
-        help="text file with a prompt a line, or dreambooth-object, dreambooth-live, demo, run (default: demo or run)",
+        help="text file, one prompt per line; or dreambooth-object, dreambooth-live, demo, run (default: demo or run)",
     )  # fmt: skip
-    parser.add_argument("--token", metavar="WORD", help="rare word of the subject, {token} in prompts; not scored")
+    parser.add_argument("--token", metavar="WORD", help="rare word for the subject, {token} in prompts; not scored")
     parser.add_argument("--class", dest="kind", metavar="WORD", help="what the subject is, {class} in prompts")
     parser.add_argument("--strengths", nargs="+", type=finite, metavar="S", help="LoRA strengths (default: 1)")
     parser.add_argument("--seeds", type=positive, default=2, help="pictures per prompt (default: 2)")
@@ -58,11 +58,13 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels (default: the run's)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures drawn together (default: 1)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
     parser.add_argument("--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device")
     parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
-    parser.add_argument("--choose", metavar="STEP", help="take this step as the best, draw nothing; auto: by figures")
-    parser.add_argument("--predict", action="store_true", help="predict memory and time, and draw nothing")
+    parser.add_argument(
+        "--choose", metavar="STEP", help="choose this step as the best without drawing; auto: by the scores"
+    )
+    parser.add_argument("--predict", action="store_true", help="predict memory and time without drawing")
 
 
 def finite(text: str) -> float:

@@ -49,18 +49,21 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=(*FORMATS, "lycoris", "a1111"),
         required=True,
-        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa as it is, for ComfyUI; a1111: a "
+        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa unchanged, for ComfyUI; a1111: a "
         "hypernetwork as .pt",
     )
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: unchanged")
-    parser.add_argument("--title", type=_field, help="in the header (default: the file's name)")
-    parser.add_argument("--author", type=_field, help="in the header: your name, or a link")
-    parser.add_argument("--description", type=_field, help="in the header (default: names the base)")
-    parser.add_argument("--tags", type=_field, help="in the header, with commas between")
+    parser.add_argument("--title", type=_field, help="title in the header (default: the file's name)")
+    parser.add_argument("--author", type=_field, help="author in the header: your name, or a link")
+    parser.add_argument("--description", type=_field, help="description in the header (default: names the base)")
+    parser.add_argument("--tags", type=_field, help="tags in the header, separated by commas")
     parser.add_argument(
-        "--no-thumbnail", dest="thumbnail", action="store_false", help="leave the run's validation picture out of it"
+        "--no-thumbnail",
+        dest="thumbnail",
+        action="store_false",
+        help="leave the run's validation picture out of the header",
     )
     add_overwrite(parser)
 
@@ -88,7 +91,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the base's")
-    parser.add_argument("--denoiser-only", action="store_true", help="leave out a LoRA's updates of text encoders")
+    parser.add_argument("--denoiser-only", action="store_true", help="leave out a LoRA's updates to text encoders")
     add_overwrite(parser)
 
 
@@ -106,8 +109,10 @@ def mix_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", type=positive, help="rank of the result, for methods that end in svd (default: the largest)"
     )
-    parser.add_argument("--density", type=float, default=0.5, help="share to keep, for ties, dare and magnitude_prune")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the entries that dare drops")
+    parser.add_argument(
+        "--density", type=float, default=0.5, help="share of entries to keep, for ties, dare and magnitude_prune"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed for the entries that dare drops")
     add_output(parser)
 
 

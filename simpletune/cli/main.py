@@ -1,4 +1,4 @@
-"""Run the command line: parse, run one verb, turn errors into messages and exit codes."""
+"""Run the command line: parse it, run one verb, turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def in_words(error: OSError) -> str:
-    """Describe an error of the file system and its remedy."""
+    """Describe a file system error and its remedy."""
     return (
         f"{error.filename}: {error.strerror or type(error).__name__}. Repair or remove it, or check that this user has "
         "read and write permission"
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.filename is None:  # not about a file: the traceback is more useful
+        if error.filename is None:  # without a file, a traceback is more useful
             raise
         print(f"error: {redact(in_words(error))}", file=sys.stderr)
         return 2

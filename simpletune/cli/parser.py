@@ -1,4 +1,4 @@
-"""Parse arguments; report a mistake in one line with value, rule and a pointer to the help, without the usage."""
+"""Parse arguments; report a mistake in one line with value, rule and a pointer to the help instead of the usage."""
 
 from __future__ import annotations
 

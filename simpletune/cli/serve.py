@@ -40,7 +40,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE[:TOKEN]",
-        help="embeddings for every model but the base, called in prompts by TOKEN; repeatable",
+        help="embeddings for every model but the base, used in prompts as TOKEN; repeatable",
     )
     add("--precision", choices=("bf16", "fp32", "int8", "int8-quanto"), help=PRECISION_HELP)
     add("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)

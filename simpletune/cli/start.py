@@ -13,7 +13,7 @@ LENGTHS = ("short", "normal", "long")
 
 
 def init(args: argparse.Namespace) -> None:
-    """look at a folder of pictures and at this machine, and write a configuration that says why"""
+    """examine a folder of pictures and this machine, and write a configuration that explains its choices"""
     from simpletune.init import Answers
     from simpletune.init.command import CPU, Wish, init_command
 
@@ -26,19 +26,19 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``init``."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of pictures, with or without captions")
     parser.add_argument(
-        "--what", choices=WHAT, help="what the pictures teach (default: a guess by number and captions)"
+        "--what", choices=WHAT, help="what the pictures teach (default: guessed from their number and captions)"
     )
-    parser.add_argument("--trigger", metavar="WORD", help="the word that names it, and its class: 'sks dog'")
+    parser.add_argument("--trigger", metavar="WORD", help="the word that names the subject, and its class: 'sks dog'")
     parser.add_argument("--length", choices=LENGTHS, default="normal", help="how long to train (default: normal)")
     parser.add_argument(
-        "--model", metavar="NAME", help="hub name, folder or file of the base (default: by the machine)"
+        "--model", metavar="NAME", help="hub name, folder or file of the base (default: chosen for the machine)"
     )
     parser.add_argument("--device", metavar="CARD", help=f"{ABOUT_DEVICE}, or cpu (default: this machine's)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: FOLDER.json beside the folder)"
     )
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
-    parser.add_argument("--yes", action="store_true", help="ask nothing, even on a terminal")
+    parser.add_argument("--yes", action="store_true", help="do not ask questions, even on a terminal")
 
 
 def import_config(args: argparse.Namespace) -> None:
@@ -55,9 +55,9 @@ def import_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DATA",
-        help="its data sets: multidatabackend.json, a dataset's .toml, concepts.json; needless where FILE names them",
+        help="its data sets: multidatabackend.json, a dataset's .toml, concepts.json; not needed if FILE names them",
     )
-    parser.add_argument("--out", type=Path, metavar="OUT", help="file to write; without, the configuration is printed")
+    parser.add_argument("--out", type=Path, metavar="OUT", help="file to write (default: print the configuration)")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
 

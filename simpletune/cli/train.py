@@ -20,7 +20,7 @@ RESUME = (
 
 
 def train(args: argparse.Namespace) -> None:
-    """prepare the data, train, validate and export; of a folder of pictures, first write its configuration"""
+    """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
     args.config = of_folder(args.config)
     config = read(args)
     with listening():
@@ -35,7 +35,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def of_folder(config: Path) -> Path:
-    """Return the configuration of a folder of pictures, which is written if there is none; of a file, the file."""
+    """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
     from simpletune.config.shipped import find_config
     from simpletune.data.walk import walk
 
@@ -71,7 +71,7 @@ def finish(args: argparse.Namespace) -> None:
 
 def finish_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``finish``."""
-    about = "a run folder, for its last intact checkpoint, or RUN@STEP, such as runs/demo@100"
+    about = "a run folder (its last intact checkpoint), or RUN@STEP, such as runs/demo@100"
     parser.add_argument("run", metavar="RUN[@STEP]", help=about)
 
 
@@ -102,7 +102,7 @@ def prepare(args: argparse.Namespace) -> None:
 def prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``prepare``."""
     add_config(parser)
-    about = "folder or URL of another cache, single files or shards, whose samples are copied instead of encoded"
+    about = "folder or URL of another cache (files or shards) to copy samples from instead of encoding them"
     parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
 
 

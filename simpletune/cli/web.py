@@ -1,4 +1,4 @@
-"""The verb that shows the pages to train on: web."""
+"""The verb that serves the web pages: web."""
 
 from __future__ import annotations
 

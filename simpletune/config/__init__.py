@@ -1,6 +1,5 @@
-"""The configuration: TrainConfig, reading it from JSON and overrides, describing its problems, and resolving names to
-folders. Imports no torch.
+"""TrainConfig: read it from JSON and overrides, describe its problems, resolve names to folders. Imports no torch.
 
 May import the options (adapters, data, models, memory, quant, optim, profiling) and what is below them. Pipeline and
-the rooms above may import it.
+the packages above may import it.
 """

@@ -1,4 +1,4 @@
-"""Divide a step's pictures into micro-batches, and these among processes: the rules, and what replaces ``auto``."""
+"""Divide a step's pictures into micro-batches, and these among processes: rules, and how ``auto`` is resolved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def batch_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report sizes that contradict each other, and an exact sum of gradients that are not kept."""
+    """Report sizes that contradict each other, and an exact sum over gradients that are freed."""
     train = config.train
     if train.global_batch is None:
         if train.batch_size == "auto":
             yield Problem(
                 "train.batch_size",
-                "auto chooses by the card how train.global_batch is divided, and that is not set: then the card would "
-                "choose what a step learns from. Set train.global_batch to the number of pictures per step",
+                "auto lets the card decide how to divide train.global_batch, which is not set: the card would then "
+                "decide what a step learns from. Set train.global_batch to the number of pictures per step",
             )
     elif train.gradient_accumulation != 1:
         yield Problem(
@@ -52,7 +52,7 @@ def process_rules(train: Train, processes: int) -> Iterator[Problem]:
     """Report what a number of processes cannot do.
 
     Args:
-        train: with a batch size that is not auto.
+        train: options with a batch size other than auto.
         processes: how many will train.
     """
     micros = train.accumulation
@@ -77,7 +77,7 @@ def process_rules(train: Train, processes: int) -> Iterator[Problem]:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -87,10 +87,10 @@ def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
 
 
 def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
-    """Replace ``batch_size: auto`` by the number of the run's earlier start, which a resumed run keeps.
+    """Replace ``batch_size: auto`` by the number that the run chose when it first started.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         saved: the configuration of its checkpoint, if there is one.
     """
     before = ((saved or {}).get("train") or {}).get("batch_size")
@@ -98,7 +98,7 @@ def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
 
 
 def of_process(config: TrainConfig, processes: int) -> TrainConfig:
-    """Return the configuration of the step that one of several processes makes, to predict its memory and time."""
+    """Return the configuration of one process's share of a step, to predict its memory and time."""
     if processes == 1:
         return config
     own = {"gradient_accumulation": -(-config.train.accumulation // processes), "global_batch": None}
@@ -106,18 +106,19 @@ def of_process(config: TrainConfig, processes: int) -> TrainConfig:
 
 
 def sizes_of(global_batch: int, processes: int) -> list[int]:
-    """The micro-batches to choose from, ascending: each process gets at least one, and all as many if that is possible.
+    """List the possible micro-batch sizes, ascending: every process gets at least one micro-batch, and all get equally
+    many if possible.
 
     Args:
         global_batch: pictures in a step.
-        processes: how many compute it.
+        processes: number of processes that compute it.
     """
     dealt = [size for size in divisors(global_batch) if global_batch // size >= processes]
     return [size for size in dealt if global_batch // size % processes == 0] or dealt or [1]
 
 
 def smaller_batch(config: TrainConfig, processes: int) -> TrainConfig | None:
-    """Return the configuration with at most half the micro-batch; None if there is no such number."""
+    """Return the configuration with a micro-batch of at most half the size; None if there is none."""
     assert config.train.global_batch is not None, "a rule"
     sizes = [size for size in sizes_of(config.train.global_batch, processes) if size <= config.train.micro_batch // 2]
     return with_batch(config, sizes[-1]) if sizes else None

@@ -1,4 +1,4 @@
-"""Resolve ``precision.compute: auto`` by the device that trains, and refuse what that device cannot do. No torch."""
+"""Resolve ``precision.compute: auto`` for the device that trains, and refuse what it cannot do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Capability = tuple[int, int]
 
 
 def has_bf16(capability: Capability | None) -> bool:
-    """Tell whether a device computes in bf16; None is the CPU, which does."""
+    """Tell whether a device computes in bf16; None means the CPU, which does."""
     return capability is None or capability >= BF16_FROM
 
 
 def settle_compute(config: TrainConfig, capability: Capability | None, before: str | None = None) -> TrainConfig:
-    """Replace ``compute: auto`` and print the choice if it is not bf16's; return other configurations unchanged.
+    """Replace ``compute: auto``, and print the choice unless it is bf16; return other configurations unchanged.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         capability: CUDA compute capability of the device; None: the CPU.
-        before: the resolved type of the run's earlier start, which a resumed run keeps.
+        before: the type chosen when the run first started, which a resumed run keeps.
 
     Raises:
-        UserError: the device cannot compute in the type that the run was started with.
+        UserError: the device does not support the type that the run was started with.
         ConfigError: the configuration has options that the resolved type excludes.
     """
     if config.precision.compute != "auto":
@@ -51,7 +51,7 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
 
 
 def compute_to_draw(config: TrainConfig, capability: Capability | None) -> TrainConfig:
-    """Replace ``compute`` for drawing: auto by what the device can do, and a run's bf16 on a card that lacks it."""
+    """Replace ``compute`` for inference: auto by what the device supports, and bf16 on a card that lacks it."""
     compute = config.precision.compute
     if compute != "auto" and (compute != "bf16" or has_bf16(capability)):
         return config
@@ -62,7 +62,7 @@ def compute_to_draw(config: TrainConfig, capability: Capability | None) -> Train
 
 
 def kept_compute(config: TrainConfig, before: str | None) -> TrainConfig:
-    """Replace ``compute: auto`` by the type of the run's earlier start, if these weights have it."""
+    """Replace ``compute: auto`` by the type chosen when the run first started, if this weight precision supports it."""
     precision = config.precision
     known = get_args(type(precision).model_fields["compute"].annotation)
     return _with(config, before) if precision.compute == "auto" and before in known else config

@@ -42,8 +42,8 @@ ELSEWHERE = {
     "masked_loss": "data.mask", "masked_training": "data.mask", "conditioning_data_dir": "data.mask_path",
     "concepts": "data.sources", "subsets": "data.sources",
 }  # fmt: skip
-SUGGESTED = 100  # problems of one validation that get a message of our own
-RENAMED = {  # an option renamed before the first release, and other names of families
+SUGGESTED = 100  # problems of one validation that get our own message
+RENAMED = {  # options renamed before the first release, and other names of families
     "boundaries": "offload_checkpoint_inputs", "sd1": "sd15", "sd14": "sd15", "sd2": "sd15", "sd20": "sd15",
     "sd21": "sd15", "sd35": "sd3",
 }  # fmt: skip

@@ -63,7 +63,7 @@ def read_json(file: Path) -> Json:
         file: a JSON file, or the name of a shipped configuration.
 
     Raises:
-        UserError: with line and column.
+        UserError: with line and column of the mistake.
     """
     try:
         data = strict_json.read(find_config(file))
@@ -86,7 +86,7 @@ def read_json(file: Path) -> Json:
 
 
 def describe(value: object) -> str:
-    """Name the kind of a JSON value."""
+    """Describe the type of a JSON value."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
@@ -104,7 +104,7 @@ def with_default_tags(option: type[Option], data: Json) -> Json:
 
 
 def _tagged(field: FieldInfo, value: Json) -> Json:
-    """Add the default tags to an object of a field."""
+    """Add the default tags to a field's object."""
     union = union_of(field)
     if union is not None and union.tag not in value:
         value = {union.tag: default_tag(union, value), **value}

@@ -16,8 +16,8 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
 
     Args:
         config: configuration with demo names resolved and a known model.
-        on_host: the device is the CPU.
-        before: earlier choice of this run, which a resumed run keeps.
+        on_host: whether the device is the CPU.
+        before: the choice made when the run first started, which a resumed run keeps.
     """
     if config.memory.modulation != "auto":
         return config
@@ -31,7 +31,7 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
 
 
 def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
-    """Choose the kind and give the reason."""
+    """Return the choice and its reason."""
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
     if config.text.resident(config.model.clip_encoders):

@@ -12,15 +12,15 @@ from pydantic import Field
 from simpletune.options import Option, Problem
 from simpletune.shards.place import GIB, CachePlace
 
-LOCAL_RUNS = "runs"  # the folder of runs that are also kept in an object store
-LOCAL_CACHE = ".cache"  # the folder of what is cached on this machine if the cache is in an object store
+LOCAL_RUNS = "runs"  # local folder of runs that are also kept in an object store
+LOCAL_CACHE = ".cache"  # local cache folder if the cache is in an object store
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _STORE = re.compile(r"^(s3|gs|az)://[^/]+")
 _READABLE = re.compile(r"^(s3|gs|az|https?)://[^/]+")
 
 
 class Output(Option):
-    """Folders to write to, relative to the current folder, and what a run's price follows from."""
+    """Folders to write to, relative to the current folder, and the prices of machines."""
 
     runs: str = "runs"
     """Folder for runs: configuration, metrics, samples, checkpoints and result of each. Or a URL, for example
@@ -46,28 +46,28 @@ class Output(Option):
 
     @property
     def folder(self) -> str:
-        """The folder of runs on this machine."""
+        """Local folder of the runs."""
         return LOCAL_RUNS if _URL.match(self.runs) else self.runs
 
     @property
     def store(self) -> str | None:
-        """The URL of the object store that also keeps the runs; None if there is none."""
+        """URL of the object store that also keeps the runs, or None."""
         return self.runs.rstrip("/") if _URL.match(self.runs) else None
 
     @property
     def cache_folder(self) -> Path:
-        """The folder of this machine for what is cached."""
+        """Local cache folder."""
         return Path(LOCAL_CACHE if _URL.match(self.cache) else self.cache)
 
     @property
     def place(self) -> CachePlace:
-        """Where latents, masks and prompt embeddings are cached."""
+        """Location of cached latents, masks and prompt embeddings."""
         url = self.cache.rstrip("/") if _URL.match(self.cache) else None
         form = self.cache_form or ("files" if url is None else "shards")
         return CachePlace(self.cache_folder, form, url, int(self.cache_local_gib * GIB))
 
     def rules(self) -> Iterator[Problem]:
-        """Refuse URLs of what cannot be written to."""
+        """Refuse URLs of places that cannot be written to."""
         if self.store is not None and not _STORE.match(self.runs):
             yield Problem("output.runs", f"{self.runs} is not a store. Use s3://..., gs://..., az://... or a folder")
         if _URL.match(self.profiles):

@@ -39,7 +39,7 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
 
 
 def _places(merged: Json, path: str) -> list[str]:
-    """The paths that an override sets: ``data.FIELD`` stands for the field of every source, if there are several."""
+    """Return the paths that an override sets: with several sources, ``data.FIELD`` is the field of each."""
     section, _, rest = path.partition(".")
     data = merged.get(section)
     sources = data.get("sources") if section == "data" and isinstance(data, dict) else None

@@ -47,7 +47,7 @@ def file_problems(config: TrainConfig) -> list[Problem]:
 
 
 def _schedule_problems(config: TrainConfig) -> list[Problem]:
-    """List why the objective does not fit the model's schedule, if that is known without a download."""
+    """List conflicts of the objective with the model's noise schedule, if that is known without a download."""
     try:
         known = config.model.is_schedule_known()
         return list(config.objective.problems(config.model.scheduler_config)) if known else []
@@ -56,7 +56,7 @@ def _schedule_problems(config: TrainConfig) -> list[Problem]:
 
 
 def require_model_rules(config: TrainConfig) -> None:
-    """Check the rules that need the model's shapes and schedule, which ``check`` may not know before the download.
+    """Check rules that need the model's shapes and schedule, which ``check`` may not know before the download.
 
     Args:
         config: configuration with folders resolved.

@@ -1,20 +1,20 @@
-"""Make the name of a run from any text."""
+"""Turn any text into a valid name for a run."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-LONGEST = 80  # characters; a run's name may have 100, and a moved older run adds a number
-RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # by Windows
+LONGEST = 80  # characters; a name may have 100, and moving an older run appends a number
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # reserved by Windows
 
 
 def run_name(text: str, default: str = "imported") -> str:
-    """The nearest name that ``TrainConfig.name`` accepts.
+    """Return the closest name that ``TrainConfig.name`` accepts.
 
     Args:
-        text: any, such as the name of a folder.
-        default: the name if nothing of the text can stay.
+        text: any text, such as the name of a folder.
+        default: the name to use if no character of the text is valid.
     """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", plain).strip("._-")[:LONGEST].rstrip("._-")

@@ -254,7 +254,7 @@ class TrainConfig(Option):
             )
 
     def _in_backward_rules(self) -> Iterator[Problem]:
-        """Check what needs all gradients at once, although the backward pass frees each after its update."""
+        """Report options that need all gradients at once if the backward pass frees each after its update."""
         if not self.memory.optimizer_in_backward:
             return
         if self.train.clip_norm is not None and self.train.clip == "global":
@@ -306,7 +306,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def run_url(config: TrainConfig) -> str | None:
-    """Return the URL of a run in an object store; None if it is kept in its folder only."""
+    """Return the URL of a run in an object store; None if the run is only kept in its folder."""
     return None if config.output.store is None else f"{config.output.store}/{config.name}"
 
 

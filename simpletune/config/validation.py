@@ -1,4 +1,4 @@
-"""Options of the pictures and the loss that show what a run changes."""
+"""Options for validation pictures and evaluation loss."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Validation(Option):
     """End training when the validation loss no longer falls, which needs a split; null: train all steps."""
 
     def rules(self) -> Iterator[Problem]:
-        """Check that held-out pictures are evaluated, and that stopping early has a loss to go by."""
+        """Check that held-out pictures are evaluated, and that early stopping has a validation loss."""
         if self.split is not None and self.eval_samples == 0:
             yield Problem(
                 "validation.split",
@@ -80,6 +80,6 @@ class Validation(Option):
         if self.early_stop is not None and self.split is None:
             yield Problem(
                 "validation.early_stop",
-                "without validation.split there is no validation loss to stop by. Set split, such as 0.1, or remove "
+                "without validation.split there is no validation loss to decide by. Set split, such as 0.1, or remove "
                 "early_stop",
             )

@@ -1,4 +1,4 @@
-"""LoRA files from one form to another: export, merge, mix, extract, resize, with what their headers say.
+"""Convert LoRA files and their headers: export, merge, mix, extract, resize.
 
 May import lora, runs and what is below them. Only the command line and the web page import it.
 """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdates
     from simpletune.lora.updates import Update
 
-A1111 = "a1111"  # of hypernetworks
-SAID = ("title", "author", "description", "tags")  # fields of the header that the command line may give
+A1111 = "a1111"  # format of hypernetworks
+SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NamedLora:
     step: int | None = None
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
-        """Return the configuration that made it, if known."""
+        """Return the configuration that made the LoRA, if known."""
         return config_of(self.run, metadata)
 
     @property
@@ -75,7 +75,7 @@ def named_lora(text: str, strength: bool = False) -> NamedLora:
     Raises:
         UserError: no LoRA has that name.
     """
-    remedy = "Extract a LoRA from its difference to the base: simpletune extract BASE TUNED"
+    remedy = "Extract a LoRA from its difference from the base: simpletune extract BASE TUNED"
     named = find_lora(text, remedy=remedy, strength=strength)
     assert named.lora is not None
     return NamedLora(named.lora, named.run, 1.0 if named.scale is None else named.scale, named.step)
@@ -114,7 +114,7 @@ def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[st
     """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
 
     Raises:
-        UserError: they are LoRA already, or the layout holds none.
+        UserError: the updates are LoRA already, or the format does not hold LoRA.
     """
     from simpletune.lora.updates import Update
 
@@ -122,12 +122,12 @@ def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[st
     if args.format == "lycoris":
         raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
     if all(isinstance(update, Update) for update in updates.values()):
-        raise UserError("--rank and --energy approximate LoKr and LoHa; this is LoRA. Use simpletune resize")
+        raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
     return resized_all(updates, args)
 
 
 def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
-    """LoRAs of another rank, and the root of their squared error relative to the updates."""
+    """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
     from simpletune.lora.factors import resized
     from simpletune.lora.structured import delta_of
 
@@ -282,7 +282,7 @@ def refuse_same(out: Path, source: Path) -> None:
 
 
 def refuse_unfit_output(out: Path, single: bool) -> None:
-    """Refuse a name that does not suit the format."""
+    """Refuse a file name that does not match the format."""
     if single and out.suffix != ".safetensors":
         raise UserError(
             f"--out: {out} does not end in .safetensors. Name a .safetensors file, or use --format diffusers"

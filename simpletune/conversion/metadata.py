@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 MEDIUM_3 = SD3_WIDTHS[1536]
-SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; all others are SD3 Medium's, "m"
+SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
 
 
 def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
@@ -66,17 +66,17 @@ def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps
 
 SPEC = "modelspec."
 KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase", "usage_hint", "date", "resolution")
-"""Fields of the model spec that a converted file keeps."""
+"""Model spec fields that a converted file keeps."""
 
 
 def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
-    """Build the fields of the model spec that tell people what a file is.
+    """Build the model spec fields that tell people what a file is.
 
     Args:
         run: folder of the run that made it, if known.
-        step: of its checkpoint; None for its result.
-        known: the strings in the header of the file that is converted.
-        said: what the user says, by field: ``title``, ``author``, ``description``, ``tags``.
+        step: step of the run's checkpoint; None for its result.
+        known: header strings of the file to convert.
+        said: fields given by the user: ``title``, ``author``, ``description``, ``tags``.
     """
     fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
     if run is not None:
@@ -86,11 +86,11 @@ def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], 
 
 
 def model_fields(family: str) -> dict[str, str]:
-    """Name the model in the words of sd-scripts.
+    """Name the model in sd-scripts' terms.
 
     Args:
-        family: model that the updates are for, by their layers and widths. Updates do not tell which of SD 2's
-            architectures they are for, and some not even which U-Net.
+        family: the model that the updates fit, judged by their layers and widths. They do not reveal which of SD 2's
+            architectures they fit, and some not even which U-Net.
     """
     if is_sd3(family):
         model = SD3_MODELS.get(family, "m")
@@ -110,7 +110,8 @@ def model_fields(family: str) -> dict[str, str]:
 
 
 def base_fields(header: LoraHeader) -> dict[str, str]:
-    """What a file's header and keys say of its base, for updates of text encoders, which do not tell it themselves."""
+    """Return what a file's header and keys reveal about its base; for updates of text encoders only, which do not
+    reveal it themselves."""
     found = {name: header.metadata[name] for name in BASE_FIELDS if name in header.metadata}
     if any(name.startswith("lora_te_") for name in header.text):
         found.setdefault("ss_base_model_version", "sd_v1")
@@ -132,7 +133,7 @@ def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | No
 
 
 def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:
-    """Translate a run's configuration to the fields of sd-scripts."""
+    """Translate a run's configuration to sd-scripts' fields."""
     public = shareable(config)
     width, height = config.picture_size()
     terms = licence(config)
@@ -165,5 +166,5 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
 
 
 def source_note(what: str, sources: Json) -> dict[str, str]:
-    """Record in the header how a file was made from others, which are named without their folders."""
+    """Record in the header how a file was made from others; names them without their folders."""
     return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}

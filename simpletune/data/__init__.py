@@ -1,8 +1,8 @@
 """Pictures and captions, the plan of what each step trains on, and the cache of latents and embeddings.
 
-``data.source`` selects a member of the union ``Data``; a new source takes one file here and one line in the union
-(``One`` in ``several.py``, if several of it should mix). May import models and the packages below it. Config and the
-packages above may import this one.
+``data.source`` selects a member of the union ``Data``; a new source takes one file here and one line in the union, plus
+one in ``One`` (``several.py``) if it may be mixed with others. May import models and the packages below it. Config and
+the packages above may import this one.
 """
 
 from __future__ import annotations

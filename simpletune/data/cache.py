@@ -4,8 +4,8 @@ A file's name is a hash of everything that its content depends on, so a changed 
 a picture is never paired with another picture's caption. Files are written atomically: a killed run leaves no partial
 file. Each stores the CRC-32 of its content to detect later damage; a damaged file is renamed and encoded again.
 
-Processes that share a folder, of one run or of several, on one machine or on several, divide the work: whoever locks a
-range of keys encodes them, and the lock ends with its process.
+Processes that share a folder divide the work, whether they belong to one run or several, on one machine or several: the
+process that locks a range of keys encodes them, and its lock ends with it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 LATENTS_VERSION = 2  # increment when the crop of a picture or its encoding changes
 READ_WHOLE = 4 * 2**30  # bytes; if a run's files exceed this, only their headers are checked when it starts
 REMEMBERED = 2**16  # keys whose checksum a process verifies once; it verifies others each time
-PLACES = 2**60  # of keys: the first 15 digits of the hash that names a key's file
+PLACES = 2**60  # number of places for keys: 15 hexadecimal digits of the hash that names a key's file
 _DAMAGE = (ValueError, KeyError, UserError)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The share of the keys that a process encodes first: those whose hash lies in its part of all hashes.
+    """Share of the keys that a process encodes first: those whose hash lies in its part of the hash range.
 
     Args:
-        number: of the process, from 0.
+        number: index of the process, from 0.
         of: number of processes.
     """
 
@@ -50,7 +50,7 @@ class Share:
     of: int = 1
 
     def owner(self, key: str) -> int:
-        """The process in whose share a key is."""
+        """Return the index of the process whose share contains a key."""
         return place_of(key) * self.of // PLACES
 
     def count(self, keys: int) -> int:
@@ -62,7 +62,7 @@ ALONE = Share()
 
 
 class KeyedFolder:
-    """A folder with a file for each key, which several processes fill.
+    """Folder with a file for each key, filled by several processes.
 
     Args:
         folder: the folder.
@@ -73,18 +73,19 @@ class KeyedFolder:
         self.folder, self._lock = folder, lock or lock_of(folder)
 
     def file(self, key: str) -> Path:
-        """The file of a key."""
+        """Return the file of a key."""
         raise NotImplementedError
 
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
 
     def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
-        """Claim keys to encode, in groups; no other process that asks this way encodes a group before the next one.
+        """Claim keys to encode, in groups. A group stays locked against other processes until the next one is
+        requested.
 
-        First come the keys of the share, then those that the other processes have not begun, from the end of their
-        shares, and last, after waiting, those that others were encoding but have not written. Deletes the partial files
-        of killed processes.
+        Claims the keys of the share first, then keys that other processes have not begun, from the end of their shares,
+        and last, after waiting, keys that others locked but did not write. Deletes the partial files of killed
+        processes.
 
         Args:
             keys: the keys to encode.
@@ -108,17 +109,18 @@ class KeyedFolder:
                 lacking = sorted((key for key in group if key not in self), key=order.__getitem__)
                 if lacking:
                     yield lacking
-            self._remove_unfinished(ranges)  # of processes that were killed meanwhile
+            self._remove_unfinished(ranges)  # left by processes killed in the meantime
 
     def _claim_each(self, tried: list[list[str]], ranges: Ranges) -> Iterator[list[str]]:
-        """Yield each group, the last one first, while its range is locked; those that others hold, split and last."""
+        """Yield each group, the last one first, while its range is locked. Splits groups that others hold, and yields
+        them last."""
         held: list[list[str]] = []
         while tried:
             group = [key for key in tried.pop() if key not in self]
             with ranges.held(*_range(group)) if group else nullcontext(False) as claimed:
                 if claimed:
                     yield group
-                elif len(group) > 1:  # another process holds a part of it
+                elif len(group) > 1:  # another process holds part of it
                     tried += _split(group, len(group) // 2)[::-1]
                 else:
                     held.append(group)
@@ -149,12 +151,12 @@ class Cache(KeyedFolder):
         self._sound: set[str] = set()  # keys whose checksum this process has verified
 
     def file(self, key: str) -> Path:
-        """The file that stores a key's tensors."""
+        """Return the file that stores a key's tensors."""
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         return self.folder / f"{name}.safetensors"
 
     def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
-        """The keys that still have to be encoded. Renames and reports damaged files.
+        """Return the keys that still have to be encoded. Renames and reports damaged files.
 
         Verifies the checksums if the files take at most ``READ_WHOLE`` bytes in total. Otherwise checks only headers
         and lengths; the content is then verified at first use.
@@ -172,7 +174,7 @@ class Cache(KeyedFolder):
         return [key for key in wanted if key not in self]
 
     def _damage(self, key: str, whole: bool) -> str:
-        """What is wrong with a key's file; empty if nothing, or if there is none."""
+        """Describe what is wrong with a key's file; empty if nothing is, or if there is no file."""
         try:
             self._read(key) if whole else read_header(self.file(key))
         except FileNotFoundError:  # another process has set it aside
@@ -191,7 +193,7 @@ class Cache(KeyedFolder):
     def _remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
         for part in self.folder.glob(".*.part"):
-            digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # of the key's hash
+            digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # digits of the key's hash
             place = int((digits and digits[0]) or "0", 16)
             with ranges.held(place, place) as claimed:
                 if claimed and ranges.sure:  # otherwise its writer may be running
@@ -263,7 +265,7 @@ class Cache(KeyedFolder):
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """The CRC-32 of CPU tensors, including their names, types and shapes."""
+    """Return the CRC-32 of CPU tensors, including their names, types and shapes."""
     import torch
 
     value = 0
@@ -275,7 +277,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def place_of(key: str) -> int:
-    """Where a key lies among all, from 0 to ``PLACES``, evenly spread."""
+    """Map a key uniformly to an integer from 0 to ``PLACES``."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)
 
 
@@ -288,6 +290,6 @@ def _range(group: list[str]) -> tuple[int, int]:
 
 
 def view_key(view: View) -> str:
-    """Everything that a picture's latents depend on, apart from the autoencoder."""
+    """Return everything that a picture's latents depend on, apart from the autoencoder."""
     cut = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "version": LATENTS_VERSION}
     return json.dumps({"sha256": view.picture.digest, **cut}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Read and write the caption beside a picture, and refuse to write over one that has changed in the meantime."""
+"""Read and write the caption beside a picture; refuse to overwrite one that has changed in the meantime."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from simpletune.system.atomic import write_text
 
 
 class ChangedCaption(UserError):
-    """A caption file is no longer what it was when it was read."""
+    """A caption file has changed since it was read."""
 
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """The caption file of a picture.
+    """Caption file of a picture.
 
     Args:
-        file: NAME.txt or NAME.caption; it may not exist.
-        text: the caption, its lines as they are; empty if there is none.
+        file: NAME.txt or NAME.caption, which need not exist.
+        text: the caption with its line breaks; empty if there is none.
         digest: SHA-256 of the file's bytes; empty if it does not exist.
     """
 
@@ -35,14 +35,14 @@ class CaptionFile:
 
 
 def caption_file(root: Path, picture: Path) -> CaptionFile:
-    """Read the caption file of a picture, or say where it would be.
+    """Read the caption file of a picture; if there is none, return where it would be.
 
     Args:
-        root: the data folder; the file may not lead out of it.
+        root: the data folder; a file that links out of it is refused.
         picture: the picture.
 
     Raises:
-        UnusablePicture: there are two files, or the one there is cannot be read as text.
+        UnusablePicture: there are two files, or the only one cannot be read as text.
     """
     found = [file for suffix in TEXTS if os.path.lexists(file := picture.with_suffix(suffix))]
     if len(found) > 1:
@@ -71,7 +71,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         The file as it is now.
 
     Raises:
-        ChangedCaption: the file has changed, appeared or gone since it was read; it is left as it is.
+        ChangedCaption: the file was changed, created or deleted since it was read; it is left unchanged.
         UserError: the text is empty, too long, or contains control characters.
     """
     try:
@@ -80,22 +80,23 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         raise UserError(f"{before.file.name}: {reason}. Nothing was written") from None
     content = f"{text}\n"
     if not is_text(content) or len(content.encode()) > MAX_BYTES:
-        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or no text")
+        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
     if _digest_now(before.file) != before.digest:
         raise ChangedCaption(
-            f"{before.file.name} was changed by something else since it was read, and left as it is. Look at it again"
+            f"{before.file.name} was changed by something else since it was read, and is left unchanged. Look at it "
+            "again"
         )
     write_text(before.file, content, shared=True)
     return CaptionFile(before.file, text, digest_of(content.encode()))
 
 
 def digest_of(data: bytes) -> str:
-    """SHA-256 in hexadecimal digits."""
+    """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def plain_line(text: str) -> str:
-    """Text of a model as one line: without control and direction characters, and runs of space as one."""
+    """Turn a model's text into one line: without control and direction characters, with single spaces."""
     return " ".join(one_line(STEERING.sub(" ", text)).split())
 
 

@@ -17,7 +17,7 @@ from simpletune.options import UserError, plural
 
 METADATA = "metadata.jsonl"
 TEXTS = (".txt", ".caption")  # extensions of caption files
-MAX_BYTES = 2**20  # of a caption file
+MAX_BYTES = 2**20  # bytes of a caption file
 
 
 def checked(caption: str, what: str) -> str:
@@ -44,13 +44,13 @@ def one_line(caption: str) -> str:
 
 
 def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> tuple[list[Picture], str]:
-    """Join the lines of every caption or take each as a caption of its own, and add to the description how many
-    captions had several lines, or how many pictures have several captions.
+    """Join the lines of every caption, or take each line as a caption; add to the description how many captions had
+    several lines, or how many pictures have several captions.
 
     Args:
         pictures: the pictures with their captions as read.
         described: where the captions come from.
-        several: whether each line is a caption of its own.
+        several: whether each line is a separate caption.
     """
     settled = [
         replace(picture, caption=lines[0], more=lines[1:])
@@ -66,7 +66,7 @@ def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> 
 
 
 def _lines(picture: Picture, several: bool) -> tuple[str, ...]:
-    """The different captions of a picture, each on one line."""
+    """Return the distinct captions of a picture, each on one line."""
     if not several:
         return tuple(dict.fromkeys(map(one_line, picture.captions)))
     lines = (line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption))
@@ -89,7 +89,7 @@ def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
-    """The extensions of the caption files found beside pictures."""
+    """Return the extensions of caption files found beside pictures."""
     return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
 
 
@@ -151,7 +151,7 @@ class Metadata:
         self.rejected.append(Rejected(f"{METADATA}:{number}", reason, "line"))
 
     def unmatched(self, root: Path, names: Collection[str]) -> list[Rejected]:
-        """The lines that match none of the pictures found, with the reason."""
+        """Return the lines that match none of the found pictures, with the reason."""
         left = []
         for name, number in self.lines.items():
             if name in names:

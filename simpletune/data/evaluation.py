@@ -1,4 +1,4 @@
-"""What a run is evaluated on and how often, and the names of its evaluation loss."""
+"""Decide on what and how often a run is evaluated, and name its evaluation loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from simpletune.data.plan import Plan
     from simpletune.data.samples import Draw
 
-LEAST, MOST = 4, 16  # samples of an automatic evaluation
-SHARE = 0.02  # of the run's forward passes
+LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
+SHARE = 0.02  # largest share of the run's forward passes
 TRAINED, CLASS, UNRELATED = "training", "class", "unrelated"
 _GROUPS = {TRAINED: "the captions", CLASS: "the class", UNRELATED: "unrelated prompts"}
 
@@ -24,11 +24,11 @@ ON_TRAINING = "loss on training pictures at fixed noise"
 
 
 def loss_name(seen: int, held_out: int) -> str:
-    """The name that users see.
+    """Return the name that users see.
 
     Args:
-        seen: how many held-out pictures the loss is computed on.
-        held_out: how many pictures are held out; 0 without a split.
+        seen: number of held-out pictures that the loss is computed on.
+        held_out: number of held-out pictures; 0 without a split.
     """
     if not held_out:
         return ON_TRAINING
@@ -37,10 +37,10 @@ def loss_name(seen: int, held_out: int) -> str:
 
 
 def evaluated_on(plan: Plan, count: int) -> Json:
-    """The fields in the run's files that describe its evaluation loss.
+    """Return the fields that describe the evaluation loss in the run's files.
 
     Args:
-        plan: the run's plan.
+        plan: the plan of the run.
         count: ``validation.eval_samples``.
     """
     held_out = len(plan.held_out)
@@ -48,18 +48,18 @@ def evaluated_on(plan: Plan, count: int) -> Json:
 
 
 def drift_prompts(option: Validation) -> list[str]:
-    """The prompts beside the captions for which drift is measured."""
+    """Return the prompts besides the captions for which drift is measured."""
     if option.eval_samples == 0:
         return []
     return [*([option.class_prompt] if option.class_prompt is not None else []), *option.unrelated_prompts]
 
 
 def drift_groups(option: Validation, draws: list[Draw]) -> dict[str, list[Draw]]:
-    """The draws of each group of prompts, with the same latents, levels and noise: the captions, the class, unrelated.
+    """Return the draws of each group of prompts (captions, class, unrelated), with the same latents, levels and noise.
 
     Args:
-        option: gives the prompts.
-        draws: those of the evaluation loss.
+        option: provides the prompts.
+        draws: draws of the evaluation loss.
     """
     groups = {TRAINED: draws}
     if option.class_prompt is not None:
@@ -78,12 +78,12 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How much a run evaluates.
+    """Extent of a run's evaluations.
 
     Args:
-        samples: (picture, noise level, noise) samples of an evaluation; 0: there is none.
-        times: evaluations in the run.
-        share: of the run's forward passes, counted in samples.
+        samples: (picture, noise level, noise) samples of an evaluation; 0: no evaluation.
+        times: number of evaluations in the run.
+        share: share of the run's forward passes, counted in samples.
     """
 
     samples: int
@@ -91,8 +91,8 @@ class Evaluation:
     share: float
 
     def in_words(self) -> str:
-        """Describe it, and say where it takes more than its share."""
-        over = f": more than {SHARE:.0%}, as fewer samples say little" if self.samples == LEAST else ""
+        """Describe the evaluation, and note if it takes more than its share."""
+        over = f": more than {SHARE:.0%}, because fewer samples say little" if self.samples == LEAST else ""
         over = over if self.share > SHARE else ""
         return f"{plural(self.samples, 'sample')} {self.times} times, {self.share:.1%} of the forward passes{over}"
 
@@ -103,10 +103,11 @@ def settle_evaluation(
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         samples_per_step: mean number of samples that a step trains on.
-        steps: of the run.
-        before: number that the run had when it started; a resumed run keeps it, because only then are losses paired.
+        steps: number of steps of the run.
+        before: the number chosen when the run first started; a resumed run keeps it, because losses are paired only
+            then.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)
@@ -119,7 +120,7 @@ def settle_evaluation(
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of a mean; 0 for a single value."""
+    """Return the standard error of a mean; 0 for a single value."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -134,5 +135,5 @@ def drift_words(drift: Json) -> str:
 
 
 def scalar_name(plan: Plan) -> str:
-    """The name in trackers, where runs with and without a split must not share a curve."""
+    """Return the name in trackers, where runs with and without a split must not share a curve."""
     return "validation_loss" if plan.held_out else "training_loss_fixed_noise"

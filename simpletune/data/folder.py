@@ -103,7 +103,7 @@ class Folder(Source):
 
     @property
     def _masks(self) -> Path | None:
-        """The folder of the masks; None: they are beside the pictures."""
+        """Return the folder of the masks; None if they are beside the pictures."""
         return None if self.mask_path is None else Path(self.mask_path)
 
     def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[Rejected]]:

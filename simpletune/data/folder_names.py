@@ -1,4 +1,4 @@
-"""Folder names of kohya's scripts: ``10_sks dog`` holds pictures of "sks dog", each repeated ten times."""
+"""Folder names as in kohya's scripts: ``10_sks dog`` holds pictures of "sks dog", each repeated ten times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_hol
 
 
 def folder_of(root: Path, name: str) -> str:
-    """The folder whose name counts for a picture: the first below the data folder, or the data folder itself.
+    """Return the folder whose name applies to a picture: the first below the data folder, or the data folder itself.
 
     Args:
         root: the data folder.
@@ -24,7 +24,7 @@ def folder_of(root: Path, name: str) -> str:
 
 
 def meaning(folder: str) -> tuple[int, str] | None:
-    """The repeats and the words (class tokens) of a folder's name; None if it has another form or repeats 0 times."""
+    """Parse repeats and words (class tokens) of a folder's name; None if it has another form or repeats 0 times."""
     match = KOHYA.fullmatch(folder)
     if match is None or not match[2].strip() or not int(match[1]):
         return None
@@ -32,7 +32,7 @@ def meaning(folder: str) -> tuple[int, str] | None:
 
 
 def with_words(root: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> Callable[[Path], tuple[str, ...]]:
-    """A reader of captions that takes the words of the folder's name where a picture has no caption of its own."""
+    """Wrap a caption reader: a picture without a caption of its own gets the words of its folder's name."""
 
     def read(file: Path) -> tuple[str, ...]:
         known = meaning(folder_of(root, file.relative_to(root).as_posix()))
@@ -51,11 +51,11 @@ class MissingCaption(UnusablePicture):
 
 
 def described(root: Path, names: Sequence[str]) -> list[str]:
-    """Sentences that say how the folder names were understood.
+    """Return sentences that explain how folder names were interpreted.
 
     Args:
         root: the data folder.
-        names: names of its pictures.
+        names: names of the pictures in it.
     """
     folders = dict.fromkeys(folder_of(root, name) for name in names)
     known = {folder: found for folder in folders if (found := meaning(folder)) is not None}
@@ -70,11 +70,11 @@ def described(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
-    """Hint at ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats.
+    """Point to ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats.
 
     Args:
         root: the data folder.
-        names: names of its pictures.
+        names: names of the pictures in it.
     """
     folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
     numbers = [folder for folder in folders if (found := meaning(folder)) is not None and found[0] > 1]

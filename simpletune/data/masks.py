@@ -1,4 +1,4 @@
-"""Masks: where each picture is learned from, as files or as the picture's own opacity, and their crops in latents."""
+"""Masks of the parts of pictures to learn from, as files or by the picture's opacity, and their crops in latents."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
 VERSION = 1  # increment when the crop of a mask changes
-SHAPE_TOLERANCE = 0.02  # by which the aspect ratios of a mask and its picture may differ
+SHAPE_TOLERANCE = 0.02  # largest relative difference of the aspect ratios of mask and picture
 
 Kind = Literal["alpha", "files"]
 
 
 def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None) -> tuple[list[Path], list[str]]:
-    """The files that are pictures to train on, and a hint at masks among them if none are used.
+    """Return the files to train on, and a hint at masks among them if masks are not in use.
 
     Args:
-        files: those found in the data folder.
+        files: files found in the data folder.
         kind: ``data.mask``.
-        folder: the folder of the masks; None: they are beside the pictures.
+        folder: the folder of the masks; None: beside the pictures.
     """
     stems = {file.with_suffix("") for file in files}
     beside = [file for file in files if file.stem.endswith(LABEL) and _base(file) in stems]
@@ -48,12 +48,12 @@ def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None)
 
 
 def _base(mask: Path) -> Path:
-    """The picture of a mask beside it, without its extension."""
+    """Return the path of the picture that a mask beside it belongs to, without extension."""
     return mask.with_name(mask.stem.removesuffix(LABEL))
 
 
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
-    """The mask that a picture's opacity gives.
+    """Return the mask given by a picture's opacity.
 
     Raises:
         UnusablePicture: the picture has no transparency.
@@ -63,7 +63,7 @@ def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
 
 
 def require_alpha(data: bytes) -> None:
-    """Check that a picture has an opacity of its own.
+    """Check that a picture has transparency.
 
     Raises:
         UnusablePicture: it has none.
@@ -80,10 +80,10 @@ def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: S
         folder: the folder of the masks, where it has the picture's relative name; None: NAME-masklabel.png beside it.
         links: ``data.links``.
         file: the picture.
-        size: of the picture, in pixels.
+        size: size of the picture in pixels.
 
     Raises:
-        UnusablePicture: there is none, it cannot be read, or its shape is another than the picture's.
+        UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the picture's.
     """
     target = file.with_name(file.stem + LABEL) if folder is None else folder / file.relative_to(root).with_suffix("")
     place = next(_existing(target), None)
@@ -106,7 +106,7 @@ def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: S
 
 
 def _existing(target: Path) -> Iterator[Path]:
-    """The files of this name with a picture's extension, PNG first."""
+    """Return the existing files of this name with a picture's extension, PNG first."""
     for suffix in sorted(SUFFIXES, key=lambda suffix: suffix != ".png"):
         for name in (target.name + suffix, target.name + suffix.upper()):
             if os.path.lexists(place := target.with_name(name)):
@@ -114,10 +114,10 @@ def _existing(target: Path) -> Iterator[Path]:
 
 
 def latent_mask(view: View) -> np.ndarray:
-    """The mask of a crop at the latents' resolution, cropped and mirrored as the picture is.
+    """Return a crop's mask at the latents' resolution, cropped and mirrored like the picture.
 
     Args:
-        view: of a picture with a mask.
+        view: crop of a picture with a mask.
 
     Returns:
         uint8 [1, h/8, w/8]: the mean brightness or opacity of each place, 0 to 255.
@@ -145,7 +145,7 @@ def latent_mask(view: View) -> np.ndarray:
 
 
 def mask_key(view: View) -> str:
-    """Everything that a crop's mask depends on."""
+    """Return everything that a crop's mask depends on."""
     mask = view.picture.mask
     assert mask is not None
     cut_as = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "size": view.picture.size}
@@ -153,5 +153,5 @@ def mask_key(view: View) -> str:
 
 
 def masked(views: Iterable[View]) -> list[View]:
-    """The crops of pictures with a mask."""
+    """Select the crops of pictures with a mask."""
     return [view for view in views if view.picture.mask is not None]

@@ -53,7 +53,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def picture_size(data: bytes) -> Size:
-    """(width, height) after EXIF rotation, read from the header. Decodes a file that looks truncated, to be sure.
+    """Return (width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
 
     Raises:
         UnusablePicture: the file is not a picture, damaged, or too large.

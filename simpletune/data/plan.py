@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
-    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. It does not depend on how
-    many processes there will be.
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
+    on the number of processes.
 
     Raises:
         UserError: a source has no pictures, or none are on one side of the split.
@@ -111,7 +111,7 @@ class Plan:
         self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
     def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
-        """The samples of each bucket."""
+        """Return the samples of each bucket."""
         found: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             found[sample.bucket].append(index)
@@ -128,11 +128,11 @@ class Plan:
         return self._micros * self.batch_size - len(self.samples)
 
     def divided(self, batch: GlobalBatch) -> Plan:
-        """The plan of the same samples in steps of another size."""
+        """Return a plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
 
     def of_each_size(self) -> list[list[Draw]]:
-        """A micro-batch of each bucket with samples, those with the most pixels first, to try out their memory."""
+        """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory."""
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
             rows = [members[row % len(members)] for row in range(self.batch_size)]
@@ -140,15 +140,15 @@ class Plan:
         return found
 
     def sizes(self) -> list[Size]:
-        """The size of every bucket, including those of held-out pictures."""
+        """Return the size of every bucket, including those of held-out pictures."""
         return list(dict.fromkeys([*self.buckets, *(sample.bucket for sample in self.held_out)]))
 
     def largest(self) -> Size:
-        """The size of the bucket with the most pixels."""
+        """Return the size of the bucket with the most pixels."""
         return max(self.sizes(), key=lambda size: size[0] * size[1])
 
     def _order_of_epoch(self, number: int) -> Sequence[Sequence[int]]:
-        """The micro-batches (sample indices) of one epoch; a bucket's last one may be short."""
+        """Return the micro-batches (sample indices) of one epoch; a bucket's last one may be short."""
         batches = []
         for (width, height), members in sorted(self.buckets.items()):
             order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
@@ -157,32 +157,32 @@ class Plan:
         return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
 
     def _places(self, step: int) -> tuple[int, range]:
-        """The epoch of a step, and the range of the epoch's micro-batches that the step trains on; never empty."""
+        """Return the epoch of a step, and the range of the epoch's micro-batches in the step; never empty."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.accumulation
         return epoch, range(first, min(first + self.accumulation, self._micros))
 
     def micros(self, step: int) -> int:
-        """How many micro-batches a step has: ``accumulation``, or what is left at the end of an epoch."""
+        """Return the number of micro-batches of a step: ``accumulation``, or fewer at the end of an epoch."""
         return len(self._places(step)[1])
 
     def areas(self, step: int) -> list[int]:
-        """The pixels of a picture of each micro-batch of a step, which its cost follows."""
+        """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
         epoch, places = self._places(step)
         order = self._epoch(epoch)
         return [math.prod(self._bucket_of(order[place][0])) for place in places]
 
     def _bucket_of(self, index: int) -> Size:
-        """The bucket of a sample."""
+        """Return the bucket of a sample."""
         return self.samples[index].bucket
 
     def samples_in(self, step: int) -> int:
-        """How many samples a step contains over all its micro-batches."""
+        """Return the number of samples of a step, over all its micro-batches."""
         epoch, places = self._places(step)
         return sum(len(self._epoch(epoch)[place]) for place in places)
 
     def micro_batch(self, step: int, micro: int) -> list[Draw]:
-        """The ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
+        """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
 
         Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, fillers alone repeat that one.
 
@@ -202,7 +202,7 @@ class Plan:
         return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
 
     def source_of(self, sample: Sample) -> Source:
-        """The source of a sample's picture."""
+        """Return the source of a sample's picture."""
         return self.sources[sample.picture.source]
 
     def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> Draw:
@@ -218,60 +218,60 @@ class Plan:
         )
 
     def view(self, sample: Sample, variant: int) -> View:
-        """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
+        """Return one of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         draw, source = stream(self.seed, "view", sample.picture.digest, variant), self.source_of(sample)
         offset = (draw.random(), draw.random()) if source.crop == "random" else (0.5, 0.5)
         return View(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
 
     def prompt(self, sample: Sample, variant: int) -> str:
-        """The prompt of one variant of a sample."""
+        """Return the prompt of one variant of a sample."""
         return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[View]:
-        """Every distinct crop that the run may need: those of the samples in order, then of the held-out ones."""
+        """Return the distinct crops that the run may need: of the samples in order, then of the held-out ones."""
         return list(dict.fromkeys(self.view(sample, variant) for sample, variant in self._variants()))
 
     def captions(self) -> list[str]:
-        """Every distinct prompt that the run may need: those of the samples in order, then of the held-out ones."""
+        """Return the distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
         captions = [self.prompt(sample, variant) for sample, variant in self._variants()]
         dropped = any(source.caption_dropout for source in self.sources)
         return list(dict.fromkeys([*captions, ""] if dropped else captions))
 
     def _variants(self) -> Iterator[tuple[Sample, int]]:
-        """Every sample with each of its variants, then the held-out ones with their only one."""
+        """Yield every sample with each of its variants, then the held-out ones with their only one."""
         for sample in self.samples:
             yield from ((sample, variant) for variant in range(self.source_of(sample).variants))
         yield from ((sample, 0) for sample in self.held_out)
 
     def pictures(self) -> int:
-        """The number of different pictures that are trained on."""
+        """Return the number of different pictures that are trained on."""
         return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
-        """What one source contributes to an epoch.
+        """Return the contribution of one source to an epoch.
 
         Args:
-            index: of the source.
-            path: as it is shown.
+            index: index of the source.
+            path: path to display.
         """
         return share_of_listed(self, index, path)
 
     def example(self) -> str:
-        """The prompt of the first sample that is not for regularization."""
+        """Return the prompt of the first sample that is not for regularization."""
         return self.prompt(self._subjects()[0], 0)
 
     def _subjects(self) -> Sequence[Sample]:
-        """The samples that are not for regularization; all of them if there is no other."""
+        """Return the samples that are not for regularization; all of them if there is no other."""
         return [sample for sample in self.samples if not self.source_of(sample).regularization] or self.samples
 
     def _evaluated(self, count: int) -> list[Sample]:
-        """The samples of an evaluation: evenly spread, in order."""
+        """Return the samples of an evaluation: evenly spread, in order."""
         samples = self.held_out or self._subjects()
         few = count < len(samples)
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
     def evaluation(self, count: int) -> list[Draw]:
-        """A fixed set of draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
+        """Return fixed draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
         with samples, so that the two are not correlated.
@@ -284,12 +284,12 @@ class Plan:
         return draws
 
     def manifest(self) -> list[Json]:
-        """Everything that the order of samples and the evaluation depend on; checkpoints pin it."""
+        """Return everything that the order of samples and the evaluation depend on; checkpoints pin it."""
         return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
 
     def _row(self, sample: Sample) -> Json:
-        """One line of the manifest. What is new since the first version is there only where it is used, so that the
-        manifests of older checkpoints stay equal."""
+        """Return one line of the manifest. Fields added since the first version appear only where they are used, so
+        that manifests of older checkpoints still compare equal."""
         row: Json = {
             "file": sample.picture.name,
             "sha256": sample.picture.digest,

@@ -13,7 +13,7 @@ CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the captio
 
 
 def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
-    """The prompt of one variant of a picture.
+    """Return the prompt of one variant of a picture.
 
     Args:
         picture: with its captions.

@@ -1,4 +1,4 @@
-"""What a plan is made of: the samples of an epoch, the crops of a picture, and the draws of a micro-batch."""
+"""Elements of a plan: the samples of an epoch, the crops of a picture, and the draws of a micro-batch."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class View:
 
 @dataclass(frozen=True)
 class Draw:
-    """One presentation of a sample in a micro-batch.
+    """One sample as drawn for a micro-batch.
 
     Args:
         view: the picture and its crop.
         caption: the prompt; empty if dropped.
-        level: the noise level, after the shift: sigma in (0, 1) of a flow, the timestep of a diffusion.
+        level: the noise level after the shift: sigma in (0, 1) for flow, the timestep for diffusion.
         noise_key: the parts of the key that seeds the noise.
         weight: 1 for a sample of the epoch; 0 for a filler, which pads the micro-batch and is excluded from the loss.
-        loss_weight: the factor of its loss, of its source.
+        loss_weight: factor of the loss, set by the source.
     """
 
     view: View
@@ -58,7 +58,7 @@ class Draw:
 
 
 def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
-    """The size in pixels that a picture is cropped to, in multiples of ``step``."""
+    """Return the size in pixels that a picture is cropped to, in multiples of ``step``."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
@@ -84,20 +84,20 @@ def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = S
 
 
 def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
-    """The pictures that were not rejected."""
+    """Return the pictures that were not rejected."""
     bad = {(each.source, each.name) for each in rejected}
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
 
 
 def repeats_of(picture: Picture, source: Source) -> int:
-    """How often a picture appears in an epoch."""
+    """Return how often a picture appears in an epoch."""
     return source.repeats * picture.repeats
 
 
 def make_samples(
     pictures: Sequence[Picture], data: Source | Several, repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
-    """The samples of an epoch, sorted by source and picture name, with a picture's repetitions next to each other.
+    """Return the samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
 
     Args:
         pictures: the pictures to sample.
@@ -114,14 +114,15 @@ def make_samples(
 
 
 def samples_by_bucket(manifest: Sequence[Json]) -> Counter[str]:
-    """How many samples each bucket has in an epoch, by the manifest of a plan; a stream's says so in its first line."""
+    """Count the samples of each bucket in an epoch from a plan's manifest; a stream's manifest lists them in its first
+    line."""
     if manifest and "buckets" in manifest[0]:
         return Counter(manifest[0]["buckets"])
     return Counter("x".join(map(str, row["bucket"])) for row in manifest if not row.get("held_out"))
 
 
 def pictures_in(manifest: Sequence[Json]) -> int:
-    """How many pictures are trained on, by the manifest of a plan."""
+    """Count the pictures that are trained on from a plan's manifest."""
     if manifest and "buckets" in manifest[0]:
         return samples_by_bucket(manifest).total()
     return len({row["file"] for row in manifest if not row.get("held_out")})

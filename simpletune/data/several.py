@@ -1,4 +1,4 @@
-"""Several data sources in one run: their pictures are trained on by one plan, each by its own source's fields."""
+"""Several data sources in one run, mixed by one plan; each picture follows the fields of its own source."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ class Several(Option):
 
     @property
     def place(self) -> str:
-        """The different paths, for messages."""
+        """Distinct paths, for messages."""
         return ", ".join(dict.fromkeys(source.path for source in self.sources))
 
     @property
     def resolution(self) -> int:
-        """The largest resolution in pixels: the default size of validation pictures, and what memory must hold."""
+        """Largest resolution in pixels: the default size of validation pictures, and the size that memory must hold."""
         return max(source.resolution for source in self.sources)
 
     @property
     def prompt(self) -> str | None:
-        """The prompt of all pictures but those for regularization; None if they have captions or differ."""
+        """Prompt of all pictures but those for regularization; None if they have captions or different prompts."""
         prompts = {source.prompt for source in self.sources if not source.regularization}
         return prompts.pop() if len(prompts) == 1 else None
 
 
 def subjects(data: Source | Several) -> list[Source]:
-    """The sources that are not for regularization."""
+    """Return the sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]
 
 
 def field_of(data: Source | Several, index: int, name: str) -> str:
-    """The dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
     return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
 
 
@@ -75,7 +75,7 @@ def source_rules(data: Source | Several) -> Iterator[Problem]:
 
 
 def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> Iterator[str]:
-    """What a user should know about the caption options.
+    """Yield what a user should know about the caption options.
 
     Args:
         data: one or several sources.
@@ -103,7 +103,7 @@ def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Ite
 
 
 def scan_sources(data: Source | Several) -> Scan:
-    """Scan every source, in order, and say of each picture and unusable entry from which source it is.
+    """Scan every source, in order; record the source of each picture and unusable entry.
 
     Args:
         data: one or several sources, with ``demo:`` names resolved.
@@ -138,11 +138,11 @@ def _scan(data: Several, index: int, source: Source) -> Scan:
 def with_paths(
     data: Folder | Table | Stream | Several, change: Callable[[str], str]
 ) -> Folder | Table | Stream | Several:
-    """The same sources with other paths of pictures and masks.
+    """Return the same sources with other paths of pictures and masks.
 
     Args:
         data: one or several sources.
-        change: returns a path's replacement.
+        change: function from a path to its replacement.
     """
     if isinstance(data, Several):
         return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
@@ -151,7 +151,7 @@ def with_paths(
 
 
 def example_prompt(data: Source | Several, seed: int) -> str:
-    """The prompt of the first picture that is not for regularization.
+    """Return the prompt of the first picture that is not for regularization.
 
     Args:
         data: one or several sources, with ``demo:`` names resolved.
@@ -167,5 +167,5 @@ def example_prompt(data: Source | Several, seed: int) -> str:
 
 
 def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
-    """The unusable entries of the sources whose ``on_error`` is ``stop``."""
+    """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]

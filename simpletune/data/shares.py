@@ -1,4 +1,4 @@
-"""What each data source contributes to an epoch, for the screen, the run's files and pages."""
+"""Contribution of each data source to an epoch, for the screen, the run's files and pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SourceShare:
     Args:
         path: as the configuration names it.
         pictures: different pictures that are trained on.
-        passes: how often each of them appears in an epoch; a range if folder names repeat some more often.
-        samples: their presentations in an epoch.
+        passes: how often each picture appears in an epoch; a range if folder names repeat some more often.
+        samples: samples of the source in an epoch.
         held_out: pictures that ``validation.split`` holds out.
         prompts: different prompts over all variants, without the empty one of caption dropout; None: not counted.
         crops: different crops and flips over all variants; None: not counted.
@@ -46,7 +46,7 @@ class SourceShare:
     shape: str
 
     def in_words(self) -> str:
-        """One line about the source."""
+        """Return one line about the source."""
         parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
         parts += [self.shape, *([] if self.prompts is None else [plural(self.prompts, "prompt")])]
         counted = self.crops is not None and self.crops != self.pictures + self.held_out
@@ -59,10 +59,10 @@ class SourceShare:
 
 
 def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
-    """What each source contributes, in their order.
+    """Return the contribution of each source, in order.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         names: paths to show instead of those of the plan's sources.
     """
     paths = names or tuple(source.path for source in plan.sources)
@@ -70,7 +70,7 @@ def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
 
 
 def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
-    """What one source contributes to a plan that lists its samples."""
+    """Return the contribution of one source to a plan that lists its samples."""
     source: Source = plan.sources[index]
     samples = [sample for sample in plan.samples if sample.picture.source == index]
     held_out = [sample for sample in plan.held_out if sample.picture.source == index]
@@ -94,7 +94,7 @@ def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
-    """One line for each source, numbered; nothing for a single source without options of its own."""
+    """Yield one line for each source, numbered; nothing for a single source without options of its own."""
     if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or (found[0].prompts or 0) > found[0].pictures):
         return
     for index, share in enumerate(found):
@@ -116,7 +116,7 @@ SOURCE_COLUMNS = (
 
 
 def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
-    """The rows of a table of sources, under ``SOURCE_COLUMNS``."""
+    """Return the rows of a table of sources, under ``SOURCE_COLUMNS``."""
     return [
         (
             f"{index}: {printable(share.path)}",

@@ -1,4 +1,4 @@
-"""What every data source provides: its usable pictures with captions, and the reasons why others are rejected."""
+"""Interface of data sources: usable pictures with captions, and the reasons why others are rejected."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from simpletune.options import Option, Problem
 
 
 class UnusablePicture(Exception):
-    """The reason why a picture cannot be used."""
+    """A picture cannot be used, for the reason given."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Where a picture is learned from. Its bytes are read on demand.
+    """Mask of the parts of a picture to learn from. Its bytes are read on demand.
 
     Args:
-        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a file of its own.
+        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a separate file.
         digest: SHA-256 of the bytes.
         read: returns the bytes.
-        by_row: the digest is that of the row's place, and reading verifies the bytes by itself.
+        by_row: whether the digest identifies the row rather than the bytes; reading then verifies the bytes by other
+            means.
     """
 
     kind: Literal["alpha", "file"]
@@ -48,9 +49,9 @@ class Picture:
         source: the index of its source in ``data.sources``.
         more: its other captions, if it has several.
         repeats: how often its folder's name repeats it, beside ``data.repeats``.
-        mask: where it is learned from; None: everywhere.
-        by_row: the digest is that of the row's place in a data set in shards, which is known without reading the
-            picture; reading verifies the bytes by itself.
+        mask: mask of the parts to learn from; None: all of the picture.
+        by_row: whether the digest identifies a row of a data set in shards, known without reading the picture, rather
+            than the bytes; reading then verifies the bytes by other means.
     """
 
     name: str
@@ -116,8 +117,8 @@ class Scan:
         rejected: the unusable entries.
         captions: a description of where the captions come from.
         left_alone: pictures of unsupported formats, counted by file extension.
-        hints: sentences about data that the user may have meant differently.
-        notes: sentences that say how data was understood.
+        hints: sentences about data that may not be as the user intended.
+        notes: sentences that explain how data was interpreted.
     """
 
     pictures: list[Picture]
@@ -205,7 +206,7 @@ class Source(Option):
 
     @property
     def members(self) -> tuple[Source, ...]:
-        """This source alone, as one of several would list itself."""
+        """This source alone, in the form of a list of several sources."""
         return (self,)
 
     @property

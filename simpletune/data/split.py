@@ -11,7 +11,7 @@ DIGITS = 13  # leading hexadecimal digits of a digest, read as a number in [0, 1
 
 
 def position(digest: str) -> float:
-    """A picture's SHA-256 mapped to [0, 1), uniformly distributed over pictures."""
+    """Return a picture's SHA-256 mapped to [0, 1), uniformly distributed over pictures."""
     return int(digest[:DIGITS], 16) / 16**DIGITS
 
 

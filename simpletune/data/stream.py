@@ -1,4 +1,4 @@
-"""Data sets in shards, parquet or MDS, of which only the rows that a run uses are read."""
+"""Data sets in shards, parquet or MDS; a run reads only the rows that it uses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from simpletune.streams.columns import Columns
 if TYPE_CHECKING:
     from simpletune.streams.rows import ShardedRows
 
-LOOKED_AT = 1024  # rows of a scan, which looks at an example of them
-BLOCKS = 16  # that they come from
+LOOKED_AT = 1024  # rows that a scan examines as an example
+BLOCKS = 16  # parts of the data set that these rows come from
 
 
 class Stream(Source):
@@ -56,7 +56,7 @@ class Stream(Source):
     streamed: ClassVar[bool] = True
 
     def scan(self, path: Path) -> Scan:
-        """Look at some rows only: at most ``LOOKED_AT``, from blocks that are spread over the data set.
+        """Examine only some rows: at most ``LOOKED_AT``, from blocks spread over the data set.
 
         Raises:
             UserError: the data set is missing or damaged.
@@ -70,13 +70,13 @@ class Stream(Source):
             except UnusablePicture as reason:
                 rejected.append(Rejected(rows.name(row), str(reason)))
         looked = (
-            f"{plural(len(chosen), 'row')} of {len(rows):,} were looked at, from up to {BLOCKS} parts of the data set"
+            f"{plural(len(chosen), 'row')} of {len(rows):,} were examined, from up to {BLOCKS} parts of the data set"
         )
         notes = (*([looked] if len(chosen) < len(rows) else []), *rows.notes())
         return Scan(sorted(pictures, key=lambda picture: picture.name), rejected, self.captions_from, notes=notes)
 
     def problems(self, path: Path) -> Iterator[Problem]:
-        """Check the index, without reading a row; that of a URL only when the run starts."""
+        """Check the index without reading a row; the index at a URL is checked only when the run starts."""
         if self.repeats != 1:
             yield Problem(
                 "data.repeats",
@@ -95,10 +95,10 @@ class Stream(Source):
         """Open the data set and read its index.
 
         Args:
-            local: keeps shards that are fetched whole; None: a temporary folder.
+            local: where to keep shards that are fetched whole; None: a temporary folder.
 
         Raises:
-            UserError: it is missing or damaged, or lacks a column.
+            UserError: the data set is missing or damaged, or lacks a column.
         """
         from simpletune.streams.opening import Form, open_rows
 
@@ -106,22 +106,22 @@ class Stream(Source):
 
     @property
     def columns(self) -> Columns:
-        """The columns that are read."""
+        """Return the columns to read."""
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
         return Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
 
     @property
     def captions_from(self) -> str:
-        """Where captions come from, in words."""
+        """Describe where captions come from."""
         if self.prompt is not None:
             return f"one prompt for all pictures: {self.prompt!r}"
         return f"the column {self.caption_column}"
 
     def bucket(self, size: Size, step: int) -> Size:
-        """The size in pixels that a picture is cropped to.
+        """Return the size in pixels that a picture is cropped to.
 
         Args:
-            size: of the picture.
+            size: size of the picture.
             step: sides of buckets are multiples of this.
         """
         if self.aspect == "square":
@@ -129,12 +129,12 @@ class Stream(Source):
         return nearest_bucket(size, self.resolution, self.max_aspect, step)
 
     def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
-        """A row as a picture, whose bytes are not read yet.
+        """Return a row as a picture, without reading its bytes yet.
 
         Args:
             rows: the data set.
-            row: its number.
-            size: by the columns; with squares, that of the square.
+            row: number of the row.
+            size: size given by the columns; with squares, that of the square.
             step: sides of buckets are multiples of this.
 
         Raises:
@@ -148,7 +148,7 @@ class Stream(Source):
         return settle_lines([found], "", self.caption_lines == "several")[0][0] if self.prompt is None else found
 
     def _scanned(self, rows: ShardedRows, row: int) -> Picture:
-        """A row as a picture of the size that its bytes say.
+        """Return a row as a picture, with the size found in its bytes.
 
         Raises:
             UnusablePicture: it cannot be used.
@@ -162,7 +162,7 @@ class Stream(Source):
         return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
 
     def _texts(self, value: object) -> list[str]:
-        """The captions in a cell: a string, or a list of strings.
+        """Return the captions in a cell: a string, or a list of strings.
 
         Raises:
             UnusablePicture: there is none, or one cannot be used.
@@ -180,10 +180,10 @@ class Stream(Source):
         return [checked(text, what) for text in texts]
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
-        """Read a row's picture, and check what a scan checks of others.
+        """Read a row's picture, and make the checks that other sources make while scanning.
 
         Raises:
-            UnusablePicture: there is none, it is damaged or too small, or has another shape than its columns say.
+            UnusablePicture: the picture is missing, damaged or too small, or its aspect ratio differs from its columns.
             UserError: its shard is damaged.
         """
         value = _bytes(rows, row)
@@ -200,7 +200,7 @@ class Stream(Source):
 
 
 def _bytes(rows: ShardedRows, row: int) -> bytes:
-    """The bytes in a row's cell: themselves, or in {bytes, path}.
+    """Return the bytes in a row's cell: plain, or in {bytes, path}.
 
     Raises:
         UnusablePicture: there are none.
@@ -215,7 +215,7 @@ def _bytes(rows: ShardedRows, row: int) -> bytes:
 
 
 def example_rows(rows: ShardedRows) -> list[int]:
-    """Numbers of at most ``LOOKED_AT`` rows, from ``BLOCKS`` evenly spread blocks."""
+    """Return the numbers of at most ``LOOKED_AT`` rows, from ``BLOCKS`` evenly spread blocks."""
     count = len(rows.starts) - 1
     blocks = sorted({place * count // min(BLOCKS, count) for place in range(min(BLOCKS, count))})
     each = LOOKED_AT // len(blocks)

@@ -113,7 +113,7 @@ class Table(Source):
         return Picture(name, first, size, digest, read, more=tuple(more), mask=mask)
 
     def _texts(self, cell: pyarrow.Scalar) -> list[str]:
-        """The captions in a cell: a string, or a list of strings.
+        """Return the captions in a cell: a string, or a list of strings.
 
         Raises:
             UnusablePicture: there is none, or one cannot be used.
@@ -145,7 +145,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _table_files(path: Path, split: str = "") -> list[Path]:
-    """The table files at a path, sorted."""
+    """Return the table files at a path, sorted."""
     if path.is_file():
         return [path] if path.suffix in SUFFIXES else []
     return sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and split in f.name)
@@ -171,7 +171,7 @@ def _open(file: Path) -> pyarrow.parquet.ParquetFile | list[pyarrow.RecordBatch]
 
 
 def _chunks(file: Path) -> int:
-    """The number of row groups or record batches in a file."""
+    """Return the number of row groups or record batches in a file."""
     opened = _open(file)
     return len(opened) if isinstance(opened, list) else opened.num_row_groups
 
@@ -237,7 +237,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def _text_bytes(cell: pyarrow.Scalar) -> int:
-    """The size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
+    """Return the size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
     import pyarrow as pa
 
     if cell.is_valid and (pa.types.is_list(cell.type) or pa.types.is_large_list(cell.type)):

@@ -129,7 +129,7 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def too_large(size: int, limit: int) -> str:
-    """The reason to reject a file or a text of more than ``limit`` bytes."""
+    """Return the reason to reject a file or a text of more than ``limit`` bytes."""
     return f"has {size:,} bytes; the limit is {limit:,}"
 
 

@@ -1,4 +1,4 @@
-"""Change many captions at once: what would change is counted first, and only that is written."""
+"""Change many captions at once: preview the changes, then write exactly those."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simpletune.data.source import Source, UnusablePicture
 from simpletune.data.walk import is_text, readable, walk
 from simpletune.options import UserError
 
-LONGEST_TAG = 60  # characters; what is longer between two separators is a sentence
+LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Entry:
 
 
 def entries_of(root: Path, pictures: Iterable[Path]) -> list[Entry]:
-    """Read the caption of every picture, without opening pictures."""
+    """Read the caption of every picture without opening pictures."""
     return [_entry(root, file) for file in pictures]
 
 
@@ -56,7 +56,7 @@ def _entry(root: Path, file: Path) -> Entry:
 
 
 def pictures_of(root: Path, source: Source) -> list[Path]:
-    """The picture files of a folder, without masks."""
+    """Return the picture files of a folder, without masks."""
     from simpletune.data.folder import Folder
     from simpletune.data.masks import without_masks
 
@@ -67,11 +67,11 @@ def pictures_of(root: Path, source: Source) -> list[Path]:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of every caption that it fits.
+    """A change to every caption that it applies to.
 
     Args:
         kind: ``replace``: every occurrence of ``find``; ``prefix``: put ``text`` before captions that lack it.
-        find: exact text, upper and lower case told apart.
+        find: exact, case-sensitive text.
         text: the new text.
     """
 
@@ -86,7 +86,7 @@ class Edit:
             raise UserError("The prefix is empty. Type the text to put before captions")
 
     def apply(self, caption: str) -> str:
-        """The caption after the change."""
+        """Return the caption after the change."""
         if self.kind == "replace":
             return caption.replace(self.find, self.text).strip()
         prefix = self.text.strip()
@@ -95,7 +95,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Change:
-    """What an edit does to one caption."""
+    """Effect of an edit on one caption."""
 
     entry: Entry
     after: str
@@ -103,12 +103,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Preview:
-    """What an edit would do.
+    """Effect that an edit would have.
 
     Args:
         changes: captions that would change.
-        emptied: names of captions that would be empty, and are left as they are.
-        fingerprint: of all captions that would change, as they are now.
+        emptied: names of captions that would become empty, which are left unchanged.
+        fingerprint: digest of the current text of all captions that would change.
     """
 
     changes: list[Change]
@@ -117,13 +117,13 @@ class Preview:
 
 
 def preview(edit: Edit, entries: Sequence[Entry]) -> Preview:
-    """Say what an edit would do, and write nothing."""
+    """Determine what an edit would do, without writing."""
     changes: list[Change] = []
     emptied: list[str] = []
     texts: set[Path] = set()
     for entry in entries:
         if entry.caption is None or not entry.text or entry.caption.file in texts:
-            continue  # of two pictures with one caption file, the first counts
+            continue  # if two pictures share a caption file, the first counts
         texts.add(entry.caption.file)
         after = edit.apply(entry.text)
         if not after:
@@ -139,11 +139,11 @@ def preview(edit: Edit, entries: Sequence[Entry]) -> Preview:
 
 @dataclass
 class Applied:
-    """What was written.
+    """Outcome of an edit.
 
     Args:
         written: how many captions.
-        left: captions that changed at that very moment or cannot be written, and why.
+        left: captions that changed during the edit or cannot be written, and why.
     """
 
     written: int = 0
@@ -151,15 +151,15 @@ class Applied:
 
 
 def apply(found: Preview, fingerprint: str) -> Applied:
-    """Write an edit that a person has seen.
+    """Write an edit that a person has previewed.
 
     Args:
-        found: the edit as it would be done now.
-        fingerprint: of the preview that the person saw.
+        found: the current preview of the edit.
+        fingerprint: fingerprint of the preview that the person saw.
 
     Raises:
         ChangedCaption: captions have changed since then; nothing is written.
-        DiskFull: the disk is full; each caption is whole, old or new.
+        DiskFull: the disk is full; each caption is completely old or completely new.
     """
     if found.fingerprint != fingerprint:
         raise ChangedCaption("Captions have changed since the preview, and nothing was written. Look again")
@@ -175,7 +175,7 @@ def apply(found: Preview, fingerprint: str) -> Applied:
 
 
 def tag_counts(captions: Iterable[str], separator: str = ",") -> list[tuple[str, int]]:
-    """Count the tags of captions, most frequent first; each counts once a caption, sentences do not."""
+    """Count the tags of captions, most frequent first: each at most once per caption, and no sentences."""
     counts: Counter[str] = Counter()
     for caption in captions:
         parts = {part.strip() for part in one_line(caption).split(separator)}

@@ -15,7 +15,7 @@ COLUMNS, GAP, LINE = 8, 10, 16
 
 
 def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage]]]:
-    """The training pictures that have a tile, grouped by bucket, the largest group first."""
+    """Return the training pictures that have a tile, grouped by bucket, the largest group first."""
     order = {row.size: place for place, row in enumerate(found.buckets)}
     trained = [seen for seen in found.usable if seen.tile and seen.picture.name not in found.held_out]
     with_tile = sorted(trained, key=lambda s: (order[s.bucket], s.picture.name))

@@ -36,7 +36,7 @@ class LookAlikes:
 
     Args:
         title: the title of the section.
-        says: what the groups mean.
+        says: explanation of the groups.
         groups: the groups, those with thumbnails first.
         more: how many groups are omitted.
     """
@@ -81,7 +81,7 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
 
 
 def _small(seen: ScannedImage, embed: Callable[[Image.Image], str]) -> str:
-    """A thumbnail of the whole picture, as a data URI."""
+    """Return a thumbnail of the whole picture, as a data URI."""
     try:
         image = decode(seen.picture.read_same(), at_least=2 * SIDE)
     except UnusablePicture:  # changed since the scan: show only its name

@@ -85,7 +85,7 @@ def _alike(hashes: Sequence[PictureHash]) -> list[list[PictureHash]]:
 
 
 def _mean_difference(many: np.ndarray, one: np.ndarray) -> np.ndarray:
-    """The mean absolute difference between thumbnails [n, 64, 3] and one [64, 3]."""
+    """Return the mean absolute difference between thumbnails [n, 64, 3] and one [64, 3]."""
     import numpy as np
 
     return np.abs(many.astype(np.int16) - one.astype(np.int16)).mean(axis=(1, 2))

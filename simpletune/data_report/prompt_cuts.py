@@ -1,4 +1,4 @@
-"""Where the text encoders cut a caption off. Uses tokenizers alone, because importing transformers imports torch."""
+"""Find where text encoders truncate captions. Uses only tokenizers, because importing transformers imports torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
-"""CLIP's words: the pattern of arXiv:2103.00020's code."""
+"""CLIP's pattern for words, from the code of arXiv:2103.00020."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where one encoder cuts a caption off.
+    """Where one encoder truncates a caption.
 
     Args:
         encoder: ``CLIP`` or ``T5``.
-        tokens: of the caption, with those that the tokenizer adds.
-        limit: tokens that the encoder sees.
+        tokens: number of tokens of the caption, including those that the tokenizer adds.
+        limit: number of tokens that the encoder sees.
         place: index of the first character that it does not see.
     """
 
@@ -38,16 +38,16 @@ class Cut:
 
 
 class Cutter:
-    """The tokenizers of a model that are at hand.
+    """The locally available tokenizers of a model.
 
     Args:
-        config: its model names the folders; nothing is downloaded.
+        config: configuration whose model names the folders; nothing is downloaded.
     """
 
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
         self.problems: list[str] = []
-        """Tokenizers that are at hand but damaged."""
+        """Messages about tokenizers that are available but damaged."""
         length = getattr(config.model, "t5_length", None)
         parts = [("CLIP", LIMIT, "tokenizer"), *([("T5", length, "tokenizer_3")] if length is not None else [])]
         for name, limit, part in parts:
@@ -61,11 +61,11 @@ class Cutter:
 
     @property
     def names(self) -> list[str]:
-        """The encoders whose tokenizers are at hand."""
+        """Names of the encoders whose tokenizers are available."""
         return [name for name, _, _ in self.known]
 
     def cuts(self, captions: Sequence[str]) -> list[list[Cut]]:
-        """Return for each caption the encoders that cut it off, and where."""
+        """Return, for each caption, the encoders that truncate it, and where."""
         found: list[list[Cut]] = [[] for _ in captions]
         for name, limit, tokenizer in self.known:
             for place, encoding in enumerate(tokenizer.encode_batch(list(captions))):
@@ -80,7 +80,7 @@ class Cutter:
 
 @lru_cache(maxsize=8)
 def _loaded(folder: Path, changed: int) -> Tokenizer:
-    """A folder's tokenizer; kept, because reading one takes a tenth of a second."""
+    """Read a folder's tokenizer; cached, because reading one takes a tenth of a second."""
     return read_tokenizer(folder)
 
 

@@ -92,10 +92,10 @@ class DatasetReport:
         steps: steps in an epoch.
         batch: pictures in a step.
         on_error: ``data.on_error``.
-        hints: sentences about data that the user may have meant differently.
+        hints: sentences about data that may not be as the user intended.
         held_out: names of pictures that validation.split holds out; buckets and epochs exclude them.
-        notes: sentences that say how data was understood.
-        sources: what each source contributes to an epoch.
+        notes: sentences that explain how data was interpreted.
+        sources: contribution of each source to an epoch.
     """
 
     path: str
@@ -139,14 +139,14 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     """Scan a dataset.
 
     Args:
-        config: with the data's folder resolved.
+        config: configuration with the data's folder resolved.
         shown: how many pictures get a tile.
         names: what to call the sources instead of their folders.
 
     Raises:
         UserError: the data cannot be scanned at all.
     """
-    if config.data.streamed:  # whose split draws from all rows, and not from those that are looked at
+    if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
@@ -182,7 +182,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
 
 
 def _named(pictures: Sequence[Picture], config: TrainConfig) -> list[Picture]:
-    """Pictures with names that tell several sources apart: with the folder's name before them."""
+    """Prefix pictures' names with their folder's, to distinguish several sources."""
     paths = [source.path for source in config.data.members]
     if len(set(paths)) == 1:
         return list(pictures)
@@ -192,12 +192,12 @@ def _named(pictures: Sequence[Picture], config: TrainConfig) -> list[Picture]:
 
 
 def _place(picture: Picture) -> tuple[int, str]:
-    """Which entry of which source a picture is; the same folder may be listed twice."""
+    """Identify a picture by source and name; the same folder may be listed twice."""
     return picture.source, picture.name
 
 
 def evenly_spaced(count: int, room: int) -> list[int]:
-    """At most ``room`` evenly spaced indices from 0 to count - 1."""
+    """Return at most ``room`` evenly spaced indices from 0 to count - 1."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 

@@ -18,7 +18,7 @@ ASPECTS = {"1:3 and narrower": 0.3334, "1:2": 0.58, "2:3": 0.71, "3:4": 0.87, "s
 
 
 def sizes(found: DatasetReport) -> list[tuple[str, int]]:
-    """A histogram of sizes, as the side of a square with the same area, relative to the training resolution."""
+    """Return a histogram of sizes, as the side of a square with the same area, relative to the training resolution."""
     counts = [0] * len(SIZES)
     for seen in found.usable:
         side = (seen.picture.size[0] * seen.picture.size[1]) ** 0.5 / found.resolution
@@ -33,7 +33,7 @@ def sizes(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def aspects(found: DatasetReport) -> list[tuple[str, int]]:
-    """A histogram of aspect ratios, width to height."""
+    """Return a histogram of aspect ratios, width to height."""
     counts = dict.fromkeys(ASPECTS, 0)
     for seen in found.usable:
         aspect = seen.picture.size[0] / seen.picture.size[1]
@@ -42,7 +42,7 @@ def aspects(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def outcome(found: DatasetReport) -> str:
-    """What training would do about unusable entries."""
+    """Describe what training would do about unusable entries."""
     if not found.rejected:
         return "training would use every picture"
     if found.on_error == "skip":
@@ -51,7 +51,7 @@ def outcome(found: DatasetReport) -> str:
 
 
 def limit_in_words(found: DatasetReport) -> str:
-    """The limit on a caption's length."""
+    """Describe the limit on a caption's length."""
     return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
 
 
@@ -128,7 +128,7 @@ def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: DatasetReport) -> Json:
-    """The full report as JSON."""
+    """Return the full report as JSON."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
         "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],

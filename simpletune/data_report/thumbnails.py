@@ -1,4 +1,4 @@
-"""Thumbnails of the crops that training sees, kept as files."""
+"""Thumbnails of the crops that training sees, cached as files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ QUALITY = 80
 
 
 def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
-    """A thumbnail of the crop that training sees.
+    """Return a thumbnail of the crop that training sees.
 
     Args:
         image: RGB.
-        bucket: that the picture is cropped to.
+        bucket: size that the picture is cropped to.
         view: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
         side: the thumbnail's longer side in pixels.
     """
@@ -36,7 +36,7 @@ def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool
 
 
 def bucket_of_size(size: Size, source: Source, step: int) -> Size:
-    """The bucket of a picture's size, as ``data.samples.bucket_of``."""
+    """Return the bucket for a picture's size, as ``data.samples.bucket_of`` does."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(size, source.resolution, source.max_aspect, step)
@@ -45,11 +45,11 @@ def bucket_of_size(size: Size, source: Source, step: int) -> Size:
 def kept_thumbnail(file: Path, source: Source, step: int, folder: Path) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
-    Shows the centre, also where training crops at random.
+    Shows the centre even if training crops at random.
 
     Args:
         file: the picture.
-        source: gives the bucket.
+        source: determines the bucket.
         step: sides of buckets are multiples of this, in pixels.
         folder: where thumbnails are kept; it may be removed at any time.
 

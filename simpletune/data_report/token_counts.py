@@ -16,7 +16,7 @@ LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
-    """The number of tokens of each caption; None if no tokenizer is available."""
+    """Return the number of tokens of each caption; None if no tokenizer is available."""
     folder = tokenizer_folder(config, "tokenizer")
     if folder is None or not captions:
         return None
@@ -27,10 +27,10 @@ def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | No
 
 
 def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
-    """Find a tokenizer without downloading anything; None if it is not at hand.
+    """Find a tokenizer without downloading anything; None if it is not available locally.
 
     Args:
-        config: its model names folders or repositories.
+        config: configuration whose model names folders or repositories.
         part: ``tokenizer``, ``tokenizer_2`` or ``tokenizer_3``.
     """
     if config.is_demo:

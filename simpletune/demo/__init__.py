@@ -2,7 +2,7 @@
 captioned pictures, drawn when first used.
 
 Wherever a configuration takes a folder, a name that begins with `demo:` refers to them. May import system. Config, lora
-and the rooms above may import it.
+and the packages above may import it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CARD = Path(__file__).with_name("tiny_sd3_card.md")
 LAYERS = 3
 PICTURES = 12_288
 STRIPED_EVERY = 8
-"""One picture in this many is striped, the others are flat or painted: the demo's style should be rare, not unknown."""
+"""One picture in this many is striped, the others are flat or painted: the demo's style should be rare, but known."""
 
 
 def write_pictures(folder: Path, count: int, seed: int) -> None:
@@ -32,8 +32,8 @@ def write_pictures(folder: Path, count: int, seed: int) -> None:
 
     Args:
         folder: must not exist, or be empty.
-        count: how many.
-        seed: of scenes, styles and variations.
+        count: number of pictures.
+        seed: seed of scenes, styles and variations.
     """
     rng = np.random.default_rng([seed, 5])
     with new_folder(folder) as sibling:
@@ -52,7 +52,7 @@ def assemble(folder: Path, text: Path, vae: Path, seed: int) -> None:
         folder: must not exist, or be empty.
         text: folder with `tokenizer*` and `text_encoder*`.
         vae: the autoencoder's folder.
-        seed: of the transformer's weights, which `init: random` does not read.
+        seed: seed of the transformer's weights, which `init: random` ignores.
     """
     with new_folder(folder) as sibling:
         for part in sorted(text.iterdir()):
@@ -69,10 +69,10 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
     """Write the trained pipeline in half precision, with configuration, logs and summary in ``made_by/``.
 
     Args:
-        pipeline: from ``assemble``.
+        pipeline: the folder from ``assemble``.
         run: the run that trained the transformer.
-        folder: to write; replaced if it exists.
-        dtype: of all weights.
+        folder: folder to write; replaced if it exists.
+        dtype: type of all weights.
         logs: further files for ``made_by/``, by their names there.
     """
     from diffusers import StableDiffusion3Pipeline
@@ -102,13 +102,13 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
 
 
 def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
-    """Do every step that is not done yet.
+    """Run every step that has not been completed yet.
 
     Args:
         parts: folder for the parts and their logs.
         run: the run's folder, as in the configuration.
         folder: for the result.
-        overrides: of the configuration, for a shorter trial.
+        overrides: ``key.path=value`` overrides, for a shorter trial.
     """
     if not (parts / "vae" / "vae").exists():
         train_autoencoder.train(parts / "vae", train_autoencoder.STEPS)

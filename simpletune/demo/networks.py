@@ -41,7 +41,7 @@ def clip(tokenizer_folder: Path, width: int, activation: str) -> CLIPTextModelWi
 
     Args:
         tokenizer_folder: Defines the vocabulary size and the special tokens.
-        width: Of the hidden states and of the pooled output; 16 per head.
+        width: Width of the hidden states and of the pooled output; 16 per head.
         activation: `quick_gelu` for CLIP-L, `gelu` for CLIP-G.
     """
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
@@ -91,8 +91,8 @@ def transformer_config(layers: int, text_width: int, pooled_width: int) -> Json:
 
     Args:
         layers: Joint blocks, and heads of 64.
-        text_width: Of T5, to which the CLIP states are padded.
-        pooled_width: Of both pooled CLIP outputs together.
+        text_width: Width of T5, to which the CLIP states are padded.
+        pooled_width: Width of both pooled CLIP outputs together.
     """
     return {
         "sample_size": SAMPLE_SIZE,
@@ -114,8 +114,8 @@ def transformer(layers: int, text_width: int, pooled_width: int) -> SD3Transform
 
     Args:
         layers: Joint blocks, and heads of 64.
-        text_width: Of T5, to which the CLIP states are padded.
-        pooled_width: Of both pooled CLIP outputs together.
+        text_width: Width of T5, to which the CLIP states are padded.
+        pooled_width: Width of both pooled CLIP outputs together.
     """
     from diffusers import SD3Transformer2DModel
     from diffusers.models.embeddings import get_2d_sincos_pos_embed

@@ -167,9 +167,9 @@ def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw a scene, antialiased.
 
     Args:
-        scene: To draw.
+        scene: Scene to draw.
         pixels: Side of the square picture; outlines need about 48 or more.
-        seed: Of small variations of place, size, angle and shade, and of the brush strokes.
+        seed: Seed of small variations of place, size, angle and shade, and of the brush strokes.
 
     Returns:
         An RGB picture.
@@ -198,7 +198,7 @@ def draw_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: in
         scene: The outer shape and where it is; its style is not read.
         inner: Shape and colour of the inner one.
         pixels: Side of the square picture.
-        seed: Of small variations.
+        seed: Seed of small variations.
     """
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
@@ -291,7 +291,7 @@ def write_folder(
     Args:
         folder: Must not exist, or be empty.
         scenes: One per picture (`sample_scenes`, `balanced_scenes`).
-        seed: Of the variations of the scenes.
+        seed: Seed of the variations of the scenes.
         trigger: Word for the style in the captions; None: the style's own.
         pixels: Side of the pictures.
 

@@ -91,9 +91,9 @@ def build(
 
     Args:
         folder: Must not exist, or be empty.
-        sizes: Of the networks.
-        seed: Of the weights. No global random state is read or changed.
-        dtype: Of all weights on disk.
+        sizes: Sizes of the networks.
+        seed: Seed of the weights. No global random state is read or changed.
+        dtype: Type of all weights on disk.
         tokenizers: A folder with `tokenizer`, `tokenizer_2` and `tokenizer_3` to copy, such as SD3's. None: write
             the project's own, with one token for each word of the demo's captions.
 

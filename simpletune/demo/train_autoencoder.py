@@ -67,7 +67,7 @@ def render(count: int, seed: int, held_out: bool = False, style: str | None = No
 
     Args:
         count: Number of pictures.
-        seed: Of scenes and variations.
+        seed: Seed of scenes and variations.
         held_out: Draw held-out triples, and no patchwork.
         style: One of `pictures.STYLES`, or None for all.
     """
@@ -154,10 +154,10 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
     """Train and write the autoencoder in diffusers' layout, resuming from `state.pt` if it exists.
 
     Args:
-        folder: For `state.pt` (never deleted, so a longer training needs a new folder), `log.jsonl` and, at the end,
-            `vae/`.
-        steps: Of 16 pictures.
-        seed: Of the weights, the pictures and their order.
+        folder: Where to write `state.pt` (never deleted, so a longer training needs a new folder), `log.jsonl` and, at
+            the end, `vae/`.
+        steps: Number of steps of 16 pictures.
+        seed: Seed of the weights, the pictures and their order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)

@@ -48,7 +48,7 @@ class Reader:
 
     Args:
         name: folder to save it in.
-        tokenizer: of the encoder.
+        tokenizer: the encoder's tokenizer.
         encoder: a CLIP text model or a T5 encoder.
         length: t.
     """
@@ -119,8 +119,8 @@ def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str
 
     Args:
         count: b.
-        seed: of all random choices.
-        held_out: plain captions of held-out triples.
+        seed: seed of all random choices.
+        held_out: return plain captions of held-out triples instead.
 
     Returns:
         The captions, and for each of `ATTRIBUTES` the value's index in its table, [b].
@@ -154,8 +154,8 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
 
     Args:
         folder: for new `tokenizer*/`, `text_encoder*/` and `text_log.jsonl`.
-        steps: of 64 captions; training takes a few minutes and cannot be resumed.
-        seed: of weights and captions.
+        steps: number of steps of 64 captions; training takes a few minutes and cannot be resumed.
+        seed: seed of weights and captions.
     """
     from transformers import CLIPTokenizer, T5TokenizerFast
 

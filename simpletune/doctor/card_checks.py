@@ -11,7 +11,7 @@ from simpletune.system.devices import BF16_FROM, CUDA_13_FROM, sm
 from simpletune.system.disk import in_words
 
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
-LITTLE_FREE = 0.9  # share of the device memory, below which others use a lot
+LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 COMPILERS = ("gcc", "clang", "cc")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
 PROCESSES = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
@@ -22,7 +22,7 @@ OTHER_BUILD = (
 
 
 def driver(machine: Machine) -> Iterator[Finding]:
-    """Whether there is a driver, and one that torch's CUDA can use."""
+    """Check whether there is a driver that torch's CUDA can use."""
     answer = machine.command(*DRIVER)
     if answer is None and machine.ask("torch").get("devices"):
         yield Finding("driver", OK, "its version is unknown without nvidia-smi; torch reaches the card")
@@ -50,7 +50,7 @@ def driver(machine: Machine) -> Iterator[Finding]:
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
-    """Whether torch imports and can use the card that the driver shows."""
+    """Check whether torch imports and can use the card that the driver shows."""
     found, answer = machine.ask("torch"), machine.command(*DRIVER)
     if "error" in found:
         yield Finding("torch", PROBLEM, found["error"], "Nothing runs without torch",
@@ -70,7 +70,7 @@ def torch(machine: Machine) -> Iterator[Finding]:
 
 
 def card(machine: Machine) -> Iterator[Finding]:
-    """Which card there is, how much of its memory is free, and who uses it."""
+    """Check which card there is, how much of its memory is free, and which programs use it."""
     devices = machine.ask("torch").get("devices") or []
     if not devices:
         yield Finding("card", WARNING, "torch finds none", "Training SD3 on the CPU takes seconds to minutes per step",
@@ -90,14 +90,14 @@ def card(machine: Machine) -> Iterator[Finding]:
 
 
 def users(machine: Machine) -> str:
-    """The programs that use device memory, without their paths."""
+    """List the programs that use device memory, without their paths."""
     answer = machine.command(*PROCESSES)
     rows = [line.split(", ") for line in answer[1].splitlines()] if answer and answer[0] == 0 else []
     return "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Whether the card multiplies in bf16."""
+    """Check whether the card multiplies in bf16."""
     for device in (machine.ask("torch").get("devices") or [])[:1]:
         if tuple(device["capability"]) >= BF16_FROM:
             yield Finding("bf16", OK, f"yes ({sm(device['capability'])})")
@@ -110,7 +110,7 @@ def bf16(machine: Machine) -> Iterator[Finding]:
 
 
 def bitsandbytes(machine: Machine) -> Iterator[Finding]:
-    """Whether bitsandbytes loads its library for the device."""
+    """Check whether bitsandbytes loads its library for the device."""
     answer, has_card = machine.ask("bitsandbytes"), bool(machine.ask("torch").get("devices"))
     why = "nf4 weights and 8-bit optimizers need it"
     remedy = "Install it again: .venv/bin/python -m pip install --force-reinstall --no-deps bitsandbytes"
@@ -126,7 +126,7 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
 
 
 def quanto(machine: Machine) -> Iterator[Finding]:
-    """Whether optimum-quanto imports."""
+    """Check whether optimum-quanto imports."""
     answer = machine.ask("optimum-quanto")
     if "error" in answer:
         yield Finding("optimum-quanto", PROBLEM, answer["error"], "precision.weights=int8-quanto needs it",
@@ -136,7 +136,7 @@ def quanto(machine: Machine) -> Iterator[Finding]:
 
 
 def compiler(machine: Machine) -> Iterator[Finding]:
-    """Whether Triton has what it needs to compile: a C compiler and Python.h."""
+    """Check whether Triton has what it needs to compile: a C compiler and Python.h."""
     version = ".".join(map(str, machine.python()[:2]))
     asked = machine.environment.get("CC")
     found = [path for path in map(machine.which, [asked] if asked else COMPILERS) if path]
@@ -157,7 +157,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def int8_products(machine: Machine) -> Iterator[Finding]:
-    """Whether the card multiplies in int8; the kernel is compiled and its sums are compared."""
+    """Check whether the card multiplies in int8: compile the kernel and compare its sums."""
     if not machine.ask("torch").get("devices"):
         return
     answer = machine.ask("int8 products")

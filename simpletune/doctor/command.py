@@ -21,7 +21,7 @@ from simpletune.system.console import say
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.redact import redact
 
-FOUND = 1  # exit code: there are problems
+FOUND = 1  # exit code if there are problems
 CHECKS = (
     system_checks.python, system_checks.system, system_checks.memory, system_checks.disks, system_checks.folders,
     system_checks.environment, system_checks.port, card_checks.driver, card_checks.torch, card_checks.card,
@@ -34,9 +34,9 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     """Examine this machine.
 
     Args:
-        out: file to write.
-        train: also train.
-        as_json: print JSON at the end instead of lines on the way.
+        out: the file to write.
+        train: whether to train, too.
+        as_json: print JSON at the end instead of lines during the checks.
         steps: number of training steps of each precision.
 
     Raises:
@@ -72,7 +72,7 @@ def found(machine: Machine, steps: int) -> Iterator[Finding]:
     """Yield the findings of every check.
 
     Args:
-        machine: to examine.
+        machine: the machine to examine.
         steps: number of training steps of each precision; 0: do not train.
     """
     checks: dict[str, Check] = {check.__name__: partial(check, machine) for check in CHECKS}
@@ -83,7 +83,7 @@ def found(machine: Machine, steps: int) -> Iterator[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The text of the file: versions, then every finding."""
+    """Format the file: versions, then every finding."""
     now = datetime.datetime.now(datetime.UTC)
     lines = [f"simpletune doctor: simpletune {__version__}, {now:%Y-%m-%d %H:%M} UTC", ""]
     lines += [line for finding in findings for line in finding.lines()]

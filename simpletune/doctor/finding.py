@@ -1,4 +1,4 @@
-"""What a check found, and how to run checks so that none of them can end the others."""
+"""Findings of checks, and how to run checks so that a failing one does not stop the others."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROBLEM: Level = "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """One finding of a check.
 
     Args:
-        name: of what was checked.
+        name: name of what was checked.
         level: ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work.
-        value: what is there.
+        value: what the check found.
         why: why it matters.
         remedy: what to do.
     """
@@ -34,7 +34,7 @@ class Finding:
     remedy: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield it as lines of text; reason and remedy only where something is to be done."""
+        """Yield lines of text; with reason and remedy only if action is needed."""
         yield f"{self.level:<8} {self.name}: {self.value}"
         if self.level != OK:
             yield from (f"{'':<9}{text}" for text in (self.why, self.remedy) if text)
@@ -44,10 +44,10 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def examine(name: str, check: Check) -> Iterator[Finding]:
-    """Run a check; an exception of its own becomes a problem, with its reason and place.
+    """Run a check; an exception becomes a finding, with its reason and source line.
 
     Args:
-        name: for that problem.
+        name: name of that finding.
         check: yields findings.
     """
     try:

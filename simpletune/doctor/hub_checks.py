@@ -1,4 +1,4 @@
-"""Checks of the Hugging Face hub: is there a login, and does it open SD3 Medium?"""
+"""Checks of the Hugging Face hub: whether there is a login, and whether it gives access to SD3 Medium."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from simpletune.doctor.finding import OK, WARNING, Finding
 from simpletune.doctor.machine import Machine
 
 FILE = "model_index.json"
-SECONDS = 5.0  # to wait for the hub
+SECONDS = 5.0  # timeout for the hub
 LOGIN = "Run `hf auth login`, or set HF_TOKEN"
 
 
 def login(machine: Machine) -> Iterator[Finding]:
-    """Whether a token is stored; it is neither shown nor sent."""
+    """Check whether a token is stored, without showing or sending it."""
     from huggingface_hub import get_token
 
     if get_token() is None:
-        yield Finding("hub login", WARNING, "no token", "The hub gives SD3 Medium only to accounts that accepted its "
-                      "licence", f"{LOGIN}. Local folders and files, and SD 1.5 and 2 need none")  # fmt: skip
+        yield Finding("hub login", WARNING, "no token",
+                      "The hub only lets accounts that accepted its licence download SD3 Medium",
+                      f"{LOGIN}. Local folders and files, and SD 1.5 and 2 need none")  # fmt: skip
     else:
         yield Finding(
             "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"
@@ -26,18 +27,18 @@ def login(machine: Machine) -> Iterator[Finding]:
 
 
 def licence(machine: Machine) -> Iterator[Finding]:
-    """Whether this account may download SD3 Medium."""
+    """Check whether this account may download SD3 Medium."""
     from simpletune.families.sd3.shapes import SD3_MEDIUM
 
     yield from access(SD3_MEDIUM, "SD3 Medium")
 
 
 def access(name: str, title: str = "") -> Iterator[Finding]:
-    """Whether this account may download a model; asks the hub for the head of a small file.
+    """Check whether this account may download a model, by a HEAD request for a small file.
 
     Args:
-        name: of its repository.
-        title: of the model; empty: that name.
+        name: name of the repository.
+        title: the model's title; empty: the name of its repository.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError

@@ -1,4 +1,4 @@
-"""What the checks ask the machine. Tests answer in its place."""
+"""Queries of the checks to the machine. Tests replace it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletune.doctor.probe import Probe
 from simpletune.options import Json
 from simpletune.system.disk import existing, free_bytes
 
-SECONDS = 20  # for an answer of nvidia-smi
+SECONDS = 20  # timeout of nvidia-smi
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Machine:
 
     Args:
         probe: answers what needs torch, in a child process.
-        environment: variables.
-        folders: that simpletune writes to, by name.
+        environment: environment variables.
+        folders: folders that simpletune writes to, by name.
     """
 
     probe: Probe
@@ -37,14 +37,14 @@ class Machine:
     folders: Mapping[str, Path] = field(default_factory=lambda: written_folders())
 
     def ask(self, question: str) -> Json:
-        """Ask the child process; the answer has ``error`` if that failed."""
+        """Ask the child process; if that fails, the answer has ``error``."""
         return self.probe.ask(question)
 
     def command(self, *words: str) -> tuple[int, str] | None:
-        """Run a command: exit code and output; None if it does not exist.
+        """Run a command and return its exit code and output; None if it does not exist.
 
         Raises:
-            TimeoutExpired: it does not end.
+            TimeoutExpired: the command does not end in time.
         """
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
@@ -66,7 +66,7 @@ class Machine:
         return sys.version_info[:3]
 
     def python_header(self) -> Path:
-        """Where Python.h is, if it is installed."""
+        """Return the path of Python.h."""
         return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
     def exists(self, path: Path) -> bool:
@@ -74,7 +74,7 @@ class Machine:
         return path.exists()
 
     def which(self, name: str) -> str | None:
-        """Path of a program."""
+        """Return the path of a program."""
         return shutil.which(name)
 
     def locked_limit(self) -> int | None:
@@ -83,14 +83,14 @@ class Machine:
         return None if limit == resource.RLIM_INFINITY else limit
 
     def free(self, folder: Path) -> tuple[int, int]:
-        """Number of the disk of a folder, and its free bytes."""
+        """Return the device number of a folder's disk, and its free bytes."""
         return existing(folder).stat().st_dev, free_bytes(folder)
 
     def require_writable(self, folder: Path) -> None:
         """Write a file to a folder, or to the existing folder in which it would be created.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the folder cannot be written to.
         """
         with tempfile.TemporaryFile(dir=existing(folder)) as file:
             file.write(b"simpletune doctor")
@@ -100,7 +100,7 @@ class Machine:
         """Listen on a port of this machine for a moment.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the port cannot be opened.
         """
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,7 +108,7 @@ class Machine:
 
 
 def written_folders() -> dict[str, Path]:
-    """The folders of the default configuration, and the hub's cache."""
+    """Return the folders of the default configuration, and the hub's cache."""
     from huggingface_hub import constants
 
     from simpletune.config.output import Output

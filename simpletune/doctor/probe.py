@@ -1,6 +1,6 @@
-"""Ask questions that need torch, in a child process: a library that crashes or hangs there does not end the parent.
+"""Ask questions that need torch in a child process, so that a library that crashes or hangs does not stop the parent.
 
-Parent and child exchange lines of text: a question, and an answer in JSON after a mark, since libraries print too.
+Parent and child exchange lines of text: a question, and a JSON answer after a marker, because libraries print, too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from simpletune.printable import reason_of
 
 MARK = "@doctor "
 COMMAND = (sys.executable, "-m", "simpletune.doctor.probe")
-SECONDS = 120.0  # for an answer
+SECONDS = 120.0  # timeout for an answer
 PINNED = 256 * 2**20
 
 
 class Probe:
-    """A child process that answers questions; started when first asked, and again after it has died.
+    """Child process that answers questions; started at the first question, and again after it has died.
 
     Args:
-        command: that starts it.
-        seconds: to wait for an answer.
+        command: command line that starts it.
+        seconds: timeout for an answer.
     """
 
     def __init__(self, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS):
@@ -43,7 +43,7 @@ class Probe:
         self._unread = b""
 
     def ask(self, question: str) -> Json:
-        """Return the answer, the same each time; with ``error`` if there is none.
+        """Return the answer, cached for each question; it has ``error`` if there is none.
 
         Args:
             question: a key of ``QUESTIONS``, or ``steps WEIGHTS COUNT``.
@@ -53,7 +53,7 @@ class Probe:
         return self._answers[question]
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -74,7 +74,7 @@ class Probe:
         return self._answer()
 
     def _answer(self) -> Json:
-        """Read until an answer, the child's end or the time is up."""
+        """Read until there is an answer, the child ends, or time runs out."""
         assert self._process is not None and self._process.stdout is not None
         stream, deadline = self._process.stdout, time.monotonic() + self.seconds
         with selectors.DefaultSelector() as selector:
@@ -91,7 +91,7 @@ class Probe:
         return {"error": f"no answer within {self.seconds:.0f} s"}
 
     def _ended(self) -> Json:
-        """Say how the child ended, with its last words."""
+        """Describe how the child ended, with its last line of output."""
         assert self._process is not None
         code = self._process.wait()
         self.close()
@@ -102,7 +102,7 @@ class Probe:
 
 
 def torch_facts() -> Json:
-    """What torch is, and the devices that it sees."""
+    """Return torch's version and the devices that it sees."""
     import torch
 
     from simpletune.options import UserError
@@ -125,10 +125,10 @@ def torch_facts() -> Json:
 
 
 def bitsandbytes_facts() -> Json:
-    """Which library bitsandbytes has loaded."""
+    """Return which library bitsandbytes has loaded."""
     from bitsandbytes.cextension import lib
 
-    error = vars(lib).get("formatted_error")  # of the stand-in for a library that does not load
+    error = vars(lib).get("formatted_error")  # class of the stand-in for a library that does not load
     found: Json = {"version": version("bitsandbytes"), "cuda": bool(getattr(lib, "compiled_with_cuda", False))}
     return found | ({"error": next(line for line in str(error).splitlines() if line.strip()).strip()} if error else {})
 
@@ -148,7 +148,7 @@ def pinned_facts() -> Json:
 
 
 def int8_facts() -> Json:
-    """Why the card cannot multiply in int8, or None."""
+    """Return why the card cannot multiply in int8, or None."""
     import torch
 
     from simpletune.quant.int8_products import why_not

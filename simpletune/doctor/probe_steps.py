@@ -25,11 +25,11 @@ MIB = 2**20
 
 
 def config_of(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
-    """The demo's configuration in one precision.
+    """Return the demo's configuration in one precision.
 
     Args:
         weights: ``precision.weights``.
-        capability: of the card; None on the CPU.
+        capability: compute capability of the card; None on the CPU.
     """
     overrides = [f"precision.weights={weights}", "precision.compute=auto"]
     config, _ = read_config(Path("demo"), overrides, needs_data=False)
@@ -68,7 +68,7 @@ def take_steps(weights: str, count: int) -> Json:
 
 
 def _losses(core: StepCore, synthetic: SyntheticBatches, count: int) -> tuple[list[float], list[float]]:
-    """Take the steps; returns losses and seconds of each."""
+    """Take the steps; return their losses and seconds."""
     torch.manual_seed(0)
     losses, seconds = [], []
     for step in range(count):

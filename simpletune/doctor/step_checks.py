@@ -10,14 +10,14 @@ from simpletune.doctor.machine import Machine
 from simpletune.options import Json, plural
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")
-ALLOWED, ALLOWED_MIB = 0.05, 64.0  # by how much a measured peak may exceed the predicted one: the larger of both
+ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 
 
 def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
     """Train in one precision.
 
     Args:
-        machine: to ask.
+        machine: the machine to ask.
         weights: ``precision.weights``.
         count: number of steps.
     """
@@ -31,7 +31,7 @@ def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
 
 
 def judged(name: str, answer: Json) -> Finding:
-    """Judge losses and memory of the steps."""
+    """Judge the steps by their losses and memory."""
     losses = answer["losses"]
     value = (
         f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {answer['seconds_per_step']:.4f} s a step in {answer['compute']}"
@@ -52,6 +52,6 @@ def judged(name: str, answer: Json) -> Finding:
         level, why = PROBLEM, "Every loss is 0: the device returns zeros instead of results"
         remedy = "Check the driver, then report it with this file attached"
     elif excess > 0:
-        level, why = WARNING, "More memory was used than predicted, so that predictions for this card are too low"
+        level, why = WARNING, "More memory was used than predicted, so predictions for this card are too low"
         remedy = "Leave room with --reserve, and report it with this file attached"
     return Finding(name, level, value, why, remedy)

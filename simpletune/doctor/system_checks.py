@@ -1,4 +1,4 @@
-"""Checks of the machine around the card: Python, system, memory, disk, folders, environment, port."""
+"""Checks of the machine apart from the card: Python, system, memory, disk, folders, environment, port."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from simpletune.system.disk import in_words
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
 LITTLE_MEMORY, LEAST_MEMORY = 12 * GIB, 4 * GIB
-LITTLE_DISK, LEAST_DISK, MODEL = 5 * GIB, GIB, 16 * 10**9  # MODEL: SD3 Medium's download with T5
+LITTLE_DISK, LEAST_DISK, MODEL = 5 * GIB, GIB, 16 * 10**9  # MODEL: download of SD3 Medium with T5
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup 2 and 1
 
 
 def python(machine: Machine) -> Iterator[Finding]:
-    """Whether Python is new enough."""
+    """Check whether Python is new enough."""
     version = machine.python()
     value, oldest = ".".join(map(str, version)), ".".join(map(str, OLDEST_PYTHON))
     if version[:2] < OLDEST_PYTHON:
@@ -29,7 +29,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 
 def system(machine: Machine) -> Iterator[Finding]:
-    """Whether this is Linux, and not inside Windows."""
+    """Check whether this is Linux, and not inside Windows."""
     name, release = machine.system()
     lines = (machine.read("/etc/os-release") or "").splitlines()
     title = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), name)
@@ -47,7 +47,7 @@ def system(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    """How much host memory there is, within a container's limit."""
+    """Check how much host memory there is, within a container's limit."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB", machine.read("/proc/meminfo") or "", re.M)
     amounts = {name: int(number) * 1024 for name, number in lines}
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
@@ -67,7 +67,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def pinned_memory(machine: Machine) -> Iterator[Finding]:
-    """Whether host memory can be pinned; tried where there is a card."""
+    """Check whether host memory can be pinned, if there is a card."""
     limit = machine.locked_limit()
     shown = "ulimit -l unlimited" if limit is None else f"ulimit -l {in_words(limit)}"
     if not machine.ask("torch").get("devices"):
@@ -84,7 +84,7 @@ def pinned_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def disks(machine: Machine) -> Iterator[Finding]:
-    """Whether the disks of the folders that simpletune writes to have room."""
+    """Check the free space on the disks that simpletune writes to."""
     names: dict[int, list[str]] = {}
     free: dict[int, int] = {}
     for name, folder in machine.folders.items():
@@ -104,7 +104,7 @@ def disks(machine: Machine) -> Iterator[Finding]:
 
 
 def folders(machine: Machine) -> Iterator[Finding]:
-    """Whether the folders can be written to."""
+    """Check whether the folders can be written to."""
     refused = {}
     for name, folder in machine.folders.items():
         try:
@@ -120,7 +120,7 @@ def folders(machine: Machine) -> Iterator[Finding]:
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
-    """Variables that change what torch does."""
+    """Check for environment variables that change what torch does."""
     given = machine.environment
     for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
         if name in given and "expandable_segments:true" not in given[name].lower().replace(" ", ""):
@@ -139,7 +139,7 @@ def environment(machine: Machine) -> Iterator[Finding]:
 
 
 def port(machine: Machine) -> Iterator[Finding]:
-    """Whether the default port of ``simpletune serve`` is free."""
+    """Check whether the default port of ``simpletune serve`` is free."""
     text = machine.environment.get("AIP_HTTP_PORT") or "8000"
     if not text.isdecimal() or int(text) > 65535:
         yield Finding("port of serve", WARNING, f"AIP_HTTP_PORT={text}", "It is not a port from 0 to 65535",

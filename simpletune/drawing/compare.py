@@ -77,7 +77,7 @@ def first_run(args: argparse.Namespace) -> str | None:
 
 
 def named(text: str) -> list[Weights]:
-    """Resolve a name on the command line: ``base``, or anything that ``find_named`` knows.
+    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows.
 
     Raises:
         UserError: nothing has that name.

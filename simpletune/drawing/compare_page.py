@@ -46,10 +46,10 @@ def write_page(
     """Write the page: a slider between any two models, a table of all pictures, and the measures.
 
     Args:
-        file: to write.
+        file: file to write.
         columns: one per model, the base first.
         requests: one per row.
-        figures: of each model, as in ``compare.json``.
+        figures: figures of each model, as in ``compare.json``.
         about: ``device``, ``precision`` and ``peak_memory`` of the comparison.
 
     Returns:
@@ -84,8 +84,8 @@ def write_latest(folder: Path, page: Path) -> Path:
     """Write a page with a fixed name that redirects to the newest comparison of a folder.
 
     Args:
-        folder: of numbered comparisons.
-        page: of the newest comparison.
+        folder: folder of numbered comparisons.
+        page: page of the newest comparison.
     """
     newest = page.relative_to(folder).as_posix()
     write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)

@@ -61,7 +61,7 @@ def requests_of(
 
 
 def default_prompt(session: InferenceSession) -> str:
-    """Return the run's first validation prompt, or the caption that it drew with instead."""
+    """Return the run's first validation prompt, or the caption that it used instead."""
     if session.config.validation.prompts:
         return session.config.validation.prompts[0]
     if session.run is None:
@@ -195,7 +195,7 @@ def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
 
 
 def _name_of(weights: Path) -> str:
-    """Shorten a weight file's or folder's name; those of a run are named by run and checkpoint."""
+    """Shorten the name of a weight file or folder; a run's are named by run and checkpoint."""
     place = weights.resolve()
     if place.parent.parent.name == CHECKPOINTS:
         return f"{place.parents[2].name}-{place.parent.name}"

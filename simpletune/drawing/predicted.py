@@ -21,9 +21,9 @@ def require_memory(session: InferenceSession, models: Sequence[Weights], request
     Text encoders, transformer and autoencoder are never in memory together.
 
     Args:
-        session: what draws.
-        models: what is drawn with.
-        requests: pictures.
+        session: the session that draws.
+        models: the weights to draw with.
+        requests: pictures to draw.
 
     Raises:
         UserError: a stage does not fit on the card.

@@ -12,8 +12,8 @@ from simpletune.system.safetensors_file import WeightReader
 
 
 def without_twins(models: Sequence[Weights]) -> list[Weights]:
-    """Drop duplicates. Of two models with equal weights, keep one at the later position under the later name, because
-    checkpoints are in order of steps; of a full model keep the result, which has the base's precision."""
+    """Drop duplicates. Of two models with equal weights, keep the one with the later position and name, because
+    checkpoints are ordered by step; for full models keep the result, which has the base's precision."""
     kept: list[Weights] = []
     for weights in dict.fromkeys(models):
         twin = next((each for each in kept if _are_same(each, weights)), None)
@@ -56,7 +56,7 @@ def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bo
     """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``.
 
     Args:
-        both: whether ``files`` must contain no other tensors.
+        both: whether ``files`` must not contain other tensors.
     """
     whole, some = WeightReader(files), WeightReader(part)
     if not (some.names == whole.names if both else some.names <= whole.names):

@@ -62,9 +62,9 @@ class GeneratedImages:
     """The pictures of one model.
 
     Args:
-        weights: that drew them.
+        weights: the weights that drew them.
         pictures: one for each request.
-        latents: of the pictures [1, c, h, w], fp32.
+        latents: latents of the pictures [1, c, h, w], fp32.
         denoise: seconds per picture in the transformer.
         decode: seconds per picture in the autoencoder.
     """
@@ -81,13 +81,13 @@ class InferenceSession:
     """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
 
     Args:
-        config: of the run, changed by arguments, with folders resolved.
+        config: configuration of the run, changed by arguments, with folders resolved.
         run: the run's folder, or None.
-        device: to draw on.
+        device: device to draw on.
         reason: the device and why it was chosen.
         stages: time and memory so far.
         speed: settings that may make drawing faster.
-        step: of the run's checkpoint to use; None: the run's result.
+        step: step of the run's checkpoint to use; None: the run's result.
     """
 
     config: TrainConfig
@@ -192,7 +192,7 @@ class InferenceSession:
 
 
 def open_session(args: argparse.Namespace) -> InferenceSession:
-    """Open the run that the arguments name, or the newest, with their changes; ``--model`` alone needs no run.
+    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run.
 
     Raises:
         UserError: there is no run, or no usable device.
@@ -260,8 +260,8 @@ def speed_of(args: argparse.Namespace) -> DrawingSpeed:
     asked = given_arguments(args, "batch_size", "reuse_guidance")
     if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
         raise UserError(
-            "--compile: compiled blocks need their weights in one place, and --resident-blocks moves them. "
-            "Leave out one of the two"
+            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
+            "one of the two"
         )
     return DrawingSpeed(**asked, compiled=bool(vars(args).get("compile")))
 

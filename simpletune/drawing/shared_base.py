@@ -27,7 +27,7 @@ class SharedBase:
 
     Args:
         config: with folders resolved.
-        device: to load onto.
+        device: device to load onto.
         sizes: (width, height) in pixels of every picture that will be drawn.
         compiled: whether to compile the blocks.
     """

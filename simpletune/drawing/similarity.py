@@ -51,9 +51,9 @@ class Likeness:
     """Cosines between pictures, and between pictures and prompts, by one encoder.
 
     Args:
-        option: of the command line that names it: ``--clip`` or ``--dino``.
+        option: command-line option that names it: ``--clip`` or ``--dino``.
         name: a folder or a hub name; only safetensors files are read.
-        device: to load onto.
+        device: device to load onto.
 
     Raises:
         UserError: there is no such encoder, it is of another kind, or its folder is damaged.

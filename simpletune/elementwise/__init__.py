@@ -1,4 +1,4 @@
-"""What a block does between its products and attention, each step in one kernel: Triton's on CUDA, torch's elsewhere.
+"""Operations of a block between its matmuls and attention, each in one kernel: Triton's on CUDA, torch's elsewhere.
 
 May import the modules directly in simpletune/ and system. Families may import this one.
 """

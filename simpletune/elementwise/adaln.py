@@ -38,7 +38,7 @@ class Context(Protocol):
 
 
 class Modulation(NamedTuple):
-    """What a normalised token is multiplied by, less one, and what is added.
+    """Scale (factor minus one) and shift of normalised tokens.
 
     Args:
         scale: [b, d].
@@ -50,10 +50,10 @@ class Modulation(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """What a block adds to its tokens.
+    """Gated output that a block adds to its tokens.
 
     Args:
-        y: [b, n, d], of attention or a feed-forward network.
+        y: [b, n, d], output of attention or a feed-forward network.
         gate: [b, d].
     """
 
@@ -71,8 +71,8 @@ def modulated(
 
     Args:
         x: tokens.
-        added: to the tokens; None: nothing.
-        modulations: one or two, of the same norm.
+        added: what to add to the tokens; None: nothing.
+        modulations: one or two modulations of the same norm.
         eps: added to the variance.
 
     Returns:
@@ -95,7 +95,8 @@ def modulated(
 def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
     """Compute x + gate y for each pair of tokens and what is added to them.
 
-    The sums come after everything that is saved for the backward pass: a checkpoint ends its recomputation before them.
+    Computes the sums after saving everything for the backward pass, so that a checkpoint ends its recomputation before
+    them.
     """
     fused = [in_one_kernel([x, *added]) for x, added in pairs]
     grad = torch.is_grad_enabled()
@@ -111,7 +112,8 @@ def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
 
 
 def in_one_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator takes these tensors. Autocast has types of its own, and torch's compiler fuses by itself."""
+    """Whether an operator accepts these tensors. Not under autocast, which chooses its own types, or torch's compiler,
+    which fuses by itself."""
     first = tensors[0]
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
         return False
@@ -124,9 +126,10 @@ def _any_gradient(tensors: Sequence[Tensor]) -> bool:
 
 
 class _Modulated(torch.autograd.Function):
-    """``modulated``. Passes x through if nothing is added, so that the gradient of that use joins in the kernel.
+    """Autograd function of ``modulated``. Passes x through if nothing is added, so that the kernel also sums that use's
+    gradient.
 
-    Saves the sum, and y only if the gate has a gradient.
+    Saves the sum, and y only if the gate or a modulation has a gradient.
     """
 
     @staticmethod
@@ -160,8 +163,8 @@ class _Modulated(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     """Return y, and multiply its gradient by the gate: half of ``add_gated``.
 
-    By itself, because a checkpoint ends its recomputation when the last tensor has been saved: the sum, which saves
-    nothing, is not computed again.
+    Separate from the sum, which saves nothing: a checkpoint ends its recomputation once the last tensor is saved, and
+    so does not recompute the sum.
     """
 
     @staticmethod
@@ -177,7 +180,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Added(torch.autograd.Function):
-    """x + gate y, whose gradient goes to x and, for ``_Gate``, to y as it is."""
+    """Compute x + gate y. Passes the gradient unchanged to x and to y, where ``_Gate`` multiplies it."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:

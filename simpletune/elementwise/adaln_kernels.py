@@ -18,7 +18,7 @@ from torch import Tensor
 
 from simpletune.elementwise.sizes import LONGEST, ROWS, Tokens, parts_of
 
-WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # by the largest number of elements
+WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # warps by the largest number of elements
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _gate_backward(
 
 
 def block_of(d: int) -> tuple[int, int]:
-    """Elements that a program holds for rows of this length, and its warps."""
+    """Return the elements that a program holds for rows of this length, and its number of warps."""
     block = triton.next_power_of_2(d)
     return block, next(warps for most, warps in WARPS if block <= most)
 
@@ -158,7 +158,7 @@ def block_of(d: int) -> tuple[int, int]:
 def modulate(
     x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
 ) -> list[Tensor]:
-    """See ``adaln.modulated``; returns what is modulated, the sum if anything is added, mean and inverse deviation."""
+    """See ``adaln.modulated``; return modulated tokens, the sum if anything is added, mean and inverse deviation."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y = x.contiguous(), None if y is None else y.contiguous()
     step, (gate, *rows) = _of_samples([gate, *scales, *shifts])
@@ -183,14 +183,14 @@ def modulate_backward(
     """See ``adaln.modulated``; one or two modulations.
 
     Args:
-        grads: of the modulated tokens [b, n, d].
-        tokens: that were modulated.
+        grads: gradients of the modulated tokens [b, n, d].
+        tokens: the tokens that were modulated.
         scales: [b, d].
         statistics: mean and inverse deviation, fp32 [b, n].
         trains: whether gate and modulations have gradients.
 
     Returns:
-        Gradients of the tokens, of what was added to them if there is a gate, and [count, b, d] those of each scale and
+        Gradients of the tokens, of what was added to them if there is a gate, and, [count, b, d], of each scale and
         shift in turn, then of the gate.
     """
     x, y, gate, grad_total = tokens
@@ -224,7 +224,7 @@ def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
-    """See ``adaln.gate_backward``."""
+    """Compute the gradients of ``adaln._Gate``: that of y, and that of the gate if y is given."""
     (b, n, d), (block, warps) = grad.shape, block_of(grad.shape[2])
     grad, y = grad.contiguous(), None if y is None else y.contiguous()
     step, (rows,) = _of_samples([gate])
@@ -239,7 +239,7 @@ def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
 
 
 def _partial_sums(x: Tensor, count: int, trains: bool) -> tuple[int, int, Tensor | None]:
-    """Tokens of a program, programs of a sample, and the memory [count, b, p, d] for ``count`` partial sums."""
+    """Return tokens per program, programs per sample, and the memory [count, b, p, d] for ``count`` partial sums."""
     b, n, d = x.shape
     if not trains:
         return 1, n, None
@@ -252,7 +252,7 @@ def _summed(sums: Tensor | None, like: Tensor) -> list[Tensor]:  # [count, b, p,
 
 
 def _of_samples(tensors: Sequence[Tensor | None]) -> tuple[int, list[Tensor | None]]:
-    """Modulations [b, d] as rows that lie equally far apart: that distance, and the tensors."""
+    """Return modulations [b, d] as rows with a common stride: the stride, and the tensors."""
     found = [tensor for tensor in tensors if tensor is not None]
     if any(tensor.stride() != (found[0].stride(0), 1) for tensor in found):
         tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]

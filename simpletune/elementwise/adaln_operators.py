@@ -1,8 +1,8 @@
-"""The operators of adaptive norms and gated sums, and their gradients': ``simpletune::modulate`` and so on.
+"""Operators for adaptive norms and gated sums, and for their gradients: ``simpletune::modulate`` and so on.
 
-Custom operators, so that fake tensors and memory accounting see what CUDA allocates and moves. On CUDA each is a Triton
-kernel that computes in fp32 and rounds once; elsewhere, and where Triton cannot compile, torch's operators in the order
-of diffusers' blocks, which round in between.
+They are custom operators so that fake tensors and memory accounting see what CUDA allocates and moves. On CUDA each is
+a Triton kernel that computes in fp32 and rounds once. Elsewhere, and where Triton cannot compile, torch's operators run
+in the order of diffusers' blocks, and round after each.
 
 Shapes: b samples, n tokens, d width.
 """
@@ -28,11 +28,11 @@ _LIBRARY.define(
 _LIBRARY.define("add_gated(Tensor x, Tensor y, Tensor gate) -> Tensor")
 _LIBRARY.define("gate_backward(Tensor grad, Tensor? y, Tensor gate) -> Tensor[]")
 for _name in ("modulate", "modulate_backward", "add_gated", "gate_backward"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # adaln.py defines gradients
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # adaln.py defines the gradients
 
 
 def plain_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:  # [b, n, d], [b, n, d], [b, d] -> [b, n, d]
-    """x + gate y by torch's operators, as diffusers' blocks have it."""
+    """Compute x + gate y by torch's operators, as diffusers' blocks do."""
     return x + gate.unsqueeze(1) * y
 
 
@@ -77,7 +77,7 @@ def _modulate_by_torch(
     total = x if y is None or gate is None else plain_sum(x, y, gate)
     normed, mean, rstd = torch.native_layer_norm(total, (x.shape[2],), None, None, eps)
     outs = [normed * (1 + scale[:, None]) + shift[:, None] for scale, shift in zip(scales, shifts, strict=True)]
-    statistics = [each.squeeze(2).float() for each in (mean, rstd)]  # the CPU's have the type of x
+    statistics = [each.squeeze(2).float() for each in (mean, rstd)]  # on the CPU these have the type of x
     return [*outs, *([] if y is None else [total]), *statistics]
 
 

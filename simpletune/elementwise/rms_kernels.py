@@ -1,7 +1,7 @@
 """Triton kernels for the norms of queries and keys: each reads and writes every number once, and sums in fp32.
 
-Called by ``rms_norm.py`` on CUDA; importing this module needs Triton. A program takes some ``ELEMENTS`` of short rows.
-The gradient of the weight goes through a row of partial sums for each program, in a fixed order.
+Called by ``rms_norm.py`` on CUDA; importing this module needs Triton. A program takes about ``ELEMENTS`` elements of
+short rows. The gradient of the weight is summed from one row of partial sums per program, in a fixed order.
 """
 
 # mypy: allow-incomplete-defs
@@ -63,7 +63,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] ->
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
-    """The gradient of x, and that of the weight if it trains."""
+    """Return the gradient of x, and that of the weight if it trains."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_x, d = torch.empty_like(x), x.shape[-1]
     rows, count = x.numel() // d, rows_of(d)

@@ -1,6 +1,6 @@
 """Norms of queries and keys (RMSNorm, arXiv:1910.07467) as one operator each, forward and backward.
 
-diffusers computes them by eight of torch's operators, half of them in fp32, which also keep an fp32 copy. The operators
+diffusers computes each by eight of torch's operators, half of them in fp32, and keeps an fp32 copy. The operators
 (``simpletune::rms_norm``) follow the rules of ``adaln.py``.
 
 Shapes: b samples, n tokens, h heads, d width of a head.
@@ -42,7 +42,7 @@ def normed(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
 
 
 class _Normed(torch.autograd.Function):
-    """``normed``, which saves its input."""
+    """Autograd function of ``normed``; saves its input."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,7 +69,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list
 
 
 def _parts(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The fp32 copy, the inverse root, and the product of both in the type of x."""
+    """Return the fp32 copy, the inverse root, and their product in the type of x."""
     wide = x.float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return wide, inverse, (x * inverse).to(x.dtype)

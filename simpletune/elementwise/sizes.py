@@ -1,4 +1,4 @@
-"""What the kernels of this folder work on, and sizes that decide how they divide it, without Triton.
+"""Tokens that the kernels of this folder work on, and the sizes by which they divide them. Imports no Triton.
 
 Shapes: b samples, n tokens, d width.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 LONGEST = 8192
 """The largest width: a row stays in the registers of one program."""
 ELEMENTS = 4096
-"""Numbers of short rows that one program takes."""
+"""Elements of short rows that one program takes."""
 ROWS = 32
-"""Tokens whose gradients of a modulation one program adds up."""
+"""Tokens over which one program sums a modulation's gradient."""
 
 
 class Tokens(NamedTuple):
     """Tokens of a norm in the backward pass; operators take them as a list.
 
     Args:
-        x: that were normalised [b, n, d].
-        y: what had been added to them, if the gate has a gradient.
-        gate: that multiplied it [b, d]; None: nothing had been added.
+        x: the tokens that were normalised [b, n, d].
+        y: what had been added to them; None if not saved.
+        gate: gate of y [b, d]; None: nothing had been added.
         grad_total: the gradient of x from elsewhere.
     """
 
@@ -35,28 +35,28 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Tokens:
-        """From an operator's list."""
+        """Build from an operator's list."""
         x, *others = tensors
         assert x is not None
         return cls(x, *others)
 
 
 def parts_of(n: int) -> int:
-    """Programs, and rows of partial sums, for the tokens of a sample."""
+    """Return the number of programs, and so of rows of partial sums, for the tokens of a sample."""
     return -(-n // ROWS)
 
 
 def partial_bytes(x: Tensor, count: int) -> int:
-    """Bytes of the fp32 partial sums of ``count`` gradients of modulations.
+    """Return the bytes of the fp32 partial sums for ``count`` gradients of modulations.
 
     Args:
         x: [b, n, d].
-        count: how many.
+        count: number of gradients.
     """
     b, n, d = x.shape
     return 4 * count * b * parts_of(n) * d
 
 
 def rows_of(d: int) -> int:
-    """Short rows that one program takes: a power of two."""
+    """Return the number of short rows that one program takes: a power of two."""
     return max(1, ELEMENTS // (1 << (d - 1).bit_length()))

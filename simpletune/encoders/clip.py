@@ -43,11 +43,11 @@ class Clip(Encoder):
 
     @staticmethod
     def side(config: object) -> int:
-        """s for a model's configuration."""
+        """Return s for a model's configuration."""
         return int(config.vision_config.image_size)  # type: ignore[attr-defined]
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
-        """Scale the shorter side to s, and cut the centre."""
+        """Scale the shorter side to s, and crop the centre."""
         side = self.side(self.model.config)
         return normalised([scaled_and_cut(picture, side, side) for picture in pictures], CLIP)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRAINED, SHORTER = 224, 256
-"""Side of the pictures that both papers evaluate on, and the shorter side that it is cut from."""
+"""Side of the pictures that both papers evaluate on, and length of the shorter side before cropping."""
 
 
 class Dino(Encoder):
@@ -33,18 +33,18 @@ class Dino(Encoder):
 
     @staticmethod
     def load(about: About) -> PreTrainedModel:
-        """Load the model from its folder; its pooler, which DINO did not train, is left out."""
+        """Load the model from its folder without its pooler, which DINO did not train."""
         from transformers import ViTModel
 
         return complete(ViTModel, about, add_pooling_layer=False)
 
     @staticmethod
     def side(config: object) -> int:
-        """The side that the model's position embeddings were trained for."""
+        """Return the side that the model's position embeddings were trained for."""
         return int(config.image_size)  # type: ignore[attr-defined]
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
-        """Scale the shorter side to s x 256 / 224, and cut the centre."""
+        """Scale the shorter side to s x 256 / 224, and crop the centre."""
         side = self.side(self.model.config)
         cut = [scaled_and_cut(picture, round(side * SHORTER / TRAINED), side) for picture in pictures]
         return normalised(cut, IMAGENET)
@@ -73,5 +73,5 @@ class Dino2(Dino):
 
     @staticmethod
     def side(config: object) -> int:
-        """224 as in the paper: its models name 518, the size of the last part of training, and interpolate."""
+        """Return 224 as in the paper: the models name 518, the size at the end of training, but interpolate."""
         return min(int(config.image_size), TRAINED)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What every encoder provides.
+"""Interface of encoders.
 
 Shapes: n pictures or prompts, d width of an embedding, s side of an encoder's input in pixels.
 """
@@ -30,9 +30,9 @@ class About:
         name: the folder or hub name that the user gave.
         folder: where its files are.
         kind: ``dino``, ``dinov2``, ``clip`` or ``siglip``.
-        digest: of its configuration and weights.
-        parameters: how many weights its file holds.
-        option: that named it, for messages.
+        digest: digest of its configuration and weights.
+        parameters: number of weights in its files.
+        option: the option that named it, for messages.
     """
 
     name: str
@@ -44,7 +44,7 @@ class About:
 
     @property
     def title(self) -> str:
-        """The name in tables: the last part of the hub name or folder."""
+        """Name in tables: the last part of the hub name or folder."""
         return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind
 
 
@@ -53,7 +53,7 @@ class Encoder(ABC):
 
     Args:
         about: the encoder.
-        device: to load onto.
+        device: device to load onto.
 
     Raises:
         UserError: the folder is damaged.
@@ -79,11 +79,11 @@ class Encoder(ABC):
     @staticmethod
     @abstractmethod
     def side(config: object) -> int:
-        """s for a model's configuration."""
+        """Return s for a model's configuration."""
 
     @abstractmethod
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
-        """Scale, cut and normalise pictures as the encoder's paper does."""
+        """Scale, crop and normalise pictures as the encoder's paper does."""
 
     @abstractmethod
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
@@ -119,7 +119,7 @@ class Encoder(ABC):
         found = torch.cat([part.float().cpu() for part in parts])
         if not bool(found.isfinite().all()):
             raise UserError(
-                f"{self.about.folder}: its embeddings are not finite. Its weights are damaged: get it again"
+                f"{self.about.folder}: its embeddings are not finite. Its weights are damaged: download it again"
             )
         return found
 

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[str, type[Encoder]]] = {
     "clip": ("clip", Clip),
     "siglip": ("siglip", Siglip),
 }
-"""The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has the type of SigLIP."""
+"""The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
 
 
 def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] = ()) -> About:
@@ -33,11 +33,11 @@ def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] =
 
     Args:
         name: a folder, a hub name, or a demo name (``demo:tiny-dino``).
-        option: that named it, for messages.
-        kinds: that the option takes, as in `KINDS`; none: all.
+        option: the option that named it, for messages.
+        kinds: kinds that the option accepts, as in `KINDS`; empty: all.
 
     Raises:
-        UserError: there is no such encoder, its kind is unknown or not taken, or it has no safetensors.
+        UserError: there is no such encoder, its kind is unknown or not accepted, or it has no safetensors.
     """
     place = _folder(name, option)
     kind = KINDS[_model_type(place)][0]
@@ -57,7 +57,7 @@ def load_encoder(about: About, device: torch.device) -> Encoder:
 
 
 def class_of(about: About) -> type[Encoder]:
-    """The class of an encoder."""
+    """Return the class of an encoder."""
     return KINDS[_model_type(folder_of(about))][1]
 
 

@@ -21,16 +21,16 @@ HALF: Norm = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def scaled_and_cut(picture: Image.Image, shorter: int, side: int) -> Image.Image:
-    """Scale a picture's shorter side by a bicubic filter, keeping its aspect ratio, and cut the centre square.
+    """Scale a picture's shorter side by a bicubic filter, keeping its aspect ratio, and crop the centre square.
 
     Args:
-        picture: of any size and mode.
+        picture: picture of any size and mode.
         shorter: length of the shorter side in pixels after scaling.
-        side: of the square, at most ``shorter``.
+        side: side of the square, at most ``shorter``.
     """
     width, height = picture.size
     scale = shorter / min(width, height)
-    # torchvision's rounding, which the papers' code uses: the longer side is cut to whole pixels
+    # as torchvision, which the papers' code uses: round the longer side down to whole pixels
     size = (shorter, int(height * scale)) if width <= height else (int(width * scale), shorter)
     scaled = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
     left, top = round((size[0] - side) / 2), round((size[1] - side) / 2)

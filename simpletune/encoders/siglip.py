@@ -40,8 +40,8 @@ class Siglip(Clip):
         return complete(SiglipModel, about)
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
-        """Squash pictures to a square, as both papers do: SigLIP's published models by a bicubic filter, SigLIP 2's,
-        which differ in their vocabulary, by a bilinear one."""
+        """Squash pictures to a square, as both papers do: by a bicubic filter for SigLIP's published models, by a
+        bilinear one for SigLIP 2's, recognised by their vocabulary."""
         side, words = self.side(self.model.config), self.model.config.text_config.vocab_size
         chosen = Image.Resampling.BICUBIC if words == FIRST_VOCABULARY else Image.Resampling.BILINEAR
         return normalised([squashed(picture, side, chosen) for picture in pictures], HALF)

@@ -43,5 +43,5 @@ def tokenizer_of(about: About) -> PreTrainedTokenizerBase:
 
 
 def folder_of(about: About) -> ModelFolder:
-    """The folder of an encoder, with the words of its messages."""
+    """Return the folder of an encoder, with the words for its messages."""
     return ModelFolder(about.folder, about.option, "encoder")

@@ -1,4 +1,4 @@
-"""``train.batch_size: auto``: the largest micro-batch that ``train.global_batch`` is a multiple of and that fits.
+"""``train.batch_size: auto``: the largest micro-batch that divides ``train.global_batch`` and fits.
 
 Predicted peaks are cached under ``<cache>/estimates/``, so a second start asks for no prediction.
 """
@@ -25,12 +25,12 @@ NO_CARD = (
     "train.batch_size: auto depends on the card's memory, and there is no card here. Name one "
     "(estimate CONFIG --device L4), set memory.budget_gib, or set a number"
 )
-ALIKE = 2  # micro-batches of a step whose gradients add up in place: more of them take no more memory
+ALIKE = 2  # gradients of micro-batches add up in place: more of them in a step take no more memory
 
 
 def peak_of(config: TrainConfig, size: Size) -> int:
-    """Predict the peak of the training step in bytes, without the libraries' workspaces, with all blocks checkpointed
-    if the number of these is to be chosen."""
+    """Predict the peak of the training step in bytes, without the libraries' workspaces. With ``checkpointing: auto``,
+    all blocks are checkpointed."""
     memory = config.memory.model_copy(update={"budget_gib": None})
     if memory.checkpointing == "auto":
         memory = with_checkpointed(config, config.model.blocks()).memory
@@ -56,9 +56,9 @@ def choose_batch(
     If nothing fits, the number is 1; the prediction of the whole job then reports the misfit.
 
     Args:
-        config: with demo names and ``memory.modulation`` resolved.
+        config: configuration with demo names and ``memory.modulation`` resolved.
         size: width and height in pixels of the largest bucket.
-        processes: how many train.
+        processes: number of processes.
         card: its memory is the budget if ``memory.budget_gib`` is not set.
         reserved: bytes of the card that other programs use.
 
@@ -76,7 +76,7 @@ def choose_batch(
     else:
         raise UserError(NO_CARD)
     sizes = sizes_of(train.global_batch, processes)
-    low, high = 0, len(sizes) - 1  # the largest that fits is in this range of indices; the smallest need not
+    low, high = 0, len(sizes) - 1  # range of indices of the largest that fits; the smallest need not fit
     while low < high:
         middle = (low + high + 1) // 2
         fits = peak_of(of_process(with_batch(config, sizes[middle]), processes), size) <= budget

@@ -1,7 +1,8 @@
 """``memory.checkpointing: auto``: checkpoint the fewest blocks that fit a budget or the card.
 
-Checkpointed blocks keep the output of attention, because nothing else saves as much time for its bytes; if even all
-blocks do not fit so, the fewest recompute it. Feed-forward networks are recomputed alone where that saves time.
+Checkpointed blocks keep the output of attention, because nothing else saves as much time per byte; if even
+checkpointing all blocks does not fit then, as few blocks as possible recompute it. Feed-forward networks are recomputed
+separately where that saves time.
 
 Predicted peaks are cached under ``<cache>/estimates/``, so a different budget or less free memory costs at most one
 more prediction.
@@ -37,7 +38,7 @@ NO_CARD = (
 
 
 class Recomputed(NamedTuple):
-    """How many blocks are checkpointed, and how many of these keep the output of attention."""
+    """Number of checkpointed blocks, and of those among them that keep the output of attention."""
 
     checkpointed: int
     keeping: int = 0
@@ -47,7 +48,7 @@ class Peaks:
     """Predicted peaks of the training step in bytes, by what is recomputed.
 
     Args:
-        config: with demo names resolved.
+        config: configuration with demo names resolved.
         size: width and height in pixels of the largest bucket.
     """
 
@@ -70,7 +71,7 @@ class Peaks:
 
 
 def with_checkpointed(config: TrainConfig, count: int, keeping: int = 0) -> TrainConfig:
-    """Return the configuration with ``count`` blocks checkpointed, of which ``keeping`` keep the output of attention.
+    """Return the configuration with ``count`` checkpointed blocks; ``keeping`` of them keep the output of attention.
 
     ``feed_forward: auto`` becomes alone if that saves time.
     """
@@ -85,17 +86,17 @@ def with_checkpointed(config: TrainConfig, count: int, keeping: int = 0) -> Trai
 
 
 def keeps_attention(config: TrainConfig) -> bool:
-    """Whether blocks that auto checkpoints may keep the output of attention."""
+    """Whether the blocks that ``auto`` checkpoints may keep the output of attention."""
     if config.memory.keep_attention == "auto":
         return may_keep_attention(config)
     return config.memory.keep_attention == "all"
 
 
 def fewest(config: TrainConfig, peaks: Callable[[Recomputed], int], budget: int) -> Recomputed | None:
-    """Find what takes least time of all that fits a budget; None if nothing does.
+    """Find the choice that fits a budget and takes the least time; None if nothing fits.
 
     Args:
-        config: with ``checkpointing: auto``.
+        config: configuration with ``checkpointing: auto``.
         peaks: predicts a peak in bytes.
         budget: the largest acceptable peak in bytes.
     """
@@ -117,11 +118,11 @@ def choose(
     If nothing fits the card, all blocks are checkpointed; the prediction of the whole job then reports the misfit.
 
     Args:
-        config: with demo names resolved.
+        config: configuration with demo names resolved.
         size: width and height in pixels of the largest bucket.
         card: its memory is the budget if ``memory.budget_gib`` is not set.
         reserved: bytes of the card that other programs use.
-        before: what this run chose earlier; reused if it fits.
+        before: what this run chose before; reused if it fits.
 
     Raises:
         UserError: the given budget is too small, or there is neither a budget nor a card.

@@ -1,4 +1,4 @@
-"""Find settings on each of several cards, and the card on which the job is cheapest or done first."""
+"""Find settings for each of several cards, and the card on which the job is cheapest or finishes first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Count = Callable[[str], object]
 
 @dataclass(frozen=True)
 class CardPlan:
-    """The settings of a job on one card.
+    """Settings of a job on one card.
 
     Args:
         card: the card.
         result: the fastest settings that fit; None if none do.
-        time: of the job with them.
-        samples: how many times as many samples the job would see with its steps as they are.
-        price: of an hour; None if no price is known.
+        time: time of the job with these settings.
+        samples: factor on the samples that the job would see if its number of steps stayed the same.
+        price: price per hour; None if unknown.
         why_not: why the card cannot run the job; empty if it can.
     """
 
@@ -39,20 +39,20 @@ class CardPlan:
 
     @property
     def seconds(self) -> float:
-        """Of the job, with as many samples as the configuration asks for; endless if the card cannot run it."""
+        """Seconds of the job for as many samples as the configuration asks for; infinite if the card cannot run it."""
         if self.time is None:
             return float("inf")
         return self.time.seconds + (1 / self.samples - 1) * self.time.stages["train"]
 
     @property
     def cost(self) -> float | None:
-        """The price of these seconds; None without a price or if the card cannot run the job."""
+        """Price of these seconds; None without a price or if the card cannot run the job."""
         if self.time is None or self.price is None:
             return None
         return self.seconds / 3600 * self.price.per_hour
 
     def as_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values for JSON."""
         found: dict[str, object] = {"device": self.card.name, "why_not": self.why_not or None}
         if self.result is None or self.time is None:
             return found
@@ -73,11 +73,11 @@ def plan_on(
     """Find the fastest settings on one card, and the time and price of the job with them.
 
     Args:
-        config: with demo names resolved.
-        card: that they must fit on.
-        price: of an hour of it.
+        config: configuration with demo names resolved.
+        card: the card that the settings must fit on.
+        price: price per hour of the card.
         reserved: bytes of the card that other programs use.
-        count: called after every prediction with a description of it.
+        count: called with a description after every prediction.
     """
     try:
         result = Search(config, card, reserved, count).fastest()[0]
@@ -91,28 +91,28 @@ def plan_on(
 
 
 def samples_of_step(config: TrainConfig) -> int:
-    """Samples of an optimizer step."""
+    """Return the number of samples of an optimizer step."""
     return config.train.micro_batch * config.train.accumulation
 
 
 def cheapest(plans: Sequence[CardPlan]) -> CardPlan:
-    """The plan that costs least.
+    """Return the plan that costs least.
 
     Raises:
-        UserError: no card fits, or no price is known of one that does.
+        UserError: the job fits on no card, or no price is known for those where it does.
     """
     able = [each for each in plans if each.result is not None]
     if able and not any(each.cost is not None for each in able):
         names = ", ".join(each.card.name for each in able)
-        raise UserError(f'--goal cheapest: no price is known of {names}. Give one with --prices: {{"CARD": {{...}}}}')
+        raise UserError(f'--goal cheapest: no price is known for {names}. Give one with --prices: {{"CARD": {{...}}}}')
     return min(_able(plans), key=lambda each: (each.cost is None, each.cost or 0.0, each.seconds))
 
 
 def fastest(plans: Sequence[CardPlan]) -> CardPlan:
-    """The plan that is done first.
+    """Return the plan that finishes first.
 
     Raises:
-        UserError: no card fits.
+        UserError: the job fits on no card.
     """
     return min(_able(plans), key=lambda each: each.seconds)
 
@@ -128,7 +128,7 @@ GOALS: Mapping[str, Callable[[Sequence[CardPlan]], CardPlan]] = {"cheapest": che
 
 
 def table(name: str, plans: Sequence[CardPlan], best: CardPlan) -> Iterator[str]:
-    """Tabulate what the job takes on each card with the settings that are fastest there."""
+    """Tabulate time and price of the job on each card with its fastest settings."""
     done_first = fastest(plans)
     yield f"{name}: predicted, with the fastest settings on each card"
     yield f"  {'card':<14}{'s/step':>9}{'hours':>8}{'price':>12}  settings"
@@ -153,10 +153,10 @@ def table(name: str, plans: Sequence[CardPlan], best: CardPlan) -> Iterator[str]
 
 
 def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
-    """Say what settings cost in time and in quality.
+    """Describe what settings cost in time and quality.
 
     Args:
-        config: before.
+        config: configuration before the changes.
         result: the settings.
     """
     step, memory = result.step_time, result.choice.config.memory
@@ -169,7 +169,7 @@ def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
     ]
     costly = [(seconds, what) for seconds, what in parts if seconds > 0.01 * step.seconds]
     if not costly:
-        yield "time: nothing is computed twice, copied or unpacked for memory's sake"
+        yield "time: nothing is computed twice, copied or unpacked to save memory"
     for seconds, what in costly:
         yield f"time: {seconds / step.seconds:.0%} of a step for {what}"
     for change in changes_of_quality(config, result.choice.config):
@@ -177,7 +177,7 @@ def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
 
 
 def _checkpointed(memory: Memory, blocks: int) -> str:
-    """Say what is recomputed."""
+    """Describe what is recomputed."""
     if memory.checkpointing == "feed_forward":
         return "feed-forward networks"
     option, keeping = memory.checkpointing, memory.keeping_attention(blocks)

@@ -1,4 +1,4 @@
-"""The ways to checkpoint and offload blocks between which ``plan`` chooses."""
+"""Ways to checkpoint and offload blocks, among which ``plan`` chooses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TILE = 1024  # tokens
 def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[tuple[str, tuple[str, ...]]]:
     """List the ways to checkpoint and offload blocks, as (description, overrides), by decreasing memory.
 
-    Attention's output in host memory costs less time than computing it again, so no way recomputes it before the last.
+    Keeping attention's output in host memory costs less time than recomputing it, so only the last ways recompute it.
 
     Args:
-        blocks: their number.
-        alone: whether recomputing feed-forward networks by themselves saves time.
-        keeps: whether checkpointed blocks may keep the output of attention.
+        blocks: number of blocks.
+        alone: whether recomputing feed-forward networks separately saves time.
+        keeps: whether checkpointed blocks may keep attention's output.
     """
     half = max(1, blocks // 2)
     some, every = f"{half} of {plural(blocks, 'block')} checkpointed", "every block checkpointed"

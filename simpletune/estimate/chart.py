@@ -19,8 +19,8 @@ def write_picture(file: Path, estimates: Mapping[str, Estimate], card: Card | No
 
     Args:
         file: ``.svg`` or ``.png``.
-        estimates: by name.
-        card: draw its memory as a line.
+        estimates: estimates by name.
+        card: card whose memory is drawn as a line.
 
     Raises:
         UserError: the file has another suffix.

@@ -25,14 +25,14 @@ from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
 from simpletune.text.sizes import text_parameters
 
 LATENT_BYTES = 4  # latents are cached in fp32
-PNG_BYTES = 3  # at most, per pixel
+PNG_BYTES = 3  # at most, bytes per pixel
 HEADERS = 2**16  # bytes: lower bound of a checkpoint's headers, configuration and manifest
-TRIED = 32  # rows of a stream that say how much of it is cached
-CLOSE = 0.8  # of the free space: warn above this
+TRIED = 32  # rows of a stream examined to estimate how much of it is cached
+CLOSE = 0.8  # share of the free space; warn above it
 
 
 class Need(NamedTuple):
-    """Something that a run writes."""
+    """One thing that a run writes."""
 
     what: str
     folder: Path
@@ -40,17 +40,17 @@ class Need(NamedTuple):
 
 
 class DataCounts(NamedTuple):
-    """What a run's data comes to."""
+    """Counts of a run's data."""
 
     pictures: int
     prompts: int
-    """Different prompts to encode, over all variants of the pictures."""
+    """Distinct prompts to encode, over all variants of the pictures."""
     pixels: int
-    """Of all crops to encode."""
+    """Pixels of all crops to encode."""
     samples: int
-    """In an epoch."""
+    """Samples in an epoch."""
     steps: int = 0
-    """In an epoch, with what its buckets fill up; 0: not known."""
+    """Steps in an epoch, counting partly filled micro-batches; 0: unknown."""
 
     @classmethod
     def of(cls, plan: Plan) -> DataCounts:
@@ -62,23 +62,23 @@ class DataCounts(NamedTuple):
 
     @classmethod
     def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
-        """Count what of a plan is not in the cache yet; samples and pictures count as a whole.
+        """Count the prompts and pixels of a plan that are not cached yet; pictures and samples are counted in full.
 
         Args:
-            config: with folders resolved.
-            plan: of the run.
+            config: configuration with folders resolved.
+            plan: plan of the run.
         """
         prompts, pixels = _to_encode(config, plan)
         return cls.read_by(config, plan)._replace(prompts=prompts, pixels=pixels)
 
     @classmethod
     def read_by(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
-        """Count what a run reads of its data; of a stream, what its steps from ``start`` on use."""
+        """Count what a run reads of its data; for a stream, only what its steps from ``start`` on use."""
         return cls.of_stream(config, plan, start) if isinstance(plan, StreamPlan) else cls.of(plan)
 
     @classmethod
     def of_stream(cls, config: TrainConfig, plan: StreamPlan, start: int = 0) -> DataCounts:
-        """Count what the steps of a run from ``start`` on use of a stream. Its prompts count as all different."""
+        """Count what a run's steps from ``start`` on use of a stream. Counts all of its prompts as distinct."""
         used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
         areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
         prompts = len(used) if plan.samples.source.prompt is None else 1
@@ -93,13 +93,13 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
     """Refuse a run that needs more disk than is free; warn if it is close.
 
     Args:
-        config: with folders resolved.
-        plan: of the run.
+        config: configuration with folders resolved.
+        plan: plan of the run.
         start: steps already done; their checkpoints free space as they are replaced.
         force: warn instead of refusing.
 
     Raises:
-        DiskFull: with what is needed, by use, and what is free.
+        DiskFull: lists the space needed, by use, and the free space.
     """
     by_disk: dict[int, list[Need]] = defaultdict(list)
     for need in disk_needs(config, plan, start):
@@ -135,10 +135,10 @@ def disk_needs(
     """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
 
     Args:
-        config: of the run; with a plan, folders must be resolved.
-        plan: of the run; what it finds in the cache is not counted. None: do not read the data.
+        config: configuration of the run; with a plan, folders must be resolved.
+        plan: plan of the run; excludes what is already cached. None: do not read the data.
         start: steps already done; their checkpoints free space as they are replaced.
-        counts: of the data, used without a plan; nothing of it counts as cached.
+        counts: counts of the data, used without a plan; all of it counts as not cached.
     """
     run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
@@ -162,14 +162,14 @@ def disk_needs(
 
 
 def _bytes_of_prompt(config: TrainConfig) -> int:
-    """The bytes of one prompt's cached embeddings, at most."""
+    """Return an upper bound on the bytes of one prompt's cached embeddings."""
     width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
     packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
     return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
-    """Count the checkpoints that the run's folder will hold at most, beyond those that it holds now."""
+    """Return the maximum number of checkpoints that the run's folder will hold beyond those that it holds now."""
     option, best = config.checkpoint, config.validation.split is not None
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
         if option.keep_every is None:
@@ -184,7 +184,7 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
 
 
 def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
-    """The prompts, and the pixels of crops, that are not cached."""
+    """Return the number of prompts, and of pixels of crops, that are not cached."""
     if not isinstance(plan, StreamPlan):
         return _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
     counts, lacking = DataCounts.of_stream(config, plan, start), _share_lacking(config, plan, start)
@@ -192,7 +192,7 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
 
 
 def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
-    """The share of a stream's crops whose latents are not cached, by a few of them."""
+    """Estimate the share of a stream's crops whose latents are not cached from a few of them."""
     used = plan.used(start, config.steps(plan.steps_per_epoch))
     some = used[:: max(1, len(used) // TRIED)]
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
@@ -223,7 +223,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     """Return the bytes of one checkpoint and of the result.
 
     Args:
-        config: with folders resolved.
+        config: configuration with folders resolved.
     """
     adapter = config.adapter
     shapes = config.model.known_shapes()
@@ -233,7 +233,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)
     average = 4 * count if config.ema or config.optimizer.averages else 0
-    text = text_parameters(config.text, config.model)  # in fp32, apart from T5's pieces of words
+    text = text_parameters(config.text, config.model)  # in fp32, apart from T5's word pieces
     trained, state = trained + 4 * text, state + int(text * config.optimizer.bytes_per_parameter)
     average += 4 * text if config.ema or config.optimizer.averages else 0
     numbers = sum(math.prod(shape) for shape in shapes.values())

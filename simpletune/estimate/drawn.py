@@ -1,4 +1,4 @@
-"""Predict the memory of drawing a picture: beside the training that goes on, or without one."""
+"""Predict the memory of drawing a picture, during training or without it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def require_memory(
 ) -> None:
     """Refuse a picture that is predicted not to fit on the device.
 
-    Training stays in memory: the prediction is that of validation with the picture's settings, and for a prompt that is
-    not cached that of the largest text encoder on top of the training state. Predictions are cached, and the run's own
-    serves for a picture as large as those of its validation.
+    The training state stays in memory, so the prediction is that of validation with the picture's settings; if the
+    prompt is not cached, also that of the largest text encoder beside the training state. Predictions are cached; for a
+    picture as large as validation's, the run's own is used.
 
     Args:
-        config: of the run, with folders and memory resolved and the picture's settings as validation.
+        config: configuration of the run, with folders and memory resolved and the picture's settings as validation.
         device: CUDA device.
         size: width and height in pixels of the run's largest bucket.
-        known: prediction of the run, if its own validation draws pictures that take as much.
-        encodes: a prompt has to be encoded.
+        known: prediction of the run, if its validation draws pictures that take as much memory.
+        encodes: whether a prompt has to be encoded.
 
     Raises:
-        UserError: it does not fit.
+        UserError: the picture does not fit.
     """
     card, held = card_at_hand(device)
     prediction = known or estimate(as_simulated(config), card.capability, size)
@@ -63,7 +63,7 @@ def require_memory(
 
 
 def as_simulated(config: TrainConfig) -> TrainConfig:
-    """Leave out what does not affect the memory of a picture, so that predictions of alike ones are shared."""
+    """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
     option = config.validation
     changes = {"prompts": ["drawn"], "negative_prompt": "", "eval_samples": 0, "seed": 0, "every": None}
     plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
@@ -73,14 +73,14 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
 def drawing_bytes(
     config: TrainConfig, picture: Request, precision: WeightPrecision, batch: int, recorder: Recorder | None = None
 ) -> int:
-    """The largest memory of drawing one batch of pictures with the transformer alone.
+    """Return the peak memory of drawing one batch of pictures, of the transformer alone.
 
     Args:
         config: supplies the model and the memory options.
-        picture: one of them.
-        precision: of the weights.
+        picture: request of one picture.
+        precision: precision of the weights.
         batch: pictures drawn together.
-        recorder: records a few of its steps, for the time.
+        recorder: records a few steps, for the time.
     """
     model = config.model
     size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
@@ -101,7 +101,7 @@ def drawing_bytes(
 
 
 def decoding_bytes(config: TrainConfig, picture: Request, recorder: Recorder | None = None) -> int:
-    """The largest memory of decoding one picture; record it, for the time."""
+    """Return the peak memory of decoding one picture; record the operations, for the time."""
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
         with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():

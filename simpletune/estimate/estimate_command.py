@@ -35,7 +35,7 @@ GIB = 2**30
 def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
     """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``.
 
-    An estimate is for a card, so auto is resolved as on a card.
+    An estimate is for a card, so ``auto`` is resolved as on a card.
 
     Raises:
         ConfigError: the configuration has problems.
@@ -60,7 +60,7 @@ def estimate_config(
 
     Args:
         file: the configuration.
-        overrides: of it.
+        overrides: ``key.path=value`` overrides.
         device: a card by name or memory, several with commas between, or None.
         reserve: GiB of the card that other programs use.
         as_json: return JSON instead of text.
@@ -76,7 +76,7 @@ def estimate_config(
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = chosen(config, card, reserved)
     prediction = estimate(config, (card or card_of(REFERENCE)).capability)
-    timed_card = card if processes == 1 else None  # what processes exchange has no predicted time
+    timed_card = card if processes == 1 else None  # the time of communication between processes is not predicted
     if as_json:
         timed = None if timed_card is None else time_of(config, prediction, timed_card)
         priced = None if timed is None or card is None else timed.as_json(price_of(card, config, prices))
@@ -90,7 +90,7 @@ def estimate_config(
 
 
 def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
-    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one process of those that are simulated.
+    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one of the simulated processes.
 
     Raises:
         ConfigError: there are too many processes for a step of this size.
@@ -104,12 +104,12 @@ def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig
 
 
 def cards_of(device: str | None) -> list[Card]:
-    """The cards that ``--device`` names."""
+    """Return the cards that ``--device`` names."""
     return [card_of(name) for name in (device or "").split(",") if name.strip()]
 
 
 def price_of(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
-    """The price of a card, the user's first; None if no price is known."""
+    """Return the price of a card, preferring the user's; None if unknown."""
     return of_cards(prices, config.output.prices).get(card.name.lower())
 
 
@@ -145,14 +145,14 @@ def square(config: TrainConfig) -> Size:
 
 
 def unfit(config: TrainConfig, card: Card | None) -> list[str]:
-    """Say why a card cannot run a configuration, apart from its memory."""
+    """Explain why a card cannot run a configuration, apart from its memory."""
     if card is None or card.has_bf16 or config.precision.compute != "bf16":
         return []
     return [f"  {card.name} has no bf16: use precision.compute=auto, which is fp16 there, or fp32"]
 
 
 def needed_build(card: Card | None) -> list[str]:
-    """Say which build of torch a card needs that current builds do not support."""
+    """Name the build of torch for a card that current builds do not support."""
     if card is None or card.capability >= CUDA_13_FROM:
         return []
     return [
@@ -172,7 +172,7 @@ def compare_configs(
 
     Args:
         files: the configurations.
-        overrides: of all of them.
+        overrides: ``key.path=value`` overrides of all configurations.
         device: a card by name or memory, or None.
         picture: file to draw stacked bars into, ``.svg`` or ``.png``.
         as_json: return JSON instead of text.
@@ -180,7 +180,7 @@ def compare_configs(
     card = card_of(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
-        with silent():  # the table's row has the same information
+        with silent():  # the table's row has this information
             config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         name = config.name if config.name not in predictions else str(file)
         if name in predictions:

@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 
 from simpletune.config.schema import TrainConfig
 
-GRADIENT = 2  # bytes a trained weight: those of bf16, where they outlive the backward pass
-ACTIVATIONS = 1.05  # times what stays in memory: the least that a step adds, to begin the search with
+GRADIENT = 2  # bytes per trained weight: bf16, if gradients outlive the backward pass
+ACTIVATIONS = 1.05  # factor on what stays in memory: the least that a step adds; only to begin the search with
 
 
 def first_that_fits(count: int, fits: Callable[[int], bool], likely: int = 0, known: int | None = None) -> int | None:
     """Bisect for the first of several settings that fits; None if none does.
 
-    Each setting takes less memory than the one before. A setting that is not far from fitting takes as long to predict
-    as one that fits, so the search begins where the first one probably is.
+    Each setting takes less memory than the one before. Predicting a setting that almost fits takes as long as one that
+    fits, so the search begins at the likely answer.
 
     Args:
-        count: how many settings there are.
-        fits: predicts whether one fits; called once for each at most.
-        likely: which one it probably is; ``count`` or more: probably none fits.
-        known: one that is known to fit, if any.
+        count: number of settings.
+        fits: predicts whether a setting fits; called at most once for each.
+        likely: the likely answer; ``count`` or more: probably none fits.
+        known: a setting that is known to fit, if any.
     """
-    low, high = 0, count if known is None else known  # none below low fits; high does, or is their number
+    low, high = 0, count if known is None else known  # none below low fits; high does, or equals count
     asked = min(likely, high - 1)
     while low < high:
         if fits(asked):
@@ -36,17 +36,18 @@ def first_that_fits(count: int, fits: Callable[[int], bool], likely: int = 0, kn
 
 
 def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
-    """The first configuration whose weights, optimizer states and gradients leave room for a step; else their number.
+    """Return the index of the first configuration whose weights, states and gradients leave room for a step, or their
+    number.
 
     Args:
-        configs: each takes less memory than the one before.
+        configs: configurations by decreasing memory.
         room: bytes of the card for a step.
     """
     return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting(config) <= room), len(configs))
 
 
 def lasting(config: TrainConfig) -> float:
-    """Bytes of the device that weights, their optimizer states, and their gradients take throughout a step, roughly."""
+    """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
     model, trains = config.model, config.adapter.trains_base
     on_host, found = config.memory.on_host(model.units()), 0.0
     for name, shape in model.known_shapes().items():

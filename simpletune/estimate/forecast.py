@@ -42,7 +42,7 @@ def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool 
         force: warn instead of refusing.
 
     Raises:
-        UserError: the run does not fit.
+        UserError: the run does not fit on the device.
     """
     if device.type != "cuda":
         prediction = estimate(config, WITHOUT_GPU, size)
@@ -55,13 +55,13 @@ def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool 
         return prediction
     lacking = (prediction.needed() + held - card.bytes) / MIB
     if force:
-        say(f"memory  {lacking:,.0f} MiB are missing: the run may stop out of memory (--force)")
+        say(f"memory  {lacking:,.0f} MiB are missing: the run may run out of memory (--force)")
         return prediction
     raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:
-    """Return the CUDA device as a card, and how many of its bytes other programs use."""
+    """Return the CUDA device as a card, and the bytes of it that other programs use."""
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context())
@@ -69,7 +69,7 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
 
 
 def _own_context() -> int:
-    """Return the bytes that this process's own CUDA context already takes; the allowances count them."""
+    """Return the bytes that this process's own CUDA context takes already; the allowances include them."""
     return CONTEXT if torch.cuda.is_initialized() else 0
 
 
@@ -80,7 +80,7 @@ def _print(prediction: Estimate, card: Card | None) -> None:
 
 
 def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
-    """Say why a run was refused, and what would make it fit."""
+    """Explain why a run was refused, and what would make it fit."""
     others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
     yield (
         f"memory: this run needs {prediction.needed() / MIB:,.0f} MiB "
@@ -98,7 +98,7 @@ def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, s
 def cheapest_change(
     config: TrainConfig, card: Card, held: int, size: Size | None = None
 ) -> tuple[tuple[str, ...], str, int] | None:
-    """Find the cheapest lever with which a run fits; if no single one does, the settings that a plan finds.
+    """Find the cheapest lever that makes a run fit; if no single one does, the settings that ``plan`` finds.
 
     Returns:
         The overrides, what they cost, and the bytes that the card must then have; None if nothing fits.
@@ -123,12 +123,13 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
 
     Args:
         config: with folders resolved.
-        prediction: of its memory.
+        prediction: prediction of its memory.
         device: where it will run; on a CPU only the steps are predicted.
-        plan: of its data; what it needs of the cache is counted only if it is missing.
+        plan: plan of its data; counts only what is not cached yet.
 
     Returns:
-        ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which it says.
+        ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is
+        printed.
     """
     card = None
     try:
@@ -160,11 +161,11 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
 
 
 def price_of(card: Card, configured: str | None = None) -> Price | None:
-    """The price of a card that the driver names; None if none is known.
+    """Return the price of a card by the driver's name; None if unknown.
 
     Args:
-        card: as the driver names it.
-        configured: ``output.prices``, whose prices come before the shipped ones.
+        card: the driver's name of the card.
+        configured: ``output.prices``, whose prices override the shipped ones.
 
     Raises:
         UserError: the file cannot be used.
@@ -175,7 +176,7 @@ def price_of(card: Card, configured: str | None = None) -> Price | None:
 
 
 def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
-    """Predict a run's steps on the CPU at hand; None if it was not calibrated."""
+    """Predict a run's steps on this CPU; None if it was not calibrated."""
     name, threads = cpu_name(), torch.get_num_threads()
     file = file_of(config.output.cache_folder, name, threads, "cpu")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Predict how long a whole job takes on a card, stage by stage, and what bounds its step."""
+"""Predict how long a whole job takes on a card, stage by stage, and what limits the speed of its step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from simpletune.timing.speeds import MeasuredSpeeds, Speeds
 from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.timeline import StepSeconds, step_seconds
 
-# Intervals, as factors of the prediction. That of a calibrated device holds 23 of the 24 rows of
-# benchmarks/results/cpu/times.md; that of a data sheet was not measured.
+# Intervals, as factors on the prediction. That of a calibrated device covers 23 of the 24 rows of
+# benchmarks/results/cpu/times.md; that of a data sheet has not been measured.
 CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
-# Seconds of the host, where it was not calibrated: of the order that an Intel Xeon needs.
-READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # a pixel, a pixel, a byte
-READ_BYTE = 5e-10  # of a file with weights: a disk of 2 GB/s, assumed
+# Seconds of the host if it was not calibrated: about what an Intel Xeon takes.
+READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # per pixel, per pixel, per byte
+READ_BYTE = 5e-10  # per byte of a weight file: assumes a disk of 2 GB/s
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class JobTime:
 
     Args:
         card: the card.
-        step: of training.
-        steps: how many.
-        per_epoch: steps of an epoch; None: the data set was not read.
+        step: time of a training step.
+        steps: number of steps.
+        per_epoch: steps per epoch; None: the data set was not read.
         stages: seconds of text, latents, load, train, save, and if the run has them, class and validate.
-        interval: factors between which the time is expected.
-        source: where the speeds come from.
+        interval: lower and upper factor of the expected time.
+        source: origin of the speeds.
     """
 
     card: Card
@@ -56,15 +56,15 @@ class JobTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole job, without start-up and downloads."""
+        """Seconds of the whole job, without start-up and downloads."""
         return sum(self.stages.values())
 
     def cost(self, price: Price | None) -> float | None:
-        """The price of the whole job, in the price's currency; None without a price."""
+        """Return the price of the whole job, in the price's currency; None without a price."""
         return None if price is None else self.seconds / 3600 * price.per_hour
 
     def as_json(self, price: Price | None = None) -> dict[str, object]:
-        """What ``estimate --json`` prints for one card."""
+        """Return what ``estimate --json`` prints for one card."""
         low, high = self.interval
         found: dict[str, object] = {
             "device": self.card.name,
@@ -92,7 +92,7 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
         cache: folder of the cache, with calibrations of this machine.
 
     Returns:
-        Its speeds, the interval that they deserve, and where they come from.
+        Its speeds, the interval for predictions with them, and their origin.
 
     Raises:
         UserError: a calibration cannot be read.
@@ -103,7 +103,7 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
             return MeasuredSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
     stated = StatedSpeeds(card)
     if not stated.is_known:
-        return stated, STATED, "no figures of this card are known: those of an L4 are taken"
+        return stated, STATED, "no figures are known for this card: using those of an L4"
     return stated, STATED, "by its data sheet, not calibrated"
 
 
@@ -119,20 +119,20 @@ def fits(card: Card, constants: Constants) -> bool:
 
 
 def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None) -> JobTime:
-    """Predict the time of a job, with nothing in the cache beyond what ``counts`` leaves out.
+    """Predict the time of a job; only what ``counts`` leaves out is taken to be cached.
 
     Args:
-        config: of the run.
-        job: its simulation.
-        card: that it runs on.
-        counts: of the data set; None: it was not read, and its stages are not counted.
+        config: configuration of the run.
+        job: simulation of the run.
+        card: card that the job runs on.
+        counts: counts of the data set; None: it was not read, and its stages are left out.
     """
     speeds, interval, source = speeds_of(card, config.output.cache_folder)
     step = step_seconds(job.train.sections, speeds)
     batch = config.train.micro_batch * config.train.accumulation
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
-    bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds of a byte from a file to the card
+    bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
     base = 2 * config.model.parameter_count() * bring
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
@@ -151,14 +151,14 @@ def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts
 
 
 def times_due(every: int | None, steps: int) -> int:
-    """Count how often something happens in a run that is due at an interval and after the last step."""
+    """Count how often something happens that is due every ``every`` steps and after the last one."""
     return 1 + ((steps - 1) // every if every else 0)
 
 
 def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, bring: float) -> float:
-    """Seconds of loading the text encoders and encoding all prompts, those of pictures to draw and of drift too."""
+    """Predict the seconds of loading the text encoders and encoding all prompts, also those of drawing and drift."""
     if counts is not None and not counts.prompts:
-        return 0.0  # all are in the cache
+        return 0.0  # all are cached
     prior, drawn = config.prior, config.validation.prompts
     prompts = (counts.prompts if counts else 0) + (1 if drawn is None else len(drawn)) + 1  # and the negative prompt
     prompts += len(drift_prompts(config.validation)) + isinstance(prior, ClassPictures)
@@ -170,7 +170,7 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
 
 
 def _class(config: TrainConfig, job: JobReport, speeds: Speeds, load: float) -> dict[str, float]:
-    """Seconds of drawing class pictures with the base, all of them missing."""
+    """Predict the seconds of drawing all class pictures with the base."""
     prior = config.prior
     if not isinstance(prior, ClassPictures):
         return {}
@@ -179,7 +179,7 @@ def _class(config: TrainConfig, job: JobReport, speeds: Speeds, load: float) -> 
 
 
 def _latents(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, load: float) -> float:
-    """Seconds of reading and encoding all crops."""
+    """Predict the seconds of reading and encoding all crops."""
     if counts is None or not counts.pixels:
         return 0.0
     side = config.data.resolution
@@ -188,12 +188,12 @@ def _latents(config: TrainConfig, job: JobReport, counts: DataCounts | None, spe
 
 
 def _drawing(sections: Sequence[Section], speeds: Speeds, steps: int, size: Size) -> float:
-    """Seconds of drawing one picture and writing it.
+    """Predict the seconds of drawing one picture and writing it.
 
     Args:
-        sections: recorded for ``SIMULATED`` of its steps.
-        speeds: of the device.
-        steps: of sampling.
+        sections: sections recorded for ``SIMULATED`` of its steps.
+        speeds: speeds of the device.
+        steps: number of sampling steps.
         size: width and height in pixels.
     """
     sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
@@ -202,8 +202,8 @@ def _drawing(sections: Sequence[Section], speeds: Speeds, steps: int, size: Size
 
 
 def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> dict[str, float]:
-    """Seconds of drawing, at the start too, for which the autoencoder is loaded each time, and of evaluating: the loss,
-    and the drift from the base for each group of prompts."""
+    """Predict the seconds of drawing, including before training, with the autoencoder loaded each time, and of
+    evaluating the loss and each group's drift from the base."""
     option = config.validation
     seconds = 0.0
     if "draw" in job.work:
@@ -218,5 +218,5 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
 
 
 def alone(sections: Sequence[Section], speeds: Speeds) -> float:
-    """Seconds of sections that nothing follows."""
+    """Predict the seconds of sections that nothing follows."""
     return step_seconds(sections, speeds).seconds if sections else 0.0

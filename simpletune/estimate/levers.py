@@ -1,4 +1,4 @@
-"""Changes to a configuration that save memory, what each costs, and what it would save for a given run.
+"""Changes to a configuration that save memory, the cost of each, and what it would save for a given run.
 
 Savings are predicted by running the training step of the changed configuration on fake tensors.
 """
@@ -59,9 +59,9 @@ class Saving:
 
     Args:
         lever: the change.
-        config: with the change.
-        peak_bytes: of the training stage with the change.
-        saved_bytes: compared with the unchanged configuration.
+        config: configuration with the change.
+        peak_bytes: peak of the training stage with the change.
+        saved_bytes: saving against the unchanged configuration.
     """
 
     lever: Lever
@@ -80,7 +80,7 @@ def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig |
 
 
 def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
-    """Like ``with_changes``, but None also if nothing changes."""
+    """Like ``with_changes``, but also None if nothing changes."""
     new = with_changes(config, overrides)
     return None if new == config else new
 
@@ -89,7 +89,7 @@ def savings(config: TrainConfig) -> list[Saving]:
     """Predict what each lever would save, largest first.
 
     Args:
-        config: with demo names resolved.
+        config: configuration with demo names resolved.
     """
     before = simulate(config).peak.bytes
     result = []
@@ -111,7 +111,7 @@ def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -
 
 
 def what_may_cost(config: TrainConfig, new: TrainConfig) -> list[str]:
-    """List the changes that may cost quality, as ``path: old -> new``; weights of as many bits or more do not."""
+    """List the changes that may cost quality, as ``path: old -> new``; weights with at least as many bits do not."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
     fewer_bits = new.precision.bytes_per_weight < config.precision.bytes_per_weight
     paths = [path for path in MAY_COST if fewer_bits or path != "precision.weights"]
@@ -130,7 +130,7 @@ IN_WORDS = {
 
 
 def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
-    """Say in words what changes that may cost quality do; empty if there are none."""
+    """Describe what the changes that may cost quality do; empty if there are none."""
     found = []
     for text in what_may_cost(config, new):
         path, _, values = text.partition(": ")

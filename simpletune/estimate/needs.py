@@ -26,14 +26,14 @@ CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an al
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by use.
+    """Needs of a run in bytes, by use.
 
     Args:
         host: host memory at its peak.
         disk: what the run writes.
         download: missing from the hub's cache, by part of the model.
-        counts: of the data set; None: it could not be read.
-        shared: how much of ``host`` all processes of a machine take together.
+        counts: counts of the data set; None: it could not be read.
+        shared: part of ``host`` that all processes of a machine share.
     """
 
     host: Mapping[str, int]
@@ -43,7 +43,7 @@ class Needs:
     shared: int = 0
 
     def host_of(self, processes: int) -> int:
-        """Host memory of a machine that runs this number of processes."""
+        """Return the host memory of a machine that runs this number of processes."""
         return processes * sum(self.host.values()) - (processes - 1) * self.shared
 
 
@@ -51,7 +51,7 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
     """Predict a run's needs.
 
     Args:
-        config: of the run; demo names may be unresolved.
+        config: configuration of the run; demo names may be unresolved.
         job: the simulated run.
     """
     counts = counts_of(config)
@@ -60,8 +60,8 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
     host = {
         "libraries": LIBRARIES + CUDA_LIBRARIES,
         "levers (pinned)": job.train.host_bytes,
-        "the weights beside their average": trained if config.ema or config.optimizer.averages else 0,
-        "prompts or a checkpoint on their way": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
+        "trained weights beside their average": trained if config.ema or config.optimizer.averages else 0,
+        "prompts or a checkpoint in transit": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
     }
     disk["quantised base"] = quantised_base(config, job)
     return Needs(
@@ -84,7 +84,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
         found = DataCounts.of(make_plan(config, without(pictures, small)))
-    except UserError:  # the run itself reports what is wrong with the data
+    except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassPictures):
         return found
@@ -93,7 +93,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
 
 
 def quantised_base(config: TrainConfig, job: JobReport) -> int:
-    """Estimate the size of the quantised base in the cache: about that of its weights on device and host."""
+    """Estimate the size of the quantised base in the cache, about that of its weights on device and host."""
     if not (config.memory.cache_quantised and config.precision.cacheable):
         return 0
     wide = config.precision.encoder_dtype().itemsize

@@ -33,12 +33,12 @@ RESOLUTIONS = (512, 768, 1024)
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``plan`` was asked for.
+    """Arguments of ``plan``.
 
     Args:
         file: the configuration.
-        overrides: of it.
-        cards: to plan for.
+        overrides: ``key.path=value`` overrides.
+        cards: cards to plan for.
         goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
         reserve: GiB of the card that other programs use.
         prices: file of the user's prices.
@@ -72,7 +72,7 @@ def plan_config(asked: Asked) -> str:
 
 
 def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Read a configuration, which must say how large a micro-batch is: a plan compares settings of equal ones.
+    """Read a configuration, which must fix the micro-batch: ``plan`` compares settings with equal micro-batches.
 
     Raises:
         UserError: ``train.batch_size`` is auto.
@@ -87,7 +87,7 @@ def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
 
 
 def _of_card(asked: Asked, config: TrainConfig) -> str:
-    """The best settings on one card, and the second best."""
+    """Report the best settings on one card, and the second best."""
     (card,), clock = asked.cards, time.perf_counter()
     with counting("plan    search", "predictions") as count:
         search = Search(config, card, int(asked.reserve * GIB), count)
@@ -109,7 +109,7 @@ def _of_card(asked: Asked, config: TrainConfig) -> str:
 
 
 def _of_cards(asked: Asked, config: TrainConfig) -> str:
-    """The card on which the job is cheapest or done first, each with the settings that are fastest there."""
+    """Report the card on which the job is cheapest or finishes first; compares cards by their fastest settings."""
     if asked.goal not in GOALS:
         raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
     prices, plans = of_cards(asked.prices, config.output.prices), []
@@ -133,7 +133,7 @@ def _with_card(count: Callable[[str], None], card: Card, last: str) -> None:
 
 
 def _written(asked: Asked, config: TrainConfig, card: Card, best: PlanResult) -> Path:
-    """Write the best settings; return the file."""
+    """Write the best settings, and return the file."""
     changes = differing(config, best.choice.config, best.choice.overrides)
     named = f"{asked.file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json"
     out = asked.out or asked.file.with_name(named)
@@ -143,7 +143,7 @@ def _written(asked: Asked, config: TrainConfig, card: Card, best: PlanResult) ->
 
 
 def plan_json(result: PlanResult, config: TrainConfig) -> dict[str, object]:
-    """One choice as plain values."""
+    """Return one choice as plain values."""
     return {
         "about": result.choice.about,
         "settings": differing(config, result.choice.config, result.choice.overrides),
@@ -168,7 +168,7 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
 
 
 def _why(step_time: StepSeconds, best: StepSeconds) -> str:
-    """Say how a step time differs from the best one, and what causes most of the difference."""
+    """Describe how a step time differs from the best one, and what causes most of the difference."""
     change = step_time.seconds / best.seconds - 1
     if abs(change) < 0.005:
         return ", equal within half a percent"
@@ -185,7 +185,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
 
     Args:
         file: the configuration; its other settings are used as they are.
-        overrides: of it.
+        overrides: ``key.path=value`` overrides.
         devices: cards by name or memory; empty: a list of common cards.
         as_json: return JSON instead of text.
     """

@@ -2,7 +2,8 @@
 
 Peaks are predicted by running the training step on fake tensors; step times follow from the operations of the same
 simulated step (timing/). In a list of candidates each takes less memory and more time than the one before, so bisection
-finds the fastest that fits with few predictions. A step that does not fit is simulated until it runs out of memory.
+finds the fastest that fits with few predictions. The simulation of a step that does not fit stops where it runs out of
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
 SHOWN = 2
 RESOLUTIONS = tuple(range(512, 2049, 128))
-MOST = 64  # samples of a batch
+MOST = 64  # samples in a batch
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class PlanResult:
 
     Args:
         choice: the settings.
-        estimate: of the whole job.
-        step_time: predicted.
+        estimate: prediction of the whole job.
+        step_time: predicted time of a step.
     """
 
     choice: Choice
@@ -71,7 +72,7 @@ class PlanResult:
 
 
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
-    """Yield a list of ``block_options`` for each weight precision, optimizer and time of the update."""
+    """Yield a list of ``block_options`` for each combination of weight precision, optimizer and time of the update."""
     own = config.precision
     compute = "bf16" if card.has_bf16 else "fp16"
     precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
@@ -122,10 +123,10 @@ class Search:
     """Find settings for a card.
 
     Args:
-        config: with the model's demo name resolved.
-        card: that they must fit on.
+        config: configuration with the model's demo name resolved.
+        card: card that the settings must fit on.
         reserved: bytes of the card that other programs use.
-        count: called after every prediction with a description of it.
+        count: called with a description after every prediction.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Search:
         """
         chosen: list[Choice] = []
         spare: list[Choice] = []  # the next candidates: they fit but are slower
-        bound: int | None = None  # the first list takes most memory, so an index that fits there fits in every list
+        bound: int | None = None  # the first list takes the most memory, so an index that fits there fits in every list
         for number, candidates in enumerate(candidate_lists(self.config, self.card)):
             if chosen and candidates[0].last_resort:
                 continue
@@ -219,7 +220,7 @@ class Search:
         """Bisect for the index of the fastest candidate that fits; None if none does.
 
         Args:
-            candidates: by decreasing memory.
+            candidates: candidates by decreasing memory.
             bound: an index that is known to fit, if any.
         """
         configs = [each.config for each in candidates]
@@ -242,7 +243,7 @@ class Search:
         return []
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether the training stage fits. The simulation of one that does not ends where it runs out of memory."""
+        """Whether the training stage fits. If not, its simulation stops where it runs out of memory."""
         key = config.model_dump_json()
         if key in self._too_large:
             return False
@@ -265,11 +266,11 @@ class Search:
         """Predict the training stage, once per configuration.
 
         Args:
-            config: of the run.
-            limit: live bytes above which only the misfit matters; None: there is no limit.
+            config: configuration of the run.
+            limit: live bytes above which the step counts as too large; None: no limit.
 
         Raises:
-            OutOfMemory: it takes more than the limit.
+            OutOfMemory: the stage takes more than the limit.
         """
         key = config.model_dump_json()
         if key not in self._known:
@@ -278,7 +279,8 @@ class Search:
         return self._known[key]
 
     def _simulated(self, config: TrainConfig, limit: int | None) -> StepReport:
-        """Simulate the training stage as on an L4, and keep it if a whole job on this card may go on from it."""
+        """Simulate the training stage as on an L4, and keep it if the simulation of a whole job on this card can
+        continue from it."""
         with fake_tensors(), without_collection():
             size = config.data.resolution, config.data.resolution
             trained = train(config, size, recorder=Recorder(cuda=True), limit=limit)
@@ -294,9 +296,9 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
     The peak is assumed linear in the batch; its slope comes from predictions for one and two samples.
 
     Args:
-        config: with the model's demo name resolved.
-        cards: to list.
-        resolutions: in pixels.
+        config: configuration with the model's demo name resolved.
+        cards: cards to list.
+        resolutions: resolutions to list, in pixels.
     """
     auto = config.memory.checkpointing == "auto"
     every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # auto ends at all

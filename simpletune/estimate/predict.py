@@ -32,9 +32,9 @@ from simpletune.timing.recorder import Section
 VERSION = 6  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
-# Allowances for what torch's caching allocator reserves beside the peak. They cover all but two rows of
-# benchmarks/results/dry-l4, and these also run on a card that has no more than that.
-FRAGMENTED = 0.05  # of the peak
+# Allowances for what torch's caching allocator reserves beyond the peak. They cover all but two rows of
+# benchmarks/results/dry-l4, and those two run on a card of exactly that size, too.
+FRAGMENTED = 0.05  # share of the peak
 LEAST_FRAGMENTED = 256 * MIB
 IRRELEVANT = ("name", "output", "tracking", "profile")  # sections that do not affect memory on the device
 
@@ -47,7 +47,7 @@ class Estimate:
         stages: the largest snapshot of ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
         needs: besides GPU memory.
         size: width and height of the training pictures in pixels.
-        job: what was simulated; its time follows from it.
+        job: the simulation, from which the time follows.
     """
 
     stages: Mapping[str, MemorySnapshot]
@@ -73,7 +73,7 @@ class Estimate:
         """Whether the whole job fits on a card.
 
         Args:
-            card: to check.
+            card: card to check.
             reserved: bytes of the card that other programs use.
         """
         return self.needed() + reserved <= card.bytes
@@ -110,7 +110,7 @@ def needed(peak: int) -> int:
 
 
 def fragmentation(peak: int) -> int:
-    """Return an allowance in bytes for what torch's allocator reserves and cannot hand out at a peak.
+    """Return an allowance in bytes for what torch's allocator has reserved but cannot use at a peak.
 
     ``python -m benchmarks dry`` compares it with the real allocator.
     """
@@ -118,7 +118,7 @@ def fragmentation(peak: int) -> int:
 
 
 def largest_peak(card: Card, reserved: int = 0) -> int:
-    """Return the largest peak of allocated bytes that fits on a card of which other programs use ``reserved`` bytes."""
+    """Return the largest peak of allocated bytes that fits on a card where other programs use ``reserved`` bytes."""
     free = card.bytes - reserved - CONTEXT
     return min(int(free / (1 + FRAGMENTED)), free - LEAST_FRAGMENTED)
 
@@ -160,10 +160,10 @@ def estimate(
     """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
 
     Args:
-        config: of the run, demo names and ``checkpointing: auto`` resolved.
-        capability: of the CUDA device, for its libraries' workspaces.
+        config: configuration of the run, demo names and ``checkpointing: auto`` resolved.
+        capability: compute capability of the CUDA device, for its libraries' workspaces.
         size: width and height in pixels of the largest bucket; None: the square of ``data.resolution``.
-        trained: the run's simulated training stage, counted as on this device, if it is at hand.
+        trained: the run's simulated training stage on this device, if it is available.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -177,17 +177,17 @@ def estimate(
         write_json(file, _stored(job), shared=True)
     else:
         job = _restored(cached)
-    job = with_workspaces(job, capability)  # the file is for all cards with the same attention
+    job = with_workspaces(job, capability)  # the file serves all cards with the same attention kernel
     return Estimate(job.stages, needs_of(config, job), size, job)
 
 
 def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
-    """Predict the training stage of the square of ``data.resolution``; use the kept prediction if there is one.
+    """Predict the training stage for squares of ``data.resolution``; use the cached prediction if there is one.
 
     Args:
-        config: of the run.
-        simulated: predicts it, as on an L4 without its libraries' workspaces, or raises ``OutOfMemory`` at the limit.
-        limit: the peak in bytes above which only the misfit matters; None: the whole prediction is needed.
+        config: configuration of the run.
+        simulated: predicts the stage as on an L4, without library workspaces, or raises ``OutOfMemory`` at the limit.
+        limit: peak in bytes above which the step counts as too large; None: the whole prediction is needed.
 
     Raises:
         OutOfMemory: the step is known to take more than the limit.
@@ -210,7 +210,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
 
 
 def _stored(job: JobReport) -> Json:
-    """The report as plain values."""
+    """Return the report as plain values."""
     plain = asdict(replace(job, work={}, train=replace(job.train, sections=())))
     work = {name: [each.as_json() for each in part] for name, part in job.work.items()}
     return {**plain, "train": _stored_step(job.train), "work": work}
@@ -241,7 +241,7 @@ def _restored_step(train: Json) -> StepReport:
 
 
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
-    """The attention kernel of a device, the only thing of it that a prediction without workspaces depends on."""
+    """Return the attention kernel of a device, all that a prediction without workspaces depends on."""
     return attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
 
 

@@ -1,4 +1,4 @@
-"""Print estimates: bars by stage and kind, the memory that a card must have, and comparisons."""
+"""Format estimates: bars by stage and kind, the memory that a card must have, and comparisons."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0)
     """Return what ``simpletune estimate`` prints.
 
     Args:
-        name: of the run.
-        estimate: of the run.
-        card: that it should fit on; None: no card was named.
+        name: name of the run.
+        estimate: estimate of the run.
+        card: card that the run should fit on; None: no card was named.
         reserved: bytes of the card that other programs use.
     """
     width, height = estimate.size
@@ -85,7 +85,7 @@ def _needs(estimate: Estimate) -> Iterator[str]:
     yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(needs.host, 2**30)})"
     if needs.shared >= 2**30 / 20:
         yield (
-            f"  each further process of a machine about {(host - needs.shared) / 2**30:.1f} GiB: they share "
+            f"  each further process on a machine about {(host - needs.shared) / 2**30:.1f} GiB: they share "
             f"{needs.shared / 2**30:.1f} GiB of frozen weights"
         )
     yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **needs.disk}, GB)})"
@@ -93,7 +93,7 @@ def _needs(estimate: Estimate) -> Iterator[str]:
         yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"
     if needs.counts is not None:
         pictures, prompts = plural(needs.counts.pictures, "picture"), plural(needs.counts.prompts, "prompt")
-        yield f"  {pictures} to encode with {prompts}, which data.variants bounds"
+        yield f"  {pictures} to encode with {prompts}, limited by data.variants"
     else:
         yield "  the data set was not read, so its cache on disk is not counted"
 

@@ -1,4 +1,4 @@
-"""Print predicted times and prices: of one card in a few lines, of several as a table."""
+"""Format predicted times and prices: a few lines for one card, a table for several."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class CardRow:
     """A card in a comparison.
 
     Args:
-        time: of the job on it.
-        price: of an hour; None if no price is known.
+        time: time of the job on the card.
+        price: price per hour; None if unknown.
         needed: bytes that a card must have.
-        why_not: why it cannot run the job; empty if it can.
+        why_not: why the card cannot run the job; empty if it can.
     """
 
     time: JobTime
@@ -28,7 +28,7 @@ class CardRow:
     why_not: str
 
     def as_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values for JSON."""
         return {
             **self.time.as_json(self.price),
             "needed_mib": round(self.needed / MIB),
@@ -57,7 +57,7 @@ def time_lines(time: JobTime, price: Price | None) -> Iterator[str]:
 
 
 def card_table(name: str, rows: Sequence[CardRow]) -> Iterator[str]:
-    """Tabulate the hours and the price of a job on several cards; mark the fastest and the cheapest."""
+    """Tabulate hours and price of a job on several cards; mark the fastest and the cheapest."""
     able = [row for row in rows if not row.why_not]
     fastest = min(able, key=lambda row: row.time.seconds, default=None)
     priced = [row for row in able if row.price is not None]
@@ -84,7 +84,7 @@ def card_table(name: str, rows: Sequence[CardRow]) -> Iterator[str]:
 
 
 def in_words(seconds: float) -> str:
-    """A duration with a unit that suits it."""
+    """Format a duration with a suitable unit."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -93,6 +93,6 @@ def in_words(seconds: float) -> str:
 
 
 def _uses(time: JobTime) -> str:
-    """The uses of a step's time, largest first."""
+    """List the uses of a step's time, largest first."""
     uses = sorted(time.step.by_use.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {in_words(seconds)}" for name, seconds in uses if seconds > 0.01 * time.step.seconds)

@@ -27,10 +27,10 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
 
     Args:
         file: the run's configuration.
-        overrides: its ``key.path=value`` changes.
+        overrides: ``key.path=value`` overrides.
 
     Raises:
-        UserError: the run has no int8 products, or the machine no card for them.
+        UserError: the run has no int8 products, or the machine has no card for them.
     """
     config = resolve_model_folder(read_config(file, list(overrides), needs_data=False)[0])
     if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     shapes = tunings_of(config)
     if not shapes:
         raise UserError(
-            f"CONFIG: {config.name} multiplies nothing in int8, so that there is nothing to tune. Use "
+            f"CONFIG: {config.name} does not multiply in int8, so there is nothing to tune. Use "
             "precision.weights=int8 precision.products=int8, or leave out CONFIG to measure the card"
         )
     reason = why_not(device)
@@ -52,7 +52,7 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
 
 
 def tunings_of(config: TrainConfig) -> set[Tuning]:
-    """The products of a run whose pictures have the area of ``data.resolution``; none without int8 products."""
+    """List the int8 products of a run whose pictures have the area of ``data.resolution``; empty if there are none."""
     with fake_tensors():
         size = (config.data.resolution, config.data.resolution)
         transformer = empty_base(config.model, config.memory, config.precision, CPU, [size])

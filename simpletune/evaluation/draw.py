@@ -1,4 +1,4 @@
-"""Draw the pictures of an evaluation that are not there yet, one after another, each kept as soon as it is drawn."""
+"""Draw the missing pictures of an evaluation one by one; each is stored as soon as it is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER, PICTURES, LATENTS = "evaluation", "pictures", "latents"
 
 
 class Gallery:
-    """The pictures of a run's evaluations: ``RUN/evaluation/pictures/KEY.png``.
+    """Pictures of a run's evaluations: ``RUN/evaluation/pictures/KEY.png``.
 
     Args:
         run: the run's folder.
@@ -34,11 +34,11 @@ class Gallery:
         self.latents = Cache(self.folder / LATENTS)
 
     def file(self, key: str) -> Path:
-        """Where a picture lies."""
+        """Return the path of a picture."""
         return self.folder / PICTURES / f"{key}.png"
 
     def lacking(self, keys: Iterable[str]) -> list[str]:
-        """The pictures that are still to be drawn. Renames and reports damaged ones."""
+        """List the pictures that are still to be drawn. Renames and reports damaged ones."""
         missing = []
         for key in dict.fromkeys(keys):
             file = self.file(key)
@@ -57,13 +57,13 @@ class Gallery:
         """
         image = readable(self.file(key))
         if image is None:
-            raise UserError(f"{self.file(key)} has vanished or is damaged. Start again: only it is drawn again")
+            raise UserError(f"{self.file(key)} is missing or damaged. Start again: only this picture is drawn again")
         return image
 
 
 def draw_missing(plan: Plan, gallery: Gallery) -> int:
-    """Draw what is missing: first all latents, each stored when it is drawn, then the pictures. Text encoders,
-    transformer and autoencoder are never in memory together.
+    """Draw what is missing: first all latents, each stored at once, then the pictures. Text encoders, transformer and
+    autoencoder are never in memory together.
 
     Returns:
         How many pictures were drawn.

@@ -1,4 +1,4 @@
-"""Embed drawn and real pictures with one encoder at a time; every embedding is kept as soon as it is computed.
+"""Embed drawn and real pictures with one encoder at a time; every embedding is stored as soon as it is computed.
 
 Shapes: n pictures, d width of an embedding.
 """
@@ -28,13 +28,13 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True)
 class Embedded:
-    """What one encoder makes of an evaluation.
+    """Embeddings of an evaluation by one encoder.
 
     Args:
         about: the encoder.
-        drawn: of every point, one row a shot.
-        real: of the real pictures.
-        prompts: of the scored prompts, one row a prompt; None if the encoder reads pictures only.
+        drawn: embeddings by point, one row per shot.
+        real: embeddings of the real pictures.
+        prompts: embeddings of the scored prompts, one row each; None if the encoder reads pictures only.
     """
 
     about: About
@@ -55,7 +55,7 @@ def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
     jobs: dict[str, Callable[[], Image.Image]] = {}
     names: dict[Point, list[str]] = {}
     for point, keys in drawn.items():
-        # Named by its bytes too, so that a picture that was drawn again is embedded again.
+        # The name includes a hash of the bytes, so that a redrawn picture is embedded again.
         names[point] = [f"picture {key} {sha256_of(gallery.file(key))}" for key in keys]
         jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
     real = [f"real {picture.digest}" for picture in plan.real]

@@ -29,7 +29,7 @@ from simpletune.system.locks import exclusive
 
 
 def evaluate(args: argparse.Namespace) -> Path:
-    """Evaluate a run; what an interrupted call has drawn and embedded is not done again.
+    """Evaluate a run; continues from what an interrupted call has drawn and embedded.
 
     Args:
         args: defined in ``cli.evaluate.evaluate_arguments``.
@@ -72,10 +72,10 @@ def evaluate(args: argparse.Namespace) -> Path:
 
 
 def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:
-    """Find the encoders; for a run of the demo model its own two by default.
+    """Find the encoders; for a run of the demo model, its own two by default.
 
     Raises:
-        UserError: none are named for a real model, or two have one title.
+        UserError: none are named for a real model, or two have the same title.
     """
     if not names and not is_demo:
         raise UserError(
@@ -94,7 +94,7 @@ def plan_of(session: InferenceSession, args: argparse.Namespace) -> Plan:
     """Gather points, prompts, requests and real pictures."""
     config, option = session.config, session.config.validation
     real, everything = real_pictures(config, args.run)
-    written = run_config(args.run)  # whose data may be the demo's by name
+    written = run_config(args.run)  # its data may be the demo's, by name
     words = words_of(written, args.token, args.kind)
     prompts = prompts_of(args.prompts, written, words, [picture.caption for picture in real])
     width, height = args.size or config.picture_size()
@@ -108,7 +108,7 @@ def plan_of(session: InferenceSession, args: argparse.Namespace) -> Plan:
 
 
 def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
-    """Everything in ``evaluation.json`` but the scores and the cost."""
+    """Return everything in ``evaluation.json`` but scores and cost."""
     session, first = plan.session, plan.shots[0].request
     known = [
         {
@@ -145,7 +145,7 @@ def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
 
 
 def cost_of(session: InferenceSession, stages: dict[str, Stage], drawn: int) -> Json:
-    """What was predicted, and what this call measured; a resumed call measures only its own part."""
+    """Return predicted and measured cost; a resumed call measures only its own part."""
     return {
         "drawn": drawn,
         "predicted": {name: stage.as_json() for name, stage in stages.items()},

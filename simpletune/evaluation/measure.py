@@ -17,7 +17,7 @@ from simpletune.evaluation.statistics import mean_over_prompts, over_sets
 from simpletune.options import Json
 
 ByPrompt = dict[int, float]
-"""One mean for each prompt, by its number."""
+"""Mean of each prompt, by its number."""
 Scores = dict[str, dict[str, Json]]
 """Values by score and title of the encoder."""
 
@@ -40,7 +40,7 @@ def measure(plan: Plan, embedded: Sequence[Embedded]) -> dict[Point, Scores]:
 
 
 def means_of(plan: Plan, one: Embedded, drawn: Array) -> dict[str, ByPrompt]:
-    """The scores that are means over pictures, by prompt.
+    """Compute the scores that are means over pictures, by prompt.
 
     Args:
         plan: the evaluation.
@@ -65,15 +65,15 @@ def means_of(plan: Plan, one: Embedded, drawn: Array) -> dict[str, ByPrompt]:
 
 
 SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid": scores.kid}
-"""Distances between the drawn and the real pictures."""
+"""Distances between the sets of drawn and real pictures."""
 
 
 def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array, Array], float]) -> Json | None:
-    """A distance between a point's pictures of the subject and the real ones; None for fewer than 2 of either."""
+    """Compute the distance of a point's pictures of the subject from the real ones; None for fewer than 2 of either."""
     rows = rows_by_prompt(plan, of_class=False)
     prompts, drawn = subject_prompts(plan), one.drawn[point]
     count = sum(len(rows[number]) for number in prompts)
-    smallest = count - max(len(rows[number]) for number in prompts)  # without one prompt, as the interval needs
+    smallest = count - max(len(rows[number]) for number in prompts)  # with one prompt left out, as for the interval
     if min(count, len(one.real)) < 2:
         return None
 
@@ -85,7 +85,7 @@ def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array,
 
 
 def described(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
-    """A mean with its interval, its size and its paired difference from the base."""
+    """Return a mean with its interval, sample size and paired difference from the base."""
     found = mean_over_prompts(list(values.values())).as_json()
     found |= {"n": pictures, "prompts": len(values), "by_prompt": [round(value, 6) for value in values.values()]}
     if base is not None:
@@ -94,7 +94,7 @@ def described(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
 
 
 def rows_by_prompt(plan: Plan, of_class: bool) -> dict[int, list[int]]:
-    """The rows of each prompt's pictures."""
+    """Return the rows of each prompt's pictures."""
     rows: dict[int, list[int]] = {}
     for row, shot in enumerate(plan.shots):
         if shot.of_class == of_class:
@@ -103,13 +103,13 @@ def rows_by_prompt(plan: Plan, of_class: bool) -> dict[int, list[int]]:
 
 
 def subject_prompts(plan: Plan) -> list[int]:
-    """The prompts that name the subject; all of them if none is known to."""
+    """Return the prompts that name the subject; all of them if none is known to."""
     named = [number for number, prompt in enumerate(plan.prompts.prompts) if prompt.has_token]
     return named or list(range(len(plan.prompts.prompts)))
 
 
 def pictures_of(plan: Plan, score: str) -> int:
-    """How many pictures a score is computed from."""
+    """Count the pictures that a score is computed from."""
     if score == "pres":
         return sum(shot.of_class for shot in plan.shots)
     own = [shot for shot in plan.shots if not shot.of_class]

@@ -1,4 +1,4 @@
-"""What an evaluation draws and compares: points, requests, real pictures, and the key of every picture."""
+"""Plan what an evaluation draws and compares: points, requests, real pictures, and the key of every picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from simpletune.system.checksums import sha256_of
 from simpletune.system.model_folder import fingerprint
 
 REAL = 1000
-"""Training pictures that are compared with at most, evenly chosen."""
+"""Maximum number of training pictures to compare with, evenly chosen."""
 FIRST_SEED = 10_000
 """Far from the seeds of validation pictures."""
 
@@ -38,9 +38,9 @@ class Point:
     """Weights to evaluate.
 
     Args:
-        step: of the checkpoint; None for the base.
-        strength: of the LoRA; None for the base and for full models.
-        weights: to draw with.
+        step: step of the checkpoint; None for the base.
+        strength: LoRA strength; None for the base and for full models.
+        weights: weights to draw with.
     """
 
     step: int | None
@@ -49,13 +49,13 @@ class Point:
 
     @property
     def title(self) -> str:
-        """The name in tables."""
+        """Name in tables."""
         if self.step is None:
             return "base"
         return f"step {self.step}" + ("" if self.strength is None else f" x {self.strength:g}")
 
     def name(self, run: Path | None) -> str:
-        """The name that other commands take: ``RUN@STEP:STRENGTH``."""
+        """Name for other commands: ``RUN@STEP:STRENGTH``."""
         if self.step is None or run is None:
             return "base"
         return f"{run.name}@{self.step}" + ("" if self.strength is None else f":{self.strength:g}")
@@ -63,11 +63,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture of every point.
+    """One picture that every point draws.
 
     Args:
         request: what to draw.
-        prompt: number of its prompt.
+        prompt: index of its prompt.
         of_class: whether it shows another member of the class, for PRES.
     """
 
@@ -82,11 +82,11 @@ class Plan:
 
     Args:
         session: configuration, device and speed.
-        points: the base first.
-        prompts: with the name of their slice.
-        shots: the same for every point.
-        real: training pictures.
-        all_real: how many training pictures there are.
+        points: points to evaluate, the base first.
+        prompts: prompts with the name of their slice.
+        shots: pictures to draw, the same for every point.
+        real: training pictures to compare with.
+        all_real: total number of training pictures.
     """
 
     session: InferenceSession
@@ -97,7 +97,7 @@ class Plan:
     all_real: int
 
     def key(self, point: Point, shot: Shot) -> str:
-        """Name a picture by everything that it depends on."""
+        """Return the name of a picture, a hash of everything that it depends on."""
         how: Json = {
             **self._common,
             "weights": identity(point.weights),
@@ -108,13 +108,13 @@ class Plan:
         return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:24]
 
     def groups(self) -> list[list[Shot]]:
-        """Shots that are drawn together; the same groups in every call, whatever is left to draw."""
+        """Group the shots that are drawn together; the same groups in every call, whatever is left to draw."""
         size = self.session.speed.batch_size
         return [list(self.shots[first : first + size]) for first in range(0, len(self.shots), size)]
 
     @cached_property
     def _common(self) -> Json:
-        """What all pictures depend on."""
+        """What all pictures depend on, as JSON."""
         config = self.session.config
         parts = {"model": config.model, "objective": config.objective}
         dumped = {name: part.model_dump(mode="json") for name, part in parts.items()}
@@ -122,13 +122,13 @@ class Plan:
 
     @cached_property
     def _neighbours(self) -> dict[Shot, list[str]]:
-        """The prompts that each shot is drawn together with: the last bits depend on them."""
+        """Prompts of the batch that each shot is drawn in: the last bits of a picture depend on them."""
         return {shot: [each.request.prompt for each in group] for group in self.groups() for shot in group}
 
 
 @cache
 def identity(weights: Weights) -> str:
-    """A digest of the files that make a model, and its strengths."""
+    """Hash the files that make up a model, and its strengths."""
     files = [(sha256_of(file), scale) for file, scale in weights.loras]
     whole = fingerprint(weights.transformer) if weights.transformer else ""
     trained = sha256_of(weights.trained) if weights.trained else ""
@@ -138,11 +138,11 @@ def identity(weights: Weights) -> str:
 
 
 def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
-    """The base, every kept checkpoint at every strength, and the result if it is none of them.
+    """List the base, every kept checkpoint at every strength, and the result if it is none of these.
 
     Args:
         run: the run's folder.
-        strengths: of LoRAs; None: 1.
+        strengths: LoRA strengths; None: 1.
 
     Raises:
         UserError: the run has neither a checkpoint nor a result, or a full model is given strengths.
@@ -165,12 +165,12 @@ def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
 
 
 def shots_of(first: Request, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
-    """Every prompt with its own seeds, then one picture of every class prompt.
+    """List the shots: every prompt with its own seeds, then one picture of every class prompt.
 
     Args:
-        first: a request with the settings of all; its seed is the first.
-        prompts: to draw.
-        seeds: pictures of a prompt.
+        first: request with the settings of all shots and the first seed.
+        prompts: prompts to draw.
+        seeds: number of pictures per prompt.
     """
     shots = [
         Shot(replace(first, prompt=prompt.text, seed=first.seed + number * seeds + which), number)
@@ -186,7 +186,7 @@ def shots_of(first: Request, prompts: Sequence[Prompt], seeds: int) -> list[Shot
 
 
 def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
-    """The pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources.
+    """Return the pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources.
 
     Returns:
         The pictures, and how many there were.

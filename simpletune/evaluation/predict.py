@@ -1,7 +1,7 @@
-"""Predict what an evaluation takes before it begins: the code that draws and embeds runs on fake tensors.
+"""Predict memory and time of an evaluation before it begins, by drawing and embedding on fake tensors.
 
-Memory and time are predicted as for training: every operation takes what was measured on this device by ``simpletune
-calibrate``; else what a card's data sheet says, or what it takes on this CPU at this moment.
+As for training, the time of every operation is what ``simpletune calibrate`` measured on this device; otherwise it
+follows from the card's data sheet, or from a quick measurement on this CPU.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CAPABILITY = (8, 9)  # without a card: an L4's
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage takes.
+    """Memory and time of a stage.
 
     Args:
-        bytes: the largest memory on the device.
+        bytes: peak memory on the device.
         seconds: in total.
     """
 
@@ -53,7 +53,7 @@ class Stage:
     seconds: float
 
     def as_json(self) -> Json:
-        """The fields in `evaluation.json`."""
+        """Return the fields in `evaluation.json`."""
         return {"peak_mib": round(self.bytes / MIB, 1), "seconds": round(self.seconds, 1)}
 
 
@@ -62,8 +62,8 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
 
     Args:
         plan: the evaluation.
-        encoders: to embed with.
-        undrawn: how many pictures are still to be drawn.
+        encoders: encoders to embed with.
+        undrawn: number of pictures still to be drawn.
 
     Raises:
         UserError: a stage does not fit.
@@ -99,10 +99,10 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
 
 
 def require_room(stages: dict[str, Stage], free: int, name: str) -> None:
-    """Refuse what does not fit on a card.
+    """Refuse stages that do not fit on a card.
 
     Raises:
-        UserError: with the stage and what helps.
+        UserError: names the stage and a remedy.
     """
     for stage, taken in stages.items():
         if needed(taken.bytes) > free:
@@ -114,11 +114,11 @@ def require_room(stages: dict[str, Stage], free: int, name: str) -> None:
 
 
 def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
-    """How fast this device is, and how that is known.
+    """Return the speeds of this device, and their origin.
 
     Args:
         cache: folder of the cache, with calibrations of this machine.
-        card: None: the CPU.
+        card: the card; None: the CPU.
 
     Raises:
         UserError: a calibration cannot be read.
@@ -138,7 +138,7 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
 def text_stage(
     config: TrainConfig, plan: Plan, capability: tuple[int, int], recorders: Recorders, speeds: Speeds
 ) -> Stage:
-    """Encoding all prompts, none of them in the cache yet."""
+    """Predict the encoding of all prompts, none of them cached."""
     taken = predict_stage(config, "text", capability, recorders).bytes
     prompts = len({text for shot in plan.shots for text in (shot.request.prompt, shot.request.negative_prompt)})
     once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
@@ -146,12 +146,12 @@ def text_stage(
 
 
 def batch_of(plan: Plan) -> int:
-    """How many pictures are drawn together."""
+    """Return how many pictures are drawn together."""
     return min(plan.session.speed.batch_size, len(plan.shots))
 
 
 def encoding(about: About, recorder: Recorder) -> int:
-    """The largest memory of one picture in an encoder; record it."""
+    """Return the peak memory of one picture in an encoder; record the operations."""
     kind = class_of(about)
     with fake_tensors(), without_collection(), silent():
         model = kind.empty(about).float()

@@ -1,4 +1,4 @@
-"""The prompts that an evaluation draws: built-in slices, a file, or the run's own. Imports no torch.
+"""Prompts of an evaluation: built-in slices, a file, or the run's own. Imports no torch.
 
 A template has ``{token}``, the rare word that training taught, and ``{class}``, the common word for what it is: "a
 {token} {class} in the snow". A picture is drawn from the prompt with both, and scored by the prompt without the token,
@@ -35,7 +35,7 @@ LIVE = (
     "wearing a yellow shirt", "in a purple wizard outfit",
 )  # fmt: skip
 DREAMBOOTH = {"dreambooth-object": OBJECTS, "dreambooth-live": LIVE}
-"""The DreamBooth benchmark's two lists (arXiv:2208.12242, google/dreambooth): 25 prompts each, 15 of them in both."""
+"""The DreamBooth benchmark's two lists (arXiv:2208.12242, google/dreambooth): 25 prompts each, 15 of them shared."""
 DEMO = "demo"
 """The tiny SD3's own prompts: sizes, places and backgrounds for a figure, scenes for a style."""
 RUN = "run"
@@ -50,8 +50,8 @@ class Prompt:
     """One prompt.
 
     Args:
-        text: what is drawn.
-        scored: what pictures are compared with, without the rare token.
+        text: prompt to draw.
+        scored: prompt to compare pictures with, without the rare token.
     """
 
     text: str
@@ -73,7 +73,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a run's subject.
+    """Words for a run's subject.
 
     Args:
         token: the rare word; empty if unknown.
@@ -95,13 +95,13 @@ def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Se
     """Find the prompts of an evaluation.
 
     Args:
-        name: a slice or a file of templates, one a line; None: `DEMO` for the demo's data, otherwise `RUN`.
-        config: of the run.
-        words: of the subject.
-        captions: of the run's pictures.
+        name: a slice, or a file of templates, one per line; None: `DEMO` for the demo's data, otherwise `RUN`.
+        config: configuration of the run.
+        words: words for the subject.
+        captions: captions of the run's pictures.
 
     Raises:
-        UserError: the file is missing or has holes, or a template needs a word that is unknown.
+        UserError: the file is missing or has empty lines, or a template needs an unknown word.
     """
     if name is None:
         name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
@@ -115,13 +115,13 @@ def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Se
 
 
 def dreambooth(name: str) -> list[str]:
-    """The templates of one of the benchmark's two lists."""
+    """Return the templates of one of the benchmark's two lists."""
     ways = (*PLACES, *DREAMBOOTH[name])
     return [*(f"a {{token}} {{class}} {way}" for way in ways), *(f"a {look} {{token}} {{class}}" for look in LOOKS)]
 
 
 def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
-    """Scenes of held-out triples: the demo's figure at their places, or scenes in the demo's style."""
+    """Return prompts for scenes of held-out triples: the demo's figure in their places, or in the demo's style."""
     scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
     if config.data.place == "demo:subject":
         template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
@@ -131,7 +131,7 @@ def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
 
 
 def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> list[Prompt]:
-    """The run's validation prompts, or its first different captions.
+    """Return the run's validation prompts, or its first distinct captions.
 
     Raises:
         UserError: there are none.
@@ -145,10 +145,10 @@ def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> l
 
 
 def from_file(file: Path, words: Words) -> PromptSet:
-    """Read templates, one a line.
+    """Read templates, one per line.
 
     Raises:
-        UserError: with every line that is empty, a repetition, or has an unknown placeholder.
+        UserError: lists every line that is empty, repeated, or has an unknown placeholder.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -193,7 +193,7 @@ def _fields(template: str) -> list[str]:
 
 
 def _fault(lines: Sequence[str], number: int) -> str | None:
-    """What is wrong with a line, if anything."""
+    """Describe what is wrong with a line, if anything."""
     line, place = lines[number], f"line {number + 1}"
     if not line.strip():
         return f"{place} is empty. Write a prompt, or remove the line"

@@ -1,6 +1,6 @@
 """Means with intervals over prompts, and differences from the base paired by prompt and seed.
 
-Pictures of one prompt are not independent, so prompts are drawn, not pictures.
+Pictures of one prompt are not independent, so prompts are resampled, not pictures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Measured:
     error: float | None
 
     def as_json(self) -> Json:
-        """The fields in `evaluation.json`."""
+        """Return the fields in `evaluation.json`."""
         named = {"value": self.value, "low": self.low, "high": self.high, "error": self.error}
         return {name: None if each is None else round(each, 6) for name, each in named.items()}
 
@@ -67,12 +67,12 @@ def mean_over_prompts(values: Sequence[float] | Array) -> Measured:  # one mean 
 def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> Measured:
     """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
 
-    A bootstrap would repeat pictures, and equal pictures change a distance of sets.
+    A bootstrap would repeat pictures, and duplicates change a distance between sets.
 
     Args:
-        statistic: computed from the prompts of these numbers.
-        prompts: how many there are.
-        interval: whether the statistic exists without any one of them.
+        statistic: computes the value from the prompts with these indices.
+        prompts: number of prompts.
+        interval: whether the statistic is defined with any one prompt left out.
     """
     everyone = range(prompts)
     value = statistic(everyone)

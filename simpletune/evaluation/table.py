@@ -16,11 +16,11 @@ COLUMNS = (
 
 
 def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:
-    """Choose the encoder of each fidelity: for the subject the first that reads pictures only, otherwise the first; for
-    prompts the first that reads them.
+    """Choose the encoder for each fidelity: for the subject, the first that reads only pictures, otherwise the first;
+    for prompts, the first that reads prompts.
 
     Args:
-        encoders: with ``title`` and ``reads_prompts``, in the order in which they were given.
+        encoders: entries with ``title`` and ``reads_prompts``, in the given order.
     """
     pictures = [each["title"] for each in encoders if not each["reads_prompts"]]
     prompts = [each["title"] for each in encoders if each["reads_prompts"]]
@@ -28,7 +28,7 @@ def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:
 
 
 def lines(result: Json) -> list[str]:
-    """One table for each encoder: value and half the width of its interval, by point."""
+    """Format one table for each encoder: value and half the width of its interval, by point."""
     found: list[str] = []
     for encoder in result["encoders"]:
         title = encoder["title"]
@@ -45,6 +45,6 @@ def lines(result: Json) -> list[str]:
 
 
 def cell(value: Json) -> str:
-    """A value with its 95% interval: ``0.712 ±0.021``."""
+    """Format a value with its 95% interval: ``0.712 ±0.021``."""
     shown = f"{value['value']:.3f}"
     return shown if value["low"] is None else f"{shown} ±{(value['high'] - value['low']) / 2:.3f}"

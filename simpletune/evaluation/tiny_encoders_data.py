@@ -1,4 +1,4 @@
-"""The pictures and captions that the tiny encoders are trained and measured on."""
+"""Pictures and captions for training and measuring the tiny encoders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TABLES = {
     "size": tuple(pictures.SIZES), "position": tuple(pictures.POSITIONS), "style": STYLES,
 }  # fmt: skip
 Figure = tuple[str, str, str, str, str]
-"""Shape, colour, style, and the inner shape and colour, empty without one."""
+"""Shape, colour, style, and the inner shape and colour, which are empty without an inner shape."""
 
 
 def figures(count: int, seed: int) -> list[Figure]:
-    """Choose figures, one plain one for two with another inside; none is the demo's own.
+    """Choose figures, one plain one for every two with another inside; none is the demo's own.
 
     Args:
-        count: how many at most; duplicates are left out.
-        seed: of the choice.
+        count: maximum number; duplicates are left out.
+        seed: seed of the choice.
     """
     rng = np.random.default_rng([seed, 11])
     found: dict[Figure, None] = {}
@@ -53,7 +53,7 @@ def captioned(scene: Scene, seed: int) -> tuple[str, Scene]:
     """Describe a scene by a full caption, one without its style, or one that calls its shape a figure.
 
     Returns:
-        The caption, and the scene with what the caption leaves out empty.
+        The caption, and the scene, where fields that the caption leaves out are empty.
     """
     rng = np.random.default_rng([seed, 13])
     kind = int(rng.integers(6))
@@ -75,8 +75,8 @@ def scenes_with_captions(count: int, seed: int, held_out: bool) -> tuple[list[Im
     """Draw captioned scenes; one in six shows a figure in a figure, which its caption calls a figure.
 
     Args:
-        count: how many.
-        seed: of scenes, captions and variations.
+        count: number of scenes.
+        seed: seed of scenes, captions and variations.
         held_out: whether to draw held-out triples in full captions instead.
     """
     drawn, captions, known = [], [], []

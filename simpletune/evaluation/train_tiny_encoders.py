@@ -1,4 +1,4 @@
-"""``make tiny-encoders``: train the two encoders that know the tiny SD3's pictures, from nothing.
+"""``make tiny-encoders``: train the two encoders that know the tiny SD3's pictures, from scratch.
 
 ``tiny_dino`` (pictures) learns to find the same figure on another background, at another place and size, among others:
 figures are shapes in three styles, and shapes in shapes. ``tiny_clip`` (pictures and captions) learns which caption
@@ -39,8 +39,8 @@ PATCH, WIDTH, LAYERS, HEADS = 8, 64, 3, 4
 TEXT_WIDTH, TEXT_LAYERS, TEXT_HEADS = 64, 2, 4
 DINO_STEPS, CLIP_STEPS, BATCH, PEAK_LR = 800, 1600, 96, 2e-3
 FIGURES, VIEWS, SCENES = 3000, 4, 16_384
-TEMPERATURE = 0.1  # of the contrast between figures
-NOISE = 0.03  # standard deviation of the noise on pictures, of 1; an autoencoder leaves about as much
+TEMPERATURE = 0.1  # of the contrastive loss
+NOISE = 0.03  # standard deviation of the noise on pictures in 0..1; an autoencoder leaves about as much
 CARD = Path(__file__).with_name("tiny_encoders_card.md")
 UNKNOWN = -100  # cross-entropy's ignore_index
 
@@ -61,7 +61,7 @@ def noisy(values: Tensor, norm: tuple, rng: torch.Generator) -> Tensor:  # [b, s
 
 
 def tower() -> dict[str, int]:
-    """The sizes of both vision transformers."""
+    """Return the sizes of both vision transformers."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
     return sizes | {"num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH}
 
@@ -70,9 +70,9 @@ def fit(parameters: Sequence[nn.Parameter], steps: int, loss: Callable[[int], Te
     """Train by AdamW with warm-up and a linear decay; log every 100 steps.
 
     Args:
-        parameters: to train.
-        steps: how many.
-        loss: of a step, whose number it gets.
+        parameters: parameters to train.
+        steps: number of steps.
+        loss: computes the loss of a step from its number.
         log: JSON lines.
     """
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.05)
@@ -90,13 +90,13 @@ def fit(parameters: Sequence[nn.Parameter], steps: int, loss: Callable[[int], Te
 
 
 def train_dino(log: Path, steps: int, seed: int = 0) -> PreTrainedModel:
-    """Train the encoder of pictures: two views of a figure attract each other among those of others (NT-Xent,
+    """Train the picture encoder: two views of a figure attract each other among views of others (NT-Xent,
     arXiv:2002.05709, eq. 1).
 
     Args:
         log: JSON lines.
-        steps: of `BATCH` figures.
-        seed: of weights, figures and order.
+        steps: number of steps of `BATCH` figures.
+        seed: seed of weights, figures and order.
     """
     from transformers import ViTConfig, ViTModel
 
@@ -120,14 +120,14 @@ def train_dino(log: Path, steps: int, seed: int = 0) -> PreTrainedModel:
 
 
 def train_clip(folder: Path, log: Path, steps: int, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Train the encoder of pictures and captions: contrast in both directions (arXiv:2103.00020, figure 3), and each
-    attribute from each embedding by a linear layer that is thrown away.
+    """Train the encoder of pictures and captions: contrast in both directions (arXiv:2103.00020, figure 3), and predict
+    each attribute from each embedding by a linear layer that is discarded afterwards.
 
     Args:
-        folder: to write the tokenizer to.
+        folder: where to write the tokenizer.
         log: JSON lines.
-        steps: of `BATCH` pictures and captions.
-        seed: of weights, scenes and order.
+        steps: number of steps of `BATCH` pictures and captions.
+        seed: seed of weights, scenes and order.
     """
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
@@ -166,13 +166,13 @@ def train_clip(folder: Path, log: Path, steps: int, seed: int = 0) -> tuple[PreT
 
 
 def index_of(table: Sequence[str], value: str) -> int:
-    """The place of a value in its table; `UNKNOWN` for one that a caption leaves out."""
+    """Return the index of a value in its table; `UNKNOWN` for one that a caption leaves out."""
     return table.index(value) if value else UNKNOWN
 
 
 @torch.no_grad()
 def dino_accuracy(model: PreTrainedModel, count: int = 200, seed: int = 99) -> float:
-    """How often the nearest of ``count`` other pictures shows the same figure, for figures that were not trained on."""
+    """Measure how often the nearest of ``count`` other pictures shows the same figure, for figures not trained on."""
     seen = set(figures(FIGURES, 0))
     chosen = [figure for figure in figures(4 * count, seed) if figure not in seen][:count]
     views = [[view(figure, 10**6 + 2 * number + which) for number, figure in enumerate(chosen)] for which in range(2)]
@@ -186,8 +186,8 @@ def dino_accuracy(model: PreTrainedModel, count: int = 200, seed: int = 99) -> f
 
 @torch.no_grad()
 def clip_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int = 200) -> dict[str, float]:
-    """How often a picture of a held-out triple is nearer to its caption than to one with another value, by attribute;
-    and ``caption``: how often its own caption is the nearest of all."""
+    """Measure how often a picture of a held-out triple is nearer to its caption than to one with another value, by
+    attribute; and as ``caption``, how often its own caption is the nearest of all."""
     drawn, captions, scenes = scenes_with_captions(count, 98, held_out=True)
     rng = np.random.default_rng(98)
     pixels = normalised([scaled_and_cut(each, SIDE, SIDE) for each in drawn], CLIP)
@@ -213,7 +213,7 @@ def clip_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
 
 
 def write(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model in half precision; its configuration says float32, as that of the tiny SD3's encoders."""
+    """Write a model in half precision; its configuration says float32, like those of the tiny SD3's encoders."""
     nn.Module.to(model, torch.float16).save_pretrained(folder)
     file = folder / "config.json"
     config = {**json.loads(file.read_text(encoding="utf-8")), "dtype": "float32"}
@@ -222,7 +222,7 @@ def write(model: PreTrainedModel, folder: Path) -> None:
 
 
 def card(accuracy: Mapping[str, Mapping[str, float]]) -> str:
-    """Fill the measured accuracies into the card."""
+    """Insert the measured accuracies into the model card."""
     rows = [f"| `tiny_dino` | which of 200 other pictures shows the same figure, one that was never trained on? | "
             f"{accuracy['tiny_dino']['figure']:.1%} | 0.5% |"]  # fmt: skip
     for name, value in accuracy["tiny_clip"].items():
@@ -237,8 +237,8 @@ def make(folder: Path, dino_steps: int = DINO_STEPS, clip_steps: int = CLIP_STEP
 
     Args:
         folder: replaced if it exists.
-        dino_steps: of the encoder of pictures.
-        clip_steps: of the encoder of pictures and captions.
+        dino_steps: steps of the picture encoder.
+        clip_steps: steps of the encoder of pictures and captions.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as part:
@@ -257,5 +257,5 @@ if __name__ == "__main__":
     parser.add_argument("--dino-steps", type=int, default=DINO_STEPS)
     parser.add_argument("--clip-steps", type=int, default=CLIP_STEPS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # faster for models of this size, and sums have one order
+    torch.set_num_threads(1)  # faster for models of this size, and sums have a fixed order
     make(arguments.out, arguments.dino_steps, arguments.clip_steps)

@@ -1,8 +1,8 @@
 """Model families: the sources of their weights, their parts, shapes and operations; the union of ``model.family``.
 
-A new family takes a folder here and a line in ``Model``. Its option gives data and pure functions, so that no other
-package asks for a family's name. May import objectives, models and what is below them. Adapters, data and the packages
-above may import this one; a family imports no other.
+A new family takes a folder here and a line in ``Model``. Its option provides data and pure functions, so that no other
+package needs to ask for a family's name. May import objectives, models and what is below them. Adapters, data and the
+packages above may import this one; a family imports no other.
 """
 
 from __future__ import annotations

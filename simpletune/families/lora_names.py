@@ -1,4 +1,4 @@
-"""The LoRA names of every family, and which family layers belong to."""
+"""LoRA names of every family, and the family that layers belong to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from simpletune.models.model_config import Shape
 from simpletune.options import UserError
 
 LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
-"""The layouts of each family's files; the first is that of a run's result."""
+"""Layouts of each family's files; the first is the one of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
 
 
 def is_target(target: str, layer: str) -> bool:
-    """Whether a named target includes a layer. Families' layers have different names, so the family need not be known.
+    """Whether a named target includes a layer. Layer names differ between families, so the family need not be known.
 
     Args:
         target: a named value of ``adapter.targets``.
@@ -26,13 +26,14 @@ def is_target(target: str, layer: str) -> bool:
 
 
 def context_layers(layers: Iterable[str]) -> dict[str, bool]:
-    """The projections to keys and values whose attention reads the picture or the prompt alone, as a U-Net's does.
+    """Find the projections to keys and values in attention layers that read only the picture or only the prompt, as in
+    a U-Net.
 
     Args:
-        layers: diffusers' names of layers, among others.
+        layers: names, among them diffusers' names of layers.
 
     Returns:
-        Whether the attention reads the prompt, by the layer's name.
+        By the layer's name, whether its attention reads the prompt.
     """
     patterns = [names.contexts for names in LAYOUTS if names.contexts is not None]
     matches = ((layer, pattern.search(layer)) for layer in layers for pattern in patterns)
@@ -40,10 +41,10 @@ def context_layers(layers: Iterable[str]) -> dict[str, bool]:
 
 
 def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
-    """The widths of the inputs of attentions that read the prompt, and of those that read the picture.
+    """Return the input widths of attention layers that read the prompt, and of those that read the picture.
 
     Args:
-        shapes: of the base model's parameters.
+        shapes: shapes of the base model's parameters.
     """
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
     reads = context_layers(weights)
@@ -52,7 +53,7 @@ def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
 
 
 def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
-    """The families that have any of the layers, each with the first of its layers.
+    """Return the families that have any of the layers, each with the first of its layers.
 
     Args:
         layers: diffusers' names of layers.
@@ -67,7 +68,7 @@ def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
 
 
 def title_of(layers: Iterable[str]) -> str:
-    """The name of the first family that has one of the layers, for messages."""
+    """Return the title of the first family that has one of the layers, for messages."""
     return next((names.title for names in families_of(layers)), "an unknown model")
 
 
@@ -84,7 +85,7 @@ def require_one(layers: Iterable[str]) -> None:
 
 
 def names_of(layers: Iterable[str]) -> LoraNames:
-    """The family that layers belong to.
+    """Return the LoRA names of the family that layers belong to.
 
     Args:
         layers: diffusers' names of layers.
@@ -96,31 +97,31 @@ def names_of(layers: Iterable[str]) -> LoraNames:
     require_one(layers)
     for names in families_of(layers):
         return names
-    raise UserError(f"{', '.join(layers[:3])}: layers of no known model have no names in LoRA files")
+    raise UserError(f"{', '.join(layers[:3])}: no known model has these layers, so they have no names in LoRA files")
 
 
 def result_layout(layers: Iterable[str]) -> Layout:
-    """The layout of a run's result with these layers: the one of its family that most tools read."""
+    """Return the layout of a run's result with these layers: the one of its family that most tools read."""
     return LAYOUTS[names_of(layers)][0]
 
 
 def kohya_layout(layers: Iterable[str]) -> Layout:
-    """The layout of kohya's scripts for these layers' family."""
+    """Return kohya's layout for these layers' family."""
     return next(layout for layout in LAYOUTS[names_of(layers)] if layout.name == "kohya")
 
 
 def update_layout(layers: Iterable[str]) -> Layout:
-    """The layout of a run's result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names for
-    updates of diffusers' layers, as LyCORIS's tools write them."""
+    """Return the layout of a result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names
+    for diffusers' layers, as LyCORIS's tools write them."""
     layouts = LAYOUTS[names_of(layers)]
     return next((layout for layout in layouts if layout.name == "lycoris"), layouts[0])
 
 
 def family_of_class(name: str) -> Family:
-    """The family whose denoiser has this class in diffusers.
+    """Return the family whose denoiser has this class in diffusers.
 
     Raises:
-        UserError: there is none.
+        UserError: no family has it.
     """
     for family in FAMILIES:
         if family.diffusers.model == name:

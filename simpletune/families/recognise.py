@@ -11,7 +11,7 @@ from simpletune.models.sources import is_single_file
 from simpletune.options import UserError
 
 DENOISERS = tuple(family.denoiser for family in FAMILIES)
-"""The folders of trained models in a pipeline."""
+"""Folders of the denoisers in pipelines."""
 
 
 def denoiser_in(folder: Path) -> Path | None:
@@ -33,5 +33,5 @@ def _is_of(source: str, family: Family) -> bool:
         try:
             return open_file(Path(source), family.layout).has(family.denoiser)
         except UserError:
-            return False  # a file of another family
+            return False  # not a file of this family
     return (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None

@@ -19,7 +19,7 @@ from simpletune.system.console import progress, say
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
 
-TRIES = 3  # attempts per file, after failures that huggingface_hub does not retry
+TRIES = 3  # attempts per file, for failures that huggingface_hub does not retry
 PAUSE = 2.0  # seconds before the second attempt; twice that before the third
 MB = 10**6
 RETRIED = {
@@ -45,7 +45,7 @@ class Repository:
 
     @property
     def cache(self) -> Path:
-        """Its folder in the hub's cache (HF_HUB_CACHE, HF_HOME)."""
+        """Folder of the repository in the hub's cache (HF_HUB_CACHE, HF_HOME)."""
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}"
@@ -56,11 +56,11 @@ class HubFile:
     """A file of a repository as the hub lists it.
 
     Args:
-        repository: of the file.
-        commit: of the repository.
-        path: inside the repository.
-        size: in bytes.
-        sha256: of files in large-file storage; None for small ones.
+        repository: repository of the file.
+        commit: commit of the repository.
+        path: path inside the repository.
+        size: size in bytes.
+        sha256: SHA-256 of files in large-file storage; None for small ones.
     """
 
     repository: Repository
@@ -125,7 +125,7 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
 
 
 def _worth_a_retry(error: Exception) -> bool:
-    """Whether a failure may be temporary and huggingface_hub (2.4) gave up at once.
+    """Whether a failure may be temporary but huggingface_hub (2.4) gave up without a retry.
 
     It resumes an interrupted GET and retries a HEAD; it does neither after a 5xx response to a GET, a reset connection,
     an interrupted HEAD or a file of the wrong size (an OSError without errno).

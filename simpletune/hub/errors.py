@@ -35,8 +35,8 @@ def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterato
     """Turn failures of the hub, the network or the disk into a message with value, rule and remedy.
 
     Args:
-        repository: that was requested.
-        file: that is being fetched.
+        repository: the requested repository.
+        file: the file being fetched.
 
     Raises:
         UserError: any failure; ``Unreachable`` if the cache may still have the files.

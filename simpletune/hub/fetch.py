@@ -31,7 +31,7 @@ class HubPart:
     """A part of a pipeline on the hub.
 
     Args:
-        repository: of the part.
+        repository: repository of the part.
         part: the sub-folder (``transformer``, ``tokenizer_2``, ...).
         weights: whether the weights are needed, or only the configuration.
     """
@@ -118,7 +118,7 @@ def chosen_weights(inside: dict[str, HubFile]) -> list[HubFile]:
 
 
 def fetch_files(files: Sequence[HubFile]) -> None:
-    """Fetch missing files if they fit; record the commit, for later use without a network.
+    """Fetch missing files if they fit on the disk; record the commit for later use without a network.
 
     Raises:
         DiskFull: the disk is too small.
@@ -141,10 +141,10 @@ def require_space(files: Sequence[HubFile]) -> None:
     """Refuse a download that does not fit on the disk.
 
     Args:
-        files: still to fetch.
+        files: files still to fetch.
 
     Raises:
-        DiskFull: with the bytes needed and free.
+        DiskFull: states the bytes needed and free.
     """
     if not files:
         return

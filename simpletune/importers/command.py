@@ -1,4 +1,4 @@
-"""``simpletune import``: print or write the configuration, and say what became of each key."""
+"""``simpletune import``: print or write the configuration, and report what became of each key."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
     """Translate a configuration.
 
     Args:
-        file: of SimpleTuner, kohya's scripts or OneTrainer.
-        data: its data sets, if they are elsewhere than it says.
-        out: file to write; None prints it, and the rest goes to standard error.
-        overwrite: replace that file.
+        file: configuration of SimpleTuner, kohya's scripts or OneTrainer.
+        data: its data sets, if they are not where it says.
+        out: file to write; None prints the configuration, and the report goes to standard error.
+        overwrite: whether to replace an existing file.
 
     Raises:
-        UserError: a file cannot be read or written, or the result has problems, which are named.
+        UserError: a file cannot be read or written, or the result has problems, which it lists.
     """
     if out is not None:
         require_new(out, overwrite)
@@ -47,7 +47,8 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
 
 
 def report(found: Imported) -> Iterator[str]:
-    """Yield lines of text: what was taken, changed and why, left out and what it did, and what is missing here."""
+    """Yield lines of text: what was taken; what was changed, and why; what was left out, and what it did; what is
+    missing here."""
     yield f"{'from':<10} {found.tool}"
     for became in ("taken", "changed", "left out"):
         lines = [line for line in found.lines if line.became == became]

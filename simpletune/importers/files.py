@@ -1,4 +1,4 @@
-"""Read other trainers' files: JSON and TOML only, strictly bounded, and never anything that could run code."""
+"""Read other trainers' files: only JSON and TOML, of limited size and depth; nothing that could run code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simpletune.system import strict_json
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
-READ = (".json", ".toml", ".txt")  # endings of files that a configuration may name
+READ = (".json", ".toml", ".txt")  # suffixes of files that a configuration may name
 VALUES = 100_000  # of a JSON file
 
 
@@ -42,8 +42,7 @@ def read_any(file: Path) -> object:
 
 
 def read_beside(folder: Path, name: str) -> Json | None:
-    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if it is not
-    there.
+    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing.
 
     Raises:
         UserError: it is damaged.
@@ -54,8 +53,8 @@ def read_beside(folder: Path, name: str) -> Json | None:
 
 
 def found_beside(folder: Path, name: str) -> Path | None:
-    """The file that a configuration names, relative to its folder, to the folder above (trainers start there), or to
-    the current one; None if there is none."""
+    """Find the file that a configuration names, relative to its folder, to the folder above (where trainers start), or
+    to the current one; None if there is none."""
     if Path(name).suffix not in READ:
         return None
     places = (folder / name, folder.parent / name, Path(name), folder / Path(name).name)

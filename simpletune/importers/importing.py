@@ -1,4 +1,4 @@
-"""Import a configuration: recognise its form, translate options and data, and check the result."""
+"""Import a configuration: recognise its format, translate options and data, and check the result."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read"
 
 @dataclass(frozen=True)
 class Imported:
-    """A configuration of another trainer as ours.
+    """Another trainer's configuration, translated.
 
     Args:
-        tool: that it was for.
-        config: ours, as JSON.
+        tool: the trainer that it was for.
+        config: our configuration, as JSON.
         lines: what became of each key.
-        problems: that ``check`` finds in it.
-        missing: what it names that is not on this machine.
+        problems: problems that ``check`` finds in it.
+        missing: files and models that it names but this machine lacks.
     """
 
     tool: str
@@ -51,32 +51,33 @@ def import_file(file: Path, data: Path | None = None) -> Imported:
 
     Args:
         file: JSON or TOML.
-        data: its data sets, if it does not name them or they lie elsewhere.
+        data: its data sets, if it does not name them or they are elsewhere.
 
     Raises:
-        UserError: a file cannot be read, or has none of these forms.
+        UserError: a file cannot be read, or has none of these formats.
     """
     settings = read_any(file)
     if isinstance(settings, list):
-        raise UserError(f"{file} is a list of data sets. Give it with --data, and the configuration before it")
+        raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
     if not isinstance(settings, dict):
         raise UserError(f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer: no object {{...}}")
     tool = form_of(settings)
     if tool is None:
         raise UserError(
-            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own need no import"
+            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own "
+            "configurations need no import"
         )
     try:
         general, sources = _BY_TOOL[tool](settings, file.parent, data)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file}: the form of {tool}, but a value has an unexpected type ({error})") from None
+        raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
     config = _assembled(general, sources, file)
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     return Imported(tool, config, lines, *_problems(config, file))
 
 
 def form_of(settings: Json) -> str | None:
-    """Which trainer a configuration is for, by its keys; None for an unknown form."""
+    """Recognise the trainer by the keys of its configuration; None for an unknown format."""
     keys = set(simpletuner.normalised(settings))
     if kohya_data.is_dataset(settings):
         return kohya.TITLE
@@ -138,7 +139,7 @@ _BY_TOOL = {simpletuner.TITLE: _simpletuner, kohya.TITLE: _kohya, onetrainer.TIT
 
 
 def _data(folder: Path, data: Path | None, named: object) -> object:
-    """The data sets: those of ``--data``, else of the file that the configuration names, if it is here."""
+    """Read the data sets: those of ``--data``, otherwise of the file that the configuration names, if it is here."""
     if data is not None:
         return read_any(data)
     beside = found_beside(folder, named) if isinstance(named, str) else None
@@ -146,7 +147,7 @@ def _data(folder: Path, data: Path | None, named: object) -> object:
 
 
 def _assembled(general: Translation, sources: list[Translation], file: Path) -> Json:
-    """Our configuration, its sections in the order of the schema."""
+    """Build our configuration, with sections in the order of the schema."""
     config = dict(general.config)
     if not sources:
         general.lines.append(
@@ -182,7 +183,7 @@ def _name(file: Path) -> str:
 
 
 def _problems(config: Json, file: Path) -> tuple[list[Problem], list[Problem]]:
-    """What ``check`` finds: problems of the configuration, and what is not on this machine."""
+    """Run ``check``: return the problems of the configuration, and what is missing on this machine."""
     try:
         validate(config, str(file))
     except ConfigError as error:

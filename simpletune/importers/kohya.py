@@ -1,4 +1,4 @@
-"""What the options of kohya's scripts (sd-scripts) mean here: a TOML file, in sections or not."""
+"""Translate the options of kohya's scripts (sd-scripts): a TOML file, with or without sections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLE = "kohya's scripts"
 
 
 def flattened(settings: Json) -> Json:
-    """The options without their sections, which mean nothing."""
+    """Return the options without their sections, which have no meaning."""
     flat: Json = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -34,7 +34,7 @@ def translate(settings: Json, folder: Path) -> Translation:
 
     Args:
         settings: the options, without sections.
-        folder: that the file lies in, for sample_prompts.
+        folder: folder of the file, for sample_prompts.
     """
     found = Translation(settings, DEFAULTS)
     is_sd3 = _family(found)
@@ -51,19 +51,19 @@ def translate(settings: Json, folder: Path) -> Translation:
 
 
 def finish(found: Translation) -> None:
-    """Leave out what is left, after the data."""
+    """Leave out the remaining options, after the data."""
     found.leave_by_table(KOHYA)
     found.leave_rest()
 
 
 def _family(found: Translation) -> bool:
-    """SD3's scripts have options of their own; ``v2`` and the networks of other models tell the others."""
+    """Recognise the family: SD3's scripts have their own options; ``v2`` and other models' networks tell the others."""
     own = {"clip_l", "clip_g", "t5xxl", "t5xxl_max_token_length", "training_shift", "weighting_scheme", "mode_scale"}
     module = str(found.settings.get("network_module", ""))
     named = str(found.settings.get("pretrained_model_name_or_path", "")).lower().replace("-", "").replace("_", "")
     is_sd3 = module == "networks.lora_sd3" or bool(own & set(found.settings)) or "sd3" in named or "diffusion3" in named
     if not is_sd3:
-        found.change("pretrained_model_name_or_path", "model.family", "sd15", "no option or name says SD3")
+        found.change("pretrained_model_name_or_path", "model.family", "sd15", "no option or name indicates SD3")
         for key in ("weighting_scheme", "training_shift"):
             found.defaults.pop(key)
     return is_sd3
@@ -73,7 +73,7 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
     module = found.read("network_module", text)
     arguments = found.read("network_args", pairs) or {}
     if module is None:
-        found.change("network_module", "adapter.method", "full", "without a network everything trains")
+        found.change("network_module", "adapter.method", "full", "without a network, everything trains")
         found.seen("network_dim", "network_alpha", "network_dropout")
         return "full"
     found.change("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
@@ -88,7 +88,7 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
             found.set("adapter", {"method": "full"})
     elif module.startswith("networks.oft"):
         found.take("network_module", "adapter.method", "oft")
-        found.leave("network_dim", "its number of blocks; adapter.block_size is their size")
+        found.leave("network_dim", "it is the number of blocks; adapter.block_size is their size")
     else:
         known = module in ("networks.lora", "networks.lora_sd3")
         if known:
@@ -135,13 +135,11 @@ def _precision(found: Translation, method: str) -> None:
     compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", text) or "no", "auto")
     full = found.read("full_bf16", truth)
     if found.read("fp8_base", truth):
-        found.change(
-            "fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, and are exact to a smaller error"
-        )
+        found.change("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
     elif full:
         found.take("full_bf16", "precision.weights", "bf16")
     elif method == "full" or compute == "fp32":
-        found.change("mixed_precision", "precision.weights", "fp32", "kohya's scripts keep full weights then")
+        found.change("mixed_precision", "precision.weights", "fp32", "kohya's scripts then keep full weights")
     else:
         found.change("mixed_precision", "precision.weights", "bf16", "a frozen base, in the compute type")
     found.take("mixed_precision", "precision.compute", compute)
@@ -153,7 +151,7 @@ def _optimizer(found: Translation) -> None:
     take_arguments(found, "optimizer_args", found.read("optimizer_args", pairs) or {})
     rate, own = found.read("learning_rate", number), found.read("unet_lr", number)
     if own is not None:
-        found.change("unet_lr", "optimizer.lr", own, "the learning rate of what trains here")
+        found.change("unet_lr", "optimizer.lr", own, "the learning rate of the part that trains here")
         if found.has("learning_rate"):
             found.leave("learning_rate", "unet_lr decides")
     elif rate is not None:
@@ -187,7 +185,7 @@ def _length(found: Translation) -> None:
     last, every = found.read("save_last_n_steps", whole_number), found.settings.get("save_every_n_steps")
     if last and every:
         found.change(
-            "save_last_n_steps", "checkpoint.keep_last", max(1, last // int(every)), "a number of checkpoints here"
+            "save_last_n_steps", "checkpoint.keep_last", max(1, last // int(every)), "counted in checkpoints here"
         )
     elif last:
         found.leave("save_last_n_steps", "set checkpoint.keep_last")
@@ -201,12 +199,12 @@ def _memory(found: Translation, method: str) -> None:
             "blocks_to_swap",
             "memory.resident_blocks",
             max(0, BLOCKS - swapped),
-            f"the rest of {BLOCKS} blocks stays on the device",
+            f"the rest of the {BLOCKS} blocks stays on the device",
         )
     if found.read("fused_backward_pass", truth):
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
-            found.change("fused_backward_pass", "train.clip", "per_parameter", "no gradients exist all at once")
+            found.change("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
         else:
             found.leave("fused_backward_pass", "an adapter's gradients are small")
 
@@ -216,7 +214,9 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         scheme = found.read("weighting_scheme", text) or "uniform"
         if scheme in ("none", "sigma_sqrt"):
             why = (
-                "it weighs the loss by 1 / sigma^2, which simpletune does not" if scheme == "sigma_sqrt" else "uniform"
+                "it weights the loss by 1 / sigma^2, which simpletune does not do"
+                if scheme == "sigma_sqrt"
+                else "uniform"
             )
             found.change("weighting_scheme", "objective.sigma", DENSITIES[scheme], why)
         elif scheme in DENSITIES:

@@ -1,4 +1,4 @@
-"""What kohya's data sets mean here: subsets of a TOML file, or train_data_dir and reg_data_dir, become sources."""
+"""Translate kohya's data sets: subsets of a TOML file, or train_data_dir and reg_data_dir, become sources."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def translate(data: Json, general: Translation) -> list[Translation]:
 
 
 def _given(general: Translation) -> Json:
-    """Data options that stand beside the others; those of the data set's file win."""
+    """Return data options given among the other options; those in the data set's file override them."""
     given = {key: general.settings[key] for key in (*INHERITED, *SIZES) if general.has(key)}
     size = general.settings.get("resolution")
     if isinstance(size, str):
@@ -106,7 +106,7 @@ def _batch(general: Translation, batches: set[object]) -> None:
     general.settings["batch_size"] = max(map(whole_number, batches), default=1)
     if len(batches) > 1:
         general.change(
-            "batch_size", "train.batch_size", general.settings["batch_size"], "one for all data sets: the largest"
+            "batch_size", "train.batch_size", general.settings["batch_size"], "one value for all data sets: the largest"
         )
     elif batches:
         general.take("batch_size", "train.batch_size", general.settings["batch_size"])
@@ -124,7 +124,9 @@ def from_folders(general: Translation) -> list[Translation]:
         defaults = {"resolution": [512, 512], "enable_bucket": False}
         source = Translation({"image_dir": path, **given}, defaults, f"{key}.", f"data.sources.{len(found)}.")
         source.settings["is_reg"] = regularization
-        source.change("image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption where none is")
+        source.change(
+            "image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption for pictures without one"
+        )
         _translate_one(source, general)
         found.append(source)
     general.seen(*INHERITED, *SIZES)
@@ -156,12 +158,12 @@ def _translate_one(source: Translation, general: Translation) -> None:
 
 
 def _captions(source: Translation) -> None:
-    """class_tokens stand for captions that are missing; a source here has captions or one prompt."""
+    """Translate captions: class_tokens replace missing ones, but a source here has either captions or one prompt."""
     words = source.read("class_tokens", text)
     if words is None:
         return
     if source.has("caption_extension") or source.get("folder_names") == "kohya":
-        source.leave("class_tokens", "used where a caption is missing. Caption those pictures, or set prompt")
+        source.leave("class_tokens", "used for pictures without a caption. Caption them, or set prompt")
     else:
         source.change("class_tokens", "prompt", words, "for all pictures; remove it if they have captions")
 

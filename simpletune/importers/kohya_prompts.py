@@ -1,4 +1,4 @@
-"""kohya's sample_prompts: a prompt a line, with ``--w``, ``--h``, ``--d``, ``--l``, ``--s`` and ``--n``."""
+"""kohya's sample_prompts: one prompt per line, with ``--w``, ``--h``, ``--d``, ``--l``, ``--s`` and ``--n``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prompts_of(found: Translation, key: str, file: Path) -> None:
     """Take a file's prompts, and size, seed, steps and guidance of the first.
 
     Args:
-        found: where to.
-        key: that names the file.
+        found: the translation to add to.
+        key: key that names the file.
         file: .txt, .json or .toml.
 
     Raises:
@@ -46,7 +46,7 @@ def prompts_of(found: Translation, key: str, file: Path) -> None:
         if field in ("width", "height"):
             value = max(STEP, int(value) // STEP * STEP)
         if any(other != values[0] for other in values) and field != "seed":
-            found.change(key, f"validation.{field}", value, "of the first prompt, for all")
+            found.change(key, f"validation.{field}", value, "that of the first prompt, for all")
         else:
             found.take(key, f"validation.{field}", value)
 
@@ -67,7 +67,7 @@ def _rows(file: Path) -> list[Json]:
 
 
 def _row(line: str) -> Json:
-    """``a dog --w 1024 --n blurred`` as its parts."""
+    """Split a line such as ``a dog --w 1024 --n blurred`` into its parts."""
     first, *flags = re.split(r"\s--(?=[a-z]+\s)", f" {line}")
     row: Json = {"prompt": first.strip()}
     for flag in flags:

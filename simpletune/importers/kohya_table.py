@@ -1,4 +1,4 @@
-"""Options of kohya's scripts that have one meaning here, and their defaults."""
+"""Options of kohya's scripts with a direct counterpart here, and their defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS = {
     "lr_scheduler": "constant", "weighting_scheme": "uniform", "training_shift": 1.0, "max_grad_norm": 1.0,
     "train_batch_size": 1, "mixed_precision": "no", "gradient_checkpointing": False,
 }  # fmt: skip
-BLOCKS = 24  # of SD3 Medium's transformer
+BLOCKS = 24  # blocks of SD3 Medium's transformer
 DENSITIES = {
     "logit_normal": "logit_normal",
     "mode": "mode",
@@ -44,7 +44,7 @@ ROWS = (
     Row("zero_terminal_snr", "objective.zero_terminal_snr", truth),
     Row("save_every_n_steps", "checkpoint.every", whole_number),
     Row("sample_every_n_steps", "validation.every", whole_number),
-    Row("output_dir", "output.runs", text, why={"*": "a run has its folder in it"}),
+    Row("output_dir", "output.runs", text, why={"*": "a run gets its own folder in it"}),
     Row("logging_dir", "output.profiles", text),
     Row("log_tracker_name", "tracking.wandb_project", text),
     Row("torch_compile", "speed.compile", truth),

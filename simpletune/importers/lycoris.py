@@ -10,9 +10,9 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others.
 
     Args:
-        found: where to.
-        key: that they stand in.
-        own: the arguments by name.
+        found: the translation to add to.
+        key: key that contains them.
+        own: arguments by name.
     """
     algo = str(own.get("algo", "lora")).lower()
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
@@ -28,7 +28,7 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     if method == "lokr":
         whole = rank is not None and (whole_number(rank) > 1024 or truth(own.get("full_matrix", False)))
         if whole:
-            found.change(key, "adapter.rank", None, "a rank above the matrix's sides trains it whole")
+            found.change(key, "adapter.rank", None, "a rank above the matrix's dimensions trains it whole")
         elif rank is not None:
             found.take(key, "adapter.rank", whole_number(rank))
         if own.get("factor") is not None:

@@ -1,4 +1,4 @@
-"""What OneTrainer's configuration means here."""
+"""Translate OneTrainer's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLE = "OneTrainer"
 
 
 def translate(settings: Json) -> Translation:
-    """Translate all but the concepts and the samples."""
+    """Translate all but concepts and samples."""
     found = Translation(settings, DEFAULTS)
     found.seen("concepts", "concept_file_name", "samples", "sample_definition_file_name", "resolution")
     family = _model(found)
@@ -32,7 +32,7 @@ def translate(settings: Json) -> Translation:
 
 
 def finish(found: Translation) -> None:
-    """Leave out what is left, after the concepts."""
+    """Leave out the remaining options, after the concepts."""
     found.leave_by_table(ONETRAINER)
     found.leave_rest()
 
@@ -81,7 +81,7 @@ def _adapter(found: Translation) -> str:
             "layer_filter",
             "adapter.targets",
             [part.strip() for part in names.split(",") if part.strip()],
-            "endings of layers' names; OneTrainer takes parts of them",
+            "endings of layer names; OneTrainer matches any part of them",
         )
     return method
 
@@ -120,14 +120,14 @@ def _rank(found: Translation, method: str) -> None:
 
 
 def as_object(value: object) -> Json:
-    """A JSON object."""
+    """Return a JSON object."""
     if not isinstance(value, dict):
         raise ValueError
     return value
 
 
 def _part(found: Translation, name: str, method: str) -> None:
-    """The trained part: its weights, checkpointing and offload."""
+    """Translate the trained part: its weights, checkpointing and offload."""
     own: Json = found.read(name, as_object) or {}
     part = Translation(own, {"weight_dtype": "FLOAT_32"}, f"{name}.")
     kind = part.read("weight_dtype", text) or ""
@@ -161,7 +161,7 @@ def _part(found: Translation, name: str, method: str) -> None:
         )
     for key in part.settings:
         if key == "train" and truth(part.settings[key]) is False:
-            part.leave(key, f"nothing else trains here than the {name}")
+            part.leave(key, f"only the {name} trains here")
     part.leave_by_table(
         {
             "stop_training_after*": "training ends with train.steps or epochs",
@@ -193,7 +193,7 @@ def _optimizer(found: Translation) -> None:
     if truth(own.pop("fused_back_pass", False)):
         if found.get("adapter.method") == "full":
             found.take("optimizer", "memory.optimizer_in_backward", True)
-            found.change("optimizer", "train.clip", "per_parameter", "no gradients exist all at once")
+            found.change("optimizer", "train.clip", "per_parameter", "gradients never exist all at once")
         else:
             found.leave("optimizer", "fused_back_pass: an adapter's gradients are small")
     rounding = own.pop("stochastic_rounding", None)
@@ -211,9 +211,7 @@ def _optimizer(found: Translation) -> None:
     if least and schedule == "polynomial":
         found.take("learning_rate_min_factor", "schedule.end", least)
     elif least and schedule == "linear":
-        found.change(
-            "learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and has an end"
-        )
+        found.change("learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and ends")
         found.change("learning_rate_scheduler", "schedule.name", "polynomial", "linear, with an end")
     elif least:
         found.leave("learning_rate_min_factor", f"schedule {schedule} ends at zero")
@@ -253,7 +251,7 @@ def _objective(found: Translation, family: str) -> None:
             "huber_strength",
             "objective.huber",
             {"c": min(1.0, delta), "schedule": "constant"},
-            "the pseudo-Huber loss alone, in place of a mixture",
+            "only the pseudo-Huber loss, instead of a mixture",
         )
 
 
@@ -277,7 +275,7 @@ def _density(found: Translation) -> None:
     found.take("timestep_distribution", "objective.sigma", names[name])
     if name == "LOGIT_NORMAL":
         found.change("noising_bias", "objective.logit_mean", bias, "the mean")
-        found.change("noising_weight", "objective.logit_std", weight + 1.0, "the standard deviation less 1")
+        found.change("noising_weight", "objective.logit_std", weight + 1.0, "the standard deviation minus 1")
     elif name == "HEAVY_TAIL":
         found.take("noising_weight", "objective.mode_scale", weight)
 
@@ -297,10 +295,10 @@ def _places(found: Translation) -> None:
             "output_model_destination",
             "name",
             run_name(name.stem if name.suffix else name.name),
-            "a run has its folder in output.runs",
+            "a run has its own folder in output.runs",
         )
     if place is not None:
-        found.change("workspace_dir", "output.runs", place, "a run has its folder in it")
+        found.change("workspace_dir", "output.runs", place, "a run gets its own folder in it")
     for key, path, what in (
         ("sample_after", "validation.every", "pictures"),
         ("backup_after", "checkpoint.every", "checkpoints"),
@@ -309,5 +307,5 @@ def _places(found: Translation) -> None:
         if value and unit == "STEP":
             found.take(key, path, value)
         elif value:
-            found.leave(key, f"in {(unit or 'units of its own').lower()}s; {what} come by steps: set {path}")
+            found.leave(key, f"in {(unit or 'other unit').lower()}s; here {what} are set in steps: set {path}")
     found.by_table([Row("rolling_backup_count", "checkpoint.keep_last", whole_number)])

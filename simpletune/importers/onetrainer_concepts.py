@@ -1,4 +1,4 @@
-"""What OneTrainer's concepts and samples mean here: concepts become sources, samples validation prompts."""
+"""Translate OneTrainer's concepts to sources, and its samples to validation prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def translate(concepts: list[Json], general: Translation) -> list[Translation]:
 
     Args:
         concepts: the list.
-        general: the translation of the options: resolution, bucketing and masks hold for all concepts.
+        general: the translation of the options, whose resolution, bucketing and masks apply to all concepts.
     """
     found: list[Translation] = []
     for index, concept in enumerate(concepts):
@@ -64,7 +64,7 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
 def _repeats(source: Translation) -> None:
     count, strategy = source.read("balancing", number) or 1.0, source.read("balancing_strategy", text) or "REPEATS"
     if strategy == "SAMPLES":
-        source.leave("balancing", "a number of samples an epoch; every picture has its repeats here")
+        source.leave("balancing", "a number of samples per epoch; here every picture has its repeats")
     elif count >= 1 and count == int(count):
         source.take("balancing", "repeats", int(count))
     else:
@@ -91,14 +91,16 @@ def _prompts(source: Translation) -> None:
         own.take("enable_tag_shuffling", "shuffle_tags", True)
     if own.read("tag_dropout_enable", truth):
         mode = own.read("tag_dropout_mode", text) or "FULL"
-        why = {"RANDOM": "each tag is dropped by itself"}.get(mode, f"mode {mode}; here each tag is dropped by itself")
+        why = {"RANDOM": "each tag is dropped by itself"}.get(
+            mode, f"mode {mode}; here each tag is dropped independently"
+        )
         own.change("tag_dropout_probability", "tag_dropout", own.read("tag_dropout_probability", number) or 0.0, why)
     if own.get("shuffle_tags") or own.get("tag_dropout"):
         own.by_table([Row("tag_delimiter", "tag_separator", text), Row("keep_tags_count", "keep_tags", whole_number)])
         if (source.get("variants") or 1) == 1:
             own.change("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each variant")
     if truth(own.settings.get("caps_randomize_enable", False)):
-        own.leave("caps_randomize_enable", "the case of letters stays")
+        own.leave("caps_randomize_enable", "upper and lower case stay unchanged")
     source.seen("text")
     source.lines += own.lines
     source.config |= own.config
@@ -126,7 +128,7 @@ def _image(source: Translation, general: Translation) -> None:
     if len(sizes) > 1 or len(first) > 1 or side != number(first[0]):
         source.settings["resolution"] = ",".join(sizes)
         source.change(
-            "resolution", "resolution", side, "the first, as the side of a square of that area in whole steps"
+            "resolution", "resolution", side, "the first size, as the side of a square of that area in whole steps"
         )
     else:
         source.settings["resolution"] = sizes[0]
@@ -137,7 +139,7 @@ def _image(source: Translation, general: Translation) -> None:
         source.seen("aspect_ratio_bucketing")
     for key, value in own.settings.items():
         if value is True and any(word in key for word in AUGMENTED):
-            own.leave(key, "pictures are changed only by crops and flips")
+            own.leave(key, "only crops and flips change pictures")
         elif value is True and key == "enable_fixed_flip":
             own.leave(key, "pictures are flipped at random or not")
     source.seen("image", "resolution")
@@ -182,6 +184,6 @@ def take_samples(samples: list[Json], general: Translation) -> None:
         first = values[0] if name == "negative_prompt" else number(values[0])
         value = whole_number(first) // STEP * STEP if path in ("width", "height") else first
         if any(other != values[0] for other in values) and path != "seed":
-            general.change("samples", f"validation.{path}", value, f"{name} of the first, for all")
+            general.change("samples", f"validation.{path}", value, f"{name} of the first sample, for all")
         else:
             general.take("samples", f"validation.{path}", value)

@@ -1,4 +1,4 @@
-"""OneTrainer's keys that have one meaning here, its defaults, and its words."""
+"""OneTrainer's keys with a direct counterpart here, its defaults, and its terms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WEIGHTS = {
 WHY = {
     "FLOAT_16": "16 bits in the compute type",
     "TFLOAT_32": "fp32",
-    "FLOAT_8": "int8 weights take as many bytes, and are exact to a smaller error",
+    "FLOAT_8": "int8 weights take as many bytes, with a smaller error",
     "FLOAT_W8A8": "int8 weights and products",
 }
 COMPUTE = {"BFLOAT_16": "bf16", "FLOAT_16": "fp16", "FLOAT_32": "fp32", "TFLOAT_32": "fp32"}

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by the names that other trainers give them, and their arguments."""
+"""Optimizers and schedules by other trainers' names, and their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.importers.translation import Translation, number, rounded, truth
 from simpletune.options import union_of
 
-IN_FULL = "in full precision there; here its states have 8 bits"
+IN_FULL = "full precision there; 8-bit states here"
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     "adamw": ("adamw", ""), "torchadamw": ("adamw", ""), "optimiadamw": ("adamw", ""), "bnbadamw": ("adamw", ""),
     "adamwbf16": ("adamw_bf16", ""), "adamw8bit": ("adamw8bit", ""), "bnbadamw8bit": ("adamw8bit", ""),
@@ -20,19 +20,19 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
     "schedulefreeadamwschedulefree": ("adamw_schedule_free", ""),
     "adam": ("adamw", "weight decay is decoupled here"), "adam8bit": ("adamw8bit", "weight decay is decoupled here"),
     "pagedadamw": ("paged_adamw8bit", IN_FULL), "pagedadamw32bit": ("paged_adamw8bit", IN_FULL),
-    "bnbadamwpaged": ("paged_adamw8bit", IN_FULL), "aoadamw4bit": ("adamw8bit", "its states have 8 bits here, not 4"),
+    "bnbadamwpaged": ("paged_adamw8bit", IN_FULL), "aoadamw4bit": ("adamw8bit", "8-bit states here, not 4-bit"),
     "lion": ("lion8bit", IN_FULL), "optimilion": ("lion8bit", IN_FULL), "bnblion": ("lion8bit", IN_FULL),
     "pagedlion8bit": ("lion8bit", "its states are not paged here"),
     "bnblion8bitpaged": ("lion8bit", "its states are not paged here"),
 }  # fmt: skip
-"""Our name by theirs, without marks and in lower case, and what differs."""
+"""Our name by theirs, in lower case and without punctuation, and what differs."""
 
 SCHEDULES: dict[str, tuple[str, str]] = {
     "constant": ("constant", ""), "constantwithwarmup": ("constant", ""), "linear": ("linear", ""),
     "cosine": ("cosine", ""), "polynomial": ("polynomial", ""), "rex": ("rex", ""),
     "cosinewithrestarts": ("cosine_with_restarts", ""), "cosinewithhardrestarts": ("cosine_with_restarts", ""),
     "sine": ("cosine", "the learning rate falls once here; sine rises and falls again"),
-    "adafactor": ("constant", "Adafactor uses the learning rate as it is here"),
+    "adafactor": ("constant", "Adafactor uses the learning rate unchanged here"),
 }  # fmt: skip
 
 ARGUMENTS = {
@@ -44,7 +44,7 @@ ALWAYS = {"decouple": "weight decay is always decoupled here", "stochastic_round
 
 
 def plain(name: str) -> str:
-    """A name in lower case, without marks: ``bnb-adamw8bit`` is ``bnbadamw8bit``."""
+    """Reduce a name to lower case without punctuation: ``bnb-adamw8bit`` becomes ``bnbadamw8bit``."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -61,12 +61,12 @@ def take_optimizer(found: Translation, key: str, name: str) -> str:
 
 
 def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]) -> None:
-    """Translate an optimizer's arguments after its name: those that the chosen one has.
+    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has.
 
     Args:
-        found: with ``optimizer.name``.
-        key: that the arguments stand in.
-        arguments: by the names that PyTorch's optimizers use.
+        found: the translation, with ``optimizer.name`` set.
+        key: key that contains the arguments.
+        arguments: arguments by the names that PyTorch's optimizers use.
     """
     fields = _fields(str(found.get("optimizer.name", "adamw")))
     betas = _betas(arguments)
@@ -119,7 +119,7 @@ def take_schedule(found: Translation, key: str, name: str) -> str:
 
 
 def take_warmup(found: Translation, key: str) -> None:
-    """Translate warm-up steps: a number, or below 1 a share of the steps, which then must be known."""
+    """Translate warm-up steps: a number, or if below 1, a share of the steps, whose number must then be known."""
     steps = found.read(key, number)
     if not steps:
         return

@@ -1,4 +1,4 @@
-"""What SimpleTuner's config.json means here."""
+"""Translate SimpleTuner's config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLE = "SimpleTuner"
 
 
 def normalised(settings: Json) -> Json:
-    """Keys without leading dashes, as they stand on a command line."""
+    """Strip leading dashes from keys, which are written as on a command line."""
     return {key.lstrip("-").replace("-", "_"): value for key, value in settings.items()}
 
 
@@ -26,8 +26,8 @@ def translate(settings: Json, folder: Path) -> Translation:
     """Translate all but the data.
 
     Args:
-        settings: of config.json.
-        folder: that it lies in, for lycoris_config.
+        settings: settings in config.json.
+        folder: folder of the file, for lycoris_config.
     """
     settings = normalised(settings)
     scheduler = str(settings.get("lr_scheduler", ""))
@@ -85,7 +85,7 @@ def _adapter(found: Translation, folder: Path) -> None:
 
 
 def _lycoris(found: Translation, folder: Path) -> None:
-    """LyCORIS is described in a file of its own."""
+    """Translate LyCORIS's settings, which are in a separate file."""
     name = found.read("lycoris_config", text)
     own = read_beside(folder, name) if name else None
     if own is None:
@@ -118,7 +118,9 @@ def _optimizer(found: Translation) -> None:
         found.by_table([Row("lr_power", "schedule.power", number)])
         end, rate = found.read("lr_end", number), found.get("optimizer.lr", 1e-4)
         if end is not None and isinstance(rate, int | float):
-            found.change("lr_end", "schedule.end", min(1.0, rounded(end / rate)), "a share of the learning rate here")
+            found.change(
+                "lr_end", "schedule.end", min(1.0, rounded(end / rate)), "a fraction of the learning rate here"
+            )
     elif ours == "cosine_with_restarts":
         found.by_table([Row("lr_num_cycles", "schedule.cycles", whole_number)])
     for key in ("lr_power", "lr_end", "lr_num_cycles"):
@@ -158,7 +160,7 @@ def _memory(found: Translation) -> None:
             "gradient_checkpointing_interval",
             "memory.checkpointing",
             -(-blocks // interval),
-            f"every {interval}th of {blocks} blocks there; as many, from the first, here",
+            f"every {interval}th of {blocks} blocks there; here as many, from the first",
         )
     elif on is not None:
         found.take("gradient_checkpointing", "memory.checkpointing", "all" if on else "none")
@@ -168,7 +170,7 @@ def _memory(found: Translation) -> None:
             "musubi_blocks_to_swap",
             "memory.resident_blocks",
             max(0, blocks - swapped),
-            f"the rest of {blocks} blocks stays on the device",
+            f"the rest of the {blocks} blocks stays on the device",
         )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
         if found.read(key, truth if key in ("ramtorch", "enable_group_offload") else text) is True:
@@ -234,7 +236,7 @@ def _validation(found: Translation) -> None:
 
 
 def _places(found: Translation) -> None:
-    """Trackers, the run's name and its folders."""
+    """Translate trackers, the run's name and its folders."""
     trackers = (found.read("report_to", text) or "").split(",")
     if trackers != [""]:
         found.take("report_to", "tracking.tensorboard", bool({"tensorboard", "all"} & set(trackers)))
@@ -248,9 +250,9 @@ def _places(found: Translation) -> None:
     if out is not None:
         place = PurePosixPath(out)
         if named is None:
-            found.change("output_dir", "name", run_name(place.name), "a run has its folder in output.runs")
+            found.change("output_dir", "name", run_name(place.name), "a run has its own folder in output.runs")
             place = place.parent
-        found.change("output_dir", "output.runs", str(place), "a run has its folder in it")
+        found.change("output_dir", "output.runs", str(place), "a run gets its own folder in it")
     on = found.read("enable_profiler", truth)
     if on is False:
         found.take("enable_profiler", "profile.max_traces", 0)

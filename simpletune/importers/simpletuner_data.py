@@ -1,4 +1,4 @@
-"""What SimpleTuner's multidatabackend.json means here: its image data sets become sources."""
+"""Translate SimpleTuner's multidatabackend.json: its image data sets become sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def translate(data: list[Json], general: Translation) -> list[Translation]:
 
     Args:
         data: the list.
-        general: config.json's translation, whose resolution and caption dropout each of them inherits.
+        general: the translation of config.json, whose resolution and caption dropout each data set inherits.
     """
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
     found: list[Translation] = []
@@ -38,7 +38,7 @@ def translate(data: list[Json], general: Translation) -> list[Translation]:
 
 
 def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
-    """A data set that is no pictures to train on."""
+    """Leave out a data set that does not contain pictures to train on."""
     whole = Translation({"dataset_type": kind, **entry}, section=section)
     if truth(entry.get("disabled", False)):
         whole.leave("disabled", "the data set was not used")
@@ -139,7 +139,7 @@ def _size(source: Translation, step: int) -> None:
     if crop and aspect == "square":
         source.take("crop_aspect", "aspect", "square")
     elif crop and aspect not in ("preserve", "closest"):
-        source.leave("crop_aspect", f"{aspect}: pictures go to buckets near their own shapes")
+        source.leave("crop_aspect", f"{aspect}: pictures go to buckets near their own aspect ratios")
     if crop and style in ("center", "centre", "random"):
         source.take("crop_style", "crop", "random" if style == "random" else "center")
         if style == "random":

@@ -1,4 +1,4 @@
-"""SimpleTuner's keys that have one meaning here, its defaults, and the names of its models."""
+"""SimpleTuner's keys with a direct counterpart here, its defaults, and the names of its models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS = {
     "resolution": 1024.0, "resolution_type": "pixel_area",
 }  # fmt: skip
 POLYNOMIAL = {"lr_power": 0.8, "lr_end": 4e-7}  # defaults of that schedule
-BLOCKS = {SD35_LARGE: 38}  # of the transformer; SD3 Medium and 3.5 Medium have 24
+BLOCKS = {SD35_LARGE: 38}  # blocks of the transformer; SD3 Medium and 3.5 Medium have 24
 FLAVOURS = {
     "medium": SD35_MEDIUM,
     "3.5-medium": SD35_MEDIUM,
@@ -31,7 +31,7 @@ FLAVOURS = {
     "3.0-medium": SD3_MEDIUM,
     "sd3-medium": SD3_MEDIUM,
 }
-FP8 = "int8 weights take as many bytes, and are exact to a smaller error"
+FP8 = "int8 weights take as many bytes, with a smaller error"
 
 ROWS = (
     Row("model_family", "model.family", text, {"sd3": "sd3", "sd1x": "sd15", "sd2x": "sd15"},
@@ -46,7 +46,7 @@ ROWS = (
          "int4-quanto": "nf4", "int2-quanto": "nf4", "nf4-bnb": "nf4", "bnb-nf4": "nf4", "fp8-quanto": "int8",
          "fp8uz-quanto": "int8", "fp8-torchao": "int8", "fp8-sdnq": "int8"},
         {"int8-torchao": "simpletune's own int8 layers", "int8-sdnq": "simpletune's own int8 layers",
-         "int4-quanto": "4 bits in another code", "int2-quanto": "2 bits become 4", "fp8-quanto": FP8,
+         "int4-quanto": "another 4-bit format", "int2-quanto": "2 bits become 4", "fp8-quanto": FP8,
          "fp8uz-quanto": FP8, "fp8-torchao": FP8, "fp8-sdnq": FP8}),
     Row("mixed_precision", "precision.compute", text, {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32"},
         otherwise=("auto", "simpletune does not multiply in fp8")),

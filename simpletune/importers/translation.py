@@ -19,21 +19,21 @@ Scalar = str | int | float | bool
 Kind = Callable[[object], Scalar]
 SHOWN = 60  # characters of a value
 SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
-DIGITS = 6  # significant ones of a computed number
+DIGITS = 6  # significant digits of a computed number
 
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key.
+    """Record of what became of one key.
 
     Args:
-        became: taken as it is, changed, or left out.
-        key: of the other trainer, with its section.
-        value: as the file has it.
+        became: taken unchanged, changed, or left out.
+        key: key of the other trainer, with its section.
+        value: value in the file.
         path: our field; empty if left out.
         new: its value.
-        why: the reason of a change, or what a key that was left out did.
-        default: the file did not set it; it is the trainer's default.
+        why: the reason for a change, or what a left-out key did.
+        default: whether the value is the trainer's default, because the file does not set it.
     """
 
     became: Became
@@ -51,7 +51,7 @@ class Line:
 
 
 def shown(key: str, value: object) -> str:
-    """A value in a line of text, shortened; never that of a secret."""
+    """Format a value for a line of text, shortened; hides secrets."""
     if SECRET.search(key):
         return "(not shown)"
     text = printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
@@ -60,15 +60,15 @@ def shown(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: what a key means here.
+    """Row of a table: what a key means here.
 
     Args:
-        key: of the other trainer.
+        key: the other trainer's key.
         path: our field.
         kind: converts its value.
-        values: our value by theirs, in lower case; None: the value itself.
-        why: reasons of those values that change something, by theirs; ``*`` is a reason for all.
-        otherwise: our value for one that is not in ``values``, and the reason.
+        values: our values by theirs, in lower case; None: use the value itself.
+        why: reasons by their value, for those whose meaning changes; ``*`` is a reason for all.
+        otherwise: our value for one that is not in ``values``, and the reason for it.
     """
 
     key: str
@@ -80,13 +80,13 @@ class Row:
 
 
 class Translation:
-    """The settings of another trainer on their way to ours.
+    """Translation of another trainer's settings to ours, in progress.
 
     Args:
-        settings: as its file has them, without the values that mean nothing.
-        defaults: of the trainer, where they differ from ours.
-        section: before the keys in messages, such as ``datasets[0].``.
-        place: before our paths in messages, such as ``data.sources.0.``.
+        settings: settings in its file; empty values are dropped.
+        defaults: the trainer's defaults, where they differ from ours.
+        section: prefix of keys in messages, such as ``datasets[0].``.
+        place: prefix of our paths in messages, such as ``data.sources.0.``.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Translation:
         return key in self.settings
 
     def read(self, key: str, kind: Callable[[object], T]) -> T | None:
-        """The value of a key, the trainer's default or None; it counts as understood.
+        """Return the value of a key, the trainer's default or None, and mark the key as understood.
 
-        A value that is none of its kind is left out, with that reason.
+        Leaves out a value of the wrong kind, with that as the reason.
         """
         self._read.add(key)
         raw = self.settings.get(key, self.defaults.get(key))
@@ -119,7 +119,7 @@ class Translation:
             return None
 
     def take(self, key: str, path: str, value: object) -> None:
-        """Take a value as it is."""
+        """Take a value unchanged."""
         self._put(Line("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key)))
         self.set(path, value)
 
@@ -127,10 +127,10 @@ class Translation:
         """Take a value with a change.
 
         Args:
-            key: of the other trainer.
+            key: the other trainer's key.
             path: our field.
-            value: ours.
-            why: the reason.
+            value: our value.
+            why: the reason for the change.
         """
         self._put(Line("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key)))
         self.set(path, value)
@@ -139,14 +139,14 @@ class Translation:
         """Leave a key out.
 
         Args:
-            key: of the other trainer.
+            key: the other trainer's key.
             why: what it did, or why it cannot be kept.
         """
         self._read.add(key)
         self._put(Line("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
 
     def set(self, path: str, value: object) -> None:
-        """Set a field of ours without a line of its own."""
+        """Set one of our fields without recording a line."""
         *sections, leaf = path.split(".")
         section = self.config
         for name in sections:
@@ -154,14 +154,14 @@ class Translation:
         section[leaf] = value
 
     def get(self, path: str, default: object = None) -> object:
-        """A field of ours, as set so far."""
+        """Return one of our fields, as set so far."""
         section: object = self.config
         for name in path.split("."):
             section = section.get(name) if isinstance(section, dict) else None
         return default if section is None else section
 
     def by_table(self, rows: Iterable[Row]) -> None:
-        """Translate the keys of a table that the file or the trainer's defaults set."""
+        """Translate those keys of a table that the file or the trainer's defaults set."""
         for row in rows:
             if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
                 continue
@@ -174,7 +174,7 @@ class Translation:
         if row.values is not None and name not in row.values:
             if row.otherwise is None:
                 known = ", ".join(row.values)
-                return self.leave(row.key, f"simpletune has nothing like it. It knows {known}")
+                return self.leave(row.key, f"simpletune has nothing like it, only {known}")
             return self.change(row.key, row.path, *row.otherwise)
         new = value if row.values is None else row.values[name]
         why = row.why.get(name, row.why.get("*", ""))
@@ -183,10 +183,10 @@ class Translation:
         return self.take(row.key, row.path, new)
 
     def leave_by_table(self, table: Mapping[str, str]) -> None:
-        """Leave out keys that have no place here; a pattern may end in ``*``.
+        """Leave out keys that have no counterpart here; a pattern may end in ``*``.
 
         Args:
-            table: what each did, by key.
+            table: what each key did.
         """
         for key in list(self.settings):
             if key in self._read:
@@ -198,20 +198,20 @@ class Translation:
                 self.leave(key, why)
 
     def leave_rest(self) -> None:
-        """Leave out what no table knows, and say so."""
+        """Leave out keys that no table knows, with that as the reason."""
         for key in self.settings:
             if key not in self._read:
                 self.leave(key, "unknown to simpletune import")
 
     def part(self, key: str, name: str, value: object) -> str:
-        """One of several values that stand in a key, as a key of its own: ``optimizer_args.weight_decay``."""
+        """Register one of several values inside a key as a separate key: ``optimizer_args.weight_decay``."""
         own = f"{key}.{name}"
         self.settings[own] = value
         self._read.add(own)
         return own
 
     def seen(self, *keys: str) -> None:
-        """Count keys as understood that need no line."""
+        """Mark keys as understood without recording lines."""
         self._read.update(keys)
 
     def _put(self, line: Line) -> None:
@@ -222,7 +222,7 @@ class Translation:
 
 
 def truth(value: object) -> bool:
-    """True and false as JSON, TOML, or the words of a command line have them."""
+    """Parse true and false as written in JSON, TOML, or on a command line."""
     word = str(value).strip().lower()
     if word in ("true", "1", "yes", "on", "i_know_what_i_am_doing"):
         return True
@@ -232,7 +232,7 @@ def truth(value: object) -> bool:
 
 
 def number(value: object) -> float:
-    """A number, also as text: ``"1e-5"``."""
+    """Parse a number, also from text: ``"1e-5"``."""
     if isinstance(value, bool):
         raise ValueError
     if isinstance(value, int | float):
@@ -244,7 +244,7 @@ def number(value: object) -> float:
 
 
 def whole_number(value: object) -> int:
-    """A whole number, also as text: ``"1000"``, ``"1e3"``."""
+    """Parse a whole number, also from text: ``"1000"``, ``"1e3"``."""
     found = number(value)
     if found != int(found):
         raise ValueError
@@ -252,19 +252,19 @@ def whole_number(value: object) -> int:
 
 
 def text(value: object) -> str:
-    """A text or a number as text."""
+    """Return a text, or a number as text."""
     if not isinstance(value, Scalar):
         raise ValueError
     return str(value)
 
 
 def rounded(value: float) -> float:
-    """A computed number without the last digits' noise."""
+    """Round a computed number to significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def pairs(value: object) -> dict[str, str]:
-    """``["a=1", "b=2"]`` or ``"a=1,b=2"`` as a dictionary; a value may have commas itself."""
+    """Parse ``["a=1", "b=2"]`` or ``"a=1,b=2"`` to a dictionary; values may contain commas."""
     parts = value if isinstance(value, list) else re.split(r"[,\s]+(?=[^,\s=]+=)", str(value))
     found = {}
     for part in parts:
@@ -276,11 +276,11 @@ def pairs(value: object) -> dict[str, str]:
 
 
 def multiple(general: Translation) -> int:
-    """What sides of pictures are multiples of, by the family that the options name."""
+    """Return the number that sides of pictures must be multiples of, by the family that the options name."""
     family = general.get("model.family", FAMILIES[0].family)
     return next((each.multiple for each in FAMILIES if each.family == family), FAMILIES[0].multiple)
 
 
 def side_of_area(width: float, height: float, step: int) -> int:
-    """The side of the square of an area, to the nearest multiple of ``step``, at least one."""
+    """Return the side of a square with this area, to the nearest multiple of ``step``, at least one."""
     return max(step, int((width * height) ** 0.5 / step + 0.5) * step)

@@ -1,4 +1,4 @@
-"""What a user may say about the pictures, and three questions on a terminal."""
+"""A user's answers about the pictures, and three questions on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ What = Literal["subject", "style", "general"]
 Length = Literal["short", "normal", "long"]
 WHAT: tuple[What, ...] = get_args(What)
 LENGTHS: dict[Length, float] = {"short": 0.5, "normal": 1.0, "long": 2.0}
-"""Lengths of a run, and their factor on its steps."""
+"""Factor of each length on a run's steps."""
 ABOUT: dict[What, str] = {
     "subject": "one thing, animal or person",
     "style": "a look that many pictures share",
@@ -23,14 +23,14 @@ LONGEST = 200  # characters of a trigger
 
 @dataclass(frozen=True)
 class Answers:
-    """What the user said; None leaves it to the pictures.
+    """The user's answers; None: decide by the pictures.
 
     Args:
-        what: that the pictures teach.
-        trigger: the words that shall name it; a word after the first is its class, as in ``sks dog``.
-        length: of the run.
-        model: hub name, folder or file of the base; None: by the machine.
-        on_cpu: train on the CPU, whatever the model.
+        what: what the pictures teach.
+        trigger: words to name the subject; those after the first are its class, as in ``sks dog``.
+        length: length of the run.
+        model: hub name, folder or file of the base; None: chosen for the machine.
+        on_cpu: whether to train on the CPU, whatever the model.
     """
 
     what: What | None = None
@@ -41,12 +41,12 @@ class Answers:
 
     @property
     def words(self) -> str | None:
-        """The trigger on one line; None if there is none."""
+        """Return the trigger on one line; None if there is none."""
         return " ".join((self.trigger or "").split())[:LONGEST] or None
 
     @property
     def class_words(self) -> str | None:
-        """The class that the trigger's later words name; None if it has one word."""
+        """Return the class, the trigger's words after the first; None if it has one word."""
         return (self.words or "").partition(" ")[2] or None
 
 
@@ -54,9 +54,9 @@ def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str]
     """Ask for the missing answers; Enter and end of input take the default.
 
     Args:
-        answers: from the command line.
+        answers: answers from the command line.
         guess: what the pictures look like.
-        trigger: the default of the trigger; None: none is needed.
+        trigger: default of the trigger; None: no trigger is needed.
         read: prints a question and returns the line that was typed.
     """
     if answers.what is None:

@@ -41,20 +41,20 @@ ORDER = (
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
 WITHOUT_CARD = (
-    "no graphics card here, so the tiny model that comes with simpletune, for trying out: it draws flat figures of "
-    "64 px, no photos"
+    "no graphics card here, so use the tiny model that comes with simpletune, for trying out: it draws flat "
+    "figures of 64 px, no photos"
 )
 
 
 class Choices:
-    """A configuration in the making."""
+    """A configuration under construction."""
 
     def __init__(self, seen: Look, answers: Answers, device: Card | None):
         self.seen, self.answers, self.device = seen, answers, device
         self.captioned = read_captions(seen)
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
-        self.by = "you said so" if answers.what else f"a guess by {by}: --what says otherwise"
+        self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
         self.trigger = answers.words or default_trigger(seen)
         self.config: Json = {"name": seen.name}
         self.reasons: list[Reason] = []
@@ -74,7 +74,7 @@ class Choices:
             self.reasons.append(Reason(path, value, why))
 
     def base(self) -> None:
-        """The model, and the settings of the shipped configuration nearest to it."""
+        """Choose the model, and the settings of the shipped configuration closest to it."""
         model, said = self.answers.model, self.answers.model is not None
         if model is None:
             model = TINY if self.device is None else FAMILIES[0].pretrained
@@ -111,7 +111,7 @@ class Choices:
         self.set("memory.profile", profile, why)
 
     def pictures(self) -> None:
-        """The folder, the resolution, and what to do about unusable pictures."""
+        """Choose the folder, the resolution, and what to do about unusable pictures."""
         seen = self.seen
         self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
         self.reasons.append(
@@ -127,8 +127,8 @@ class Choices:
             self.set(
                 "data.max_upscale",
                 None,
-                f"{plural(small, 'picture')} would be scaled up more than twice, and so "
-                "blurred: larger ones would teach more",
+                f"{plural(small, 'picture')} would be scaled up more than twice and become blurred: larger ones would "
+                "teach more",
             )
             small = 0
         if seen.unusable or small:
@@ -157,7 +157,7 @@ class Choices:
             if groups:
                 count, names = plural(len(groups), "group"), [printable(name) for name in groups[0]]
                 self.notes.append(
-                    f"{count} of {what}, such as {shortened(names, LISTED)}: each counts. Keep one of each"
+                    f"{count} of {what}, such as {shortened(names, LISTED)}: each copy counts. Keep one of each"
                 )
         if report.left_alone:
             listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.left_alone.items()))
@@ -169,7 +169,7 @@ class Choices:
         self.notes.extend(hint for hint in report.hints if not self.seen.kohya)
 
     def captions(self) -> None:
-        """One prompt, or the pictures' own captions with the trigger before them."""
+        """Choose one prompt, or the pictures' own captions with the trigger before them."""
         seen, trigger = self.seen, self.trigger
         if not self.captioned:
             prompts = {
@@ -206,7 +206,7 @@ class Choices:
             )
 
     def method(self) -> None:
-        """The adapter, and what keeps the class of a subject."""
+        """Choose the adapter, and how to preserve the subject's class."""
         self.reasons.append(
             Reason(
                 "adapter.method",
@@ -215,7 +215,7 @@ class Choices:
             )
         )
         if self.what == "general" and not self.tiny:
-            self.set("adapter.rank", 32, "many different things need room")
+            self.set("adapter.rank", 32, "many different subjects need more capacity")
         if not self.tiny and self.what != "subject":
             self.set("data.caption_dropout", 0.05, "helps guidance")
         noun = self.answers.class_words
@@ -237,7 +237,7 @@ class Choices:
         self.set("validation.class_prompt", prompt)
 
     def length(self) -> None:
-        """Steps, warm-up and checkpoints."""
+        """Choose steps, warm-up and checkpoints."""
         count, train = len(self.seen.pictures), self.config.setdefault("train", {})
         batch = min(train.get("batch_size", 1), count)
         each, least, most = STEPS[self.what]
@@ -259,7 +259,7 @@ class Choices:
         self.set("checkpoint.keep_last", CHECKPOINTS)
 
     def validation(self) -> None:
-        """Prompts to draw, and pictures to hold out."""
+        """Choose prompts to draw, and pictures to hold out."""
         count = len(self.seen.pictures)
         self.set("validation.every", self.config["checkpoint"]["every"])
         self.set("validation.prompts", self._prompts(), "drawn by base and tuned model from the same noise")
@@ -289,7 +289,7 @@ class Choices:
         return list(dict.fromkeys([*prompts, *([] if self.what == "subject" else [GENERAL])]))
 
     def describe(self) -> None:
-        """What the configuration is for, in its own words; sections in the order of the schema."""
+        """Describe what the configuration is for; put its sections in the order of the schema."""
         count, model = plural(len(self.seen.pictures), "picture"), self.config["model"]["pretrained"]
         teaches = f"A LoRA of {count} ({self.what}), written by simpletune init."
         about = (

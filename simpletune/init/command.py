@@ -25,14 +25,14 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Wish:
-    """What the command line asks for.
+    """Arguments of the command line.
 
     Args:
-        folder: of pictures.
-        out: file to write; None: beside the folder, by its name.
+        folder: folder of pictures.
+        out: file to write; None: beside the folder, named after it.
         device: a card by name or memory, ``cpu``, or None for this machine's.
-        overwrite: replace the file.
-        quiet: ask nothing, even on a terminal.
+        overwrite: whether to replace the file.
+        quiet: whether to ask no questions, even on a terminal.
     """
 
     folder: Path
@@ -43,13 +43,13 @@ class Wish:
 
 
 def file_for(folder: Path) -> Path:
-    """The file that a folder's configuration is written to: beside it, by its name."""
+    """Return the file for a folder's configuration: beside the folder, named after it."""
     whole = folder.resolve()
     return whole.with_name(f"{whole.name or 'pictures'}.json")
 
 
 def init_command(wish: Wish, answers: Answers) -> Path:
-    """Look, ask, suggest, predict, and write the configuration.
+    """Examine the pictures, ask, suggest, predict, and write the configuration.
 
     Raises:
         UserError: no picture can be used, or the file cannot be written.
@@ -81,7 +81,7 @@ def init_command(wish: Wish, answers: Answers) -> Path:
 
 
 def _device(named: str | None) -> tuple[Card | None, str]:
-    """The card that is named, or this machine's; None and why there is none."""
+    """Return the card that is named, or this machine's; or None, and why there is none."""
     if named is not None and named.lower() == CPU:
         return None, ""
     if named is not None:
@@ -110,10 +110,10 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
 
 
 def config_for(folder: Path) -> Path:
-    """The configuration of a folder: the one beside it, or a new one.
+    """Return the configuration of a folder: the one beside it, or a new one.
 
     Raises:
-        UserError: no picture can be used, or what lies there is no configuration.
+        UserError: no picture can be used, or the file beside the folder is not a configuration.
     """
     file = file_for(folder)
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Look at a folder of pictures: which can be used, how large they are, what captions they have, and what is doubled."""
+"""Examine a folder of pictures: which are usable, their sizes, captions and duplicates."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from simpletune.options import Json, UserError, plural
 from simpletune.runs.folder import METRICS, SUMMARY
 
 Captions = Literal["texts", "metadata", "names", "none"]
-WORDS = 2  # in a file name that describes its picture
-NAMED = 0.5  # share of the pictures whose names must have them
-MISSING = 0.5  # share without a caption from which the captions there are not used
+WORDS = 2  # words in a file name that describes its picture
+NAMED = 0.5  # share of the pictures whose names must have that many words
+MISSING = 0.5  # with a larger share of pictures without a caption, captions are not used
 CAMERA = {
     "img", "dsc", "dscf", "dscn", "pxl", "mvi", "gopr", "dji", "photo", "photos", "image", "images", "picture", "pic",
     "pics", "screenshot", "screen", "shot", "file", "untitled", "copy", "scan", "whatsapp", "signal", "download",
     "frame", "new", "edit", "edited", "final", "resized", "crop", "cropped", "jpeg", "png", "webp", "unsplash",
 }  # fmt: skip
-"""Words that cameras and programs give."""
+"""Words in names that cameras and programs give."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is in a folder.
+    """Content of a folder.
 
     Args:
-        folder: absolute.
+        folder: absolute path.
         captions: where they come from; ``none``: there are none, or too few.
-        uncaptioned: pictures without a caption where others have one.
-        kohya: the sub-folders are named ``10_sks dog``.
-        report: of the scan, at any size.
+        uncaptioned: pictures without a caption if others have one.
+        kohya: whether sub-folders are named like ``10_sks dog``.
+        report: report of the scan, without a limit on sizes.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Look:
 
     @property
     def name(self) -> str:
-        """A run's name after the folder."""
+        """Return a run's name, from the folder's."""
         return run_name(self.folder.name, "pictures")
 
 
@@ -75,7 +75,7 @@ def look(folder: Path) -> Look:
     """Scan and decode every picture of a folder, as ``simpletune data`` does.
 
     Raises:
-        UserError: it is no folder of pictures, or none of them can be used.
+        UserError: it is not a folder of pictures, or none of them can be used.
     """
     folder = _checked(folder)
     files = _files(folder)
@@ -116,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _captions(folder: Path, files: Sequence[Path]) -> Captions:
-    """Where captions could come from, by the names of files alone."""
+    """Determine where captions could come from, by file names only."""
     if (folder / METADATA).exists():
         return "metadata"
     if endings_of_texts(files):
@@ -126,7 +126,7 @@ def _captions(folder: Path, files: Sequence[Path]) -> Captions:
 
 
 def described_by(name: str) -> list[str]:
-    """The words of a file name that describe a picture: of three letters or more, and not a camera's."""
+    """Return the words of a file name that describe a picture: three letters or more, and not a camera's."""
     words = re.findall(r"[^\W\d_]{3,}", name)
     return [word for word in words if word.lower() not in CAMERA]
 
@@ -136,12 +136,12 @@ def _lacks_caption(reason: str) -> bool:
 
 
 def source_of(folder: Path, captions: Captions, kohya: bool) -> Json:
-    """The ``data`` section for the captions of a folder.
+    """Build the ``data`` section for the captions of a folder.
 
     Args:
-        folder: of the pictures.
+        folder: folder of the pictures.
         captions: where they come from.
-        kohya: whether folders' names count.
+        kohya: whether folder names give captions and repeats.
     """
     source: Json = {"path": str(folder)}
     if kohya:
@@ -160,12 +160,12 @@ def _scan(folder: Path, captions: Captions, kohya: bool) -> DatasetReport:
 
 
 def read_captions(seen: Look) -> list[str]:
-    """The captions of the usable pictures, in order; empty if they have none."""
+    """Read the captions of the usable pictures, in order; empty if they have none."""
     return [] if seen.captions == "none" and not seen.kohya else [picture.caption for picture in seen.pictures]
 
 
 def sizes_in_words(seen: Look) -> str:
-    """The smallest and the largest picture in words."""
+    """Describe the smallest and the largest picture."""
     sizes: list[Size] = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
     (low_width, low_height), (width, height) = sizes[0], sizes[-1]
     return f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")

@@ -19,13 +19,13 @@ from simpletune.init.defaults import PROFILES, Reason, Suggestion
 from simpletune.options import Json, UserError
 from simpletune.system.console import say, silent
 
-SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # of a driver, the last in WSL
+SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # signs of a driver; the last one in WSL
 
 
 def card_here() -> tuple[Card | None, str]:
-    """The first graphics card that torch can use, or None and why. Torch is asked in a child process.
+    """Return the first graphics card that torch can use, or None and the reason. Asks torch in a child process.
 
-    Without a sign of a driver nothing is asked, because importing torch takes seconds.
+    Without a sign of a driver, does not ask, because importing torch takes seconds.
     """
     if shutil.which("nvidia-smi") is None and not any(Path(sign).exists() for sign in SIGNS):
         return None, "no NVIDIA driver was found"
@@ -37,11 +37,12 @@ def card_here() -> tuple[Card | None, str]:
 
 
 def fitted(suggestion: Suggestion, card: Card) -> Suggestion:
-    """The suggestion with the largest profile whose predicted peak fits the card, and that prediction as a reason.
+    """Return the suggestion with the largest profile whose predicted peak fits the card, and that prediction as a
+    reason.
 
     Args:
-        suggestion: for this card.
-        card: to train on.
+        suggestion: suggestion for this card.
+        card: card to train on.
     """
     config, memory = suggestion.config, dict(suggestion.config.get("memory", {}))
     profile = memory.get("profile")
@@ -63,7 +64,7 @@ def fitted(suggestion: Suggestion, card: Card) -> Suggestion:
 
 
 def _predicted(data: Json, card: Card) -> tuple[str, bool]:
-    """The predicted peak on a card in words, and whether it fits."""
+    """Describe the predicted peak on a card, and return whether it fits."""
     from simpletune.config.compute import settle_compute
     from simpletune.config.modulation import settle_modulation
     from simpletune.config.resolve import require_model_rules, resolve_model_folder
@@ -80,7 +81,7 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
 
 
 def model_findings(model: str) -> Iterator[Finding]:
-    """What stands between this machine and a model of the hub: no login, no licence. Downloads nothing.
+    """Report what prevents this machine from downloading a model from the hub: no login, no licence. Downloads nothing.
 
     Args:
         model: hub name, folder or file.

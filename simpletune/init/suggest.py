@@ -1,4 +1,4 @@
-"""Suggest a configuration for a folder of pictures and a device, with a reason for each choice. Pure: prints and asks
+"""Suggest a configuration for a folder of pictures and a device, with a reason for each choice. Prints and asks
 nothing."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def suggest(
     """Suggest a configuration.
 
     Args:
-        folder: of pictures.
-        answers: what the user said.
+        folder: folder of pictures.
+        answers: the user's answers.
         device: the card to train on; None: there is none.
-        seen: the look at the folder, if it was taken already.
+        seen: the folder's content, if it was examined already.
 
     Raises:
-        UserError: no picture can be used, or the model is of no known family.
+        UserError: no picture can be used, or the model's family is unknown.
     """
     if seen is None:
         with silent():

@@ -40,8 +40,8 @@ def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
     """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
-    Updates of text encoders are left to who encodes the prompts (``runs.text_side``). With hypernetworks, x is replaced
-    by h_n(... h_1(x)) at their strengths.
+    Updates of text encoders are applied when prompts are encoded (``runs.text_side``). Hypernetworks replace x by
+    h_n(... h_1(x)) at their strengths.
 
     Args:
         model: the transformer, quantised or not, without adapters.
@@ -76,7 +76,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         wrapped = update.layer(model.get_submodule(layer_name), name)
         wrapped.scaling[name] = scale
         wrap(model, layer_name, wrapped)
-    for name, hypernetwork, scale in reversed(networks):  # the first one reads first; a LoRA updates what they feed
+    for name, hypernetwork, scale in reversed(networks):  # the first reads x first; LoRAs update what they feed
         put_before(model, hypernetwork.pairs(), name)
         for _, layer in outer_layers(model):
             if name in layer.scaling:
@@ -86,17 +86,17 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
 
 
 def holds_hypernetwork(file: Path) -> bool:
-    """Whether a file is a hypernetwork's rather than a LoRA's.
+    """Whether a file is a hypernetwork rather than a LoRA.
 
     Raises:
-        UserError: it is damaged, or not a safetensors file.
+        UserError: the file is damaged, or not a safetensors file.
     """
     require_safetensors(file)
     return is_hypernetwork(read_header(file))
 
 
 def updated_layers(file: Path) -> list[str]:
-    """The layers whose weights a file updates; a hypernetwork updates none.
+    """Return the layers whose weights a file updates; a hypernetwork updates none.
 
     Raises:
         UserError: ``read_lora`` refuses the file.
@@ -187,7 +187,7 @@ def fold_lora(model: nn.Module) -> None:
 
 
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The fp32 weight of the innermost layer with the updates of all that wrap it, inner ones first."""
+    """Return the fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
     if isinstance(layer, UpdateLayer):
         return layer.merged(_merged(layer.base_layer, weight))
     if isinstance(layer, LoraLayer):

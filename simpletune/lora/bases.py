@@ -31,7 +31,7 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 
 
 class TensorReader(Protocol):
-    """A source of tensors."""
+    """Source of tensors."""
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU."""
@@ -91,7 +91,7 @@ class Base:
         return self.tensors.get(name)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every linear layer and 1x1 convolution."""
+        """Return (outputs, inputs) of every linear layer and 1x1 convolution."""
         weights = {k: v for k, v in self.shapes.items() if k.endswith(".weight")}
         matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
@@ -127,7 +127,7 @@ class KeptTensors:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
-        """The type of a tensor as returned by ``get``, under safetensors' name."""
+        """Return the type of a tensor as returned by ``get``, by safetensors' name."""
         return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
 
     def get(self, name: str) -> Tensor:
@@ -170,12 +170,12 @@ def locate(name: str) -> tuple[Family, Part]:
     family = candidates[0]
     try:
         return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
-    except UserError as error:  # its message begins with the option of a configuration
+    except UserError as error:  # the message begins with a configuration option
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
 
 
 def _may_hold(family: Family, name: str, path: Path) -> bool:
-    """Whether a name is a family's Hub name that ships with this package, or a path a single file with its denoiser."""
+    """Whether a name is a Hub name of the family that ships with this package, or a single file with its denoiser."""
     if path.is_file() and path.suffix == ".safetensors":
         header = read_header(path)
         return any(prefix + family.layout.marker in header for prefix in DENOISER_PREFIXES)
@@ -183,9 +183,9 @@ def _may_hold(family: Family, name: str, path: Path) -> bool:
 
 
 def _family_of(config: ModelConfig) -> Family:
-    """The family of a denoiser's configuration; one that names no class is SD3's, whose single files have none.
+    """Return the family of a denoiser's configuration; without a class name it is SD3's, whose single files have none.
 
     Raises:
-        UserError: the class is no family's denoiser.
+        UserError: no family's denoiser has this class.
     """
     return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))

@@ -1,4 +1,4 @@
-"""How other tools load a LoRA file: which load it, at which scale, and what they drop silently.
+"""Report how other tools load a LoRA file: which ones, at what scale, and what they silently drop.
 
 Determined from runs of diffusers 0.42.1 and, for SD3, ComfyUI v0.3.64 (on the CPU), otherwise from their sources.
 """
@@ -16,7 +16,7 @@ from simpletune.models.text_layers import T5, style_of
 from simpletune.text.files import SINGLE, Keys
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
-A1111 = "A1111"  # of embeddings; Forge reads them alike
+A1111 = "A1111"  # tools for embeddings; Forge reads them the same way
 TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
 UNTESTED = "like Forge, according to its source, untested"
 CLOSE = 1e-6
@@ -28,7 +28,7 @@ class Verdict:
 
     Args:
         tool: its name.
-        loads: ``yes``, ``partly``, ``silently nothing`` (reported in a log at most) or ``refuses``.
+        loads: ``yes``, ``partly``, ``silently nothing`` (at most logged) or ``refuses``.
         notes: caveats: scales that the tool reads differently, keys that it drops.
     """
 
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[Verdict]:
-    """How each tool loads a LoRA for SD3 or a U-Net; of others, only that simpletune refuses it.
+    """Return how each tool loads a LoRA for SD3 or a U-Net; for other models, only that simpletune refuses it.
 
     Args:
         header: the file's header.
@@ -64,11 +64,11 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
 
 
 def _add_text(verdict: Verdict, header: LoraHeader) -> None:
-    """Say which updates of text encoders a tool drops."""
+    """Add which updates of text encoders a tool drops."""
     modules = header.text_modules.values()
     lost = [module for module in modules if verdict.tool in _deaf_to(module, is_unet(header.family[0]))]
     if verdict.tool == DIFFUSERS_TOOL and not any(".out_proj" in layer for m in modules for layer in m.layers):
-        # diffusers 0.42.1 recognises these names by out_proj's, and otherwise drops the attention's without a word
+        # diffusers 0.42.1 recognises these names by out_proj's, and otherwise silently drops the attention's
         lost += [m for m in modules if m not in lost and style_of(m.name) == "kohya" and "_self_attn_" in m.name]
     if lost and verdict.loads in ("yes", "partly"):
         whole = len(lost) == len(modules) and not header.modules
@@ -79,7 +79,7 @@ def _add_text(verdict: Verdict, header: LoraHeader) -> None:
 
 
 def _deaf_to(module: Module, unet: bool) -> set[str]:
-    """The tools that do not read a text encoder's update under its name."""
+    """Return the tools that do not read a text encoder's update under its name."""
     style, is_t5 = style_of(module.name), module.layers[:1] and module.layers[0].startswith(f"{T5}.")
     deaf = {DIFFUSERS_TOOL} if is_t5 or style == "comfy" or style == "kohya" and not unet else set()
     if module.kind not in (LORA, DORA):
@@ -90,7 +90,7 @@ def _deaf_to(module: Module, unet: bool) -> set[str]:
 
 
 def _depends_on_the_weight(header: LoraHeader) -> list[Verdict]:
-    """How tools load DoRA and OFT. Forge takes no scale by rows, and no rotation."""
+    """Return how tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
     merged = "merge it into its base instead"
     diffusers = Verdict(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
     forge = Verdict(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
@@ -180,7 +180,7 @@ def _diffusers_unet(header: LoraHeader) -> Verdict:
 
 
 def _others_unet(header: LoraHeader) -> Iterator[Verdict]:
-    """ComfyUI, and Forge, whose names of a U-Net's layers are ComfyUI's."""
+    """Return the verdicts for ComfyUI, and for Forge, which uses ComfyUI's names for a U-Net's layers."""
     layout = _layout(header)
     modules = [module.name for module in header.modules.values()]
     lost = []
@@ -201,7 +201,7 @@ def _layout(header: LoraHeader) -> str | None:
 
 
 def _not_lora(header: LoraHeader) -> str | None:
-    """The kinds of a file's modules besides LoRA."""
+    """Name the kinds of a file's modules besides LoRA."""
     return " and ".join(kind for kind in header.kinds if kind != LORA) or None
 
 
@@ -211,7 +211,7 @@ def _refused_by_diffusers(kinds: str) -> Verdict:
 
 
 def _ignored_scale(header: LoraHeader) -> str | None:
-    """The scales other than 1 that only the header specifies."""
+    """Describe scales other than 1 that only the header specifies."""
     if _layout(header) not in ("diffusers", "peft", "onetrainer") or header.settings is None:
         return None
     scales = {header.header_scale(m) for m in header.modules.values() if m.alpha is None and m.layers}
@@ -238,10 +238,10 @@ def _scales(header: LoraHeader) -> str:
 
 
 def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
-    """How each tool reads a token's vectors, by their keys.
+    """Return how each tool reads a token's vectors, by their keys.
 
     Args:
-        keys: of the token.
+        keys: keys of the token.
         file: the file's name.
     """
     own = Verdict(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])

@@ -31,7 +31,7 @@ SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
 
 
 def file_of(path: Path) -> Path:
-    """The weight file at a path: the path itself, or in a folder a run's result or a model's weights."""
+    """Find the weight file at a path: the path itself, or a run's result or a model's weights inside a folder."""
     if not path.is_dir():
         return path
     from simpletune.adapters.lora import OUTPUT
@@ -52,7 +52,7 @@ def describe(file: Path, values: bool = True) -> Json:
         Plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or ``model``.
 
     Raises:
-        UserError: it is damaged, empty, or a pickle file, which is never opened.
+        UserError: the file is damaged, empty, or a pickle file, which is never opened.
     """
     header = LoraHeader(file)
     require_tensors(header)
@@ -73,7 +73,7 @@ def describe(file: Path, values: bool = True) -> Json:
 
 
 def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
-    """The embeddings in a file, each with its vectors and the tools that read it."""
+    """Describe the embeddings in a file, each with its vectors and the tools that read it."""
     found: list[Json] = []
     if not header.bundled and not is_embedding({**header.entries, "__metadata__": header.metadata}):
         return []
@@ -152,7 +152,7 @@ def _method(header: LoraHeader) -> str:
 
 
 def _base(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The header's information about the base."""
+    """Return the header's information about the base."""
     found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
     if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
         found["simpletune_config"] = match.group(1)
@@ -170,7 +170,7 @@ def _values(header: LoraHeader) -> Json:
 
 
 def _hash(header: LoraHeader) -> Json:
-    """Whether the tensors have the hash that the header records."""
+    """Check whether the tensors have the hash that the header records."""
     recorded = header.metadata.get(HASH)
     if recorded is None:
         return {}
@@ -178,7 +178,7 @@ def _hash(header: LoraHeader) -> Json:
 
 
 def _alpha(header: LoraHeader) -> Json:
-    """Where the file specifies alpha, and its values."""
+    """Describe where the file specifies alpha, and its values."""
     tensors = _counted(f"{m.alpha:g}" for m in header.all_modules if m.alpha is not None)
     settings = {k: v for k, v in (header.settings or {}).items() if k in SETTINGS}
     for name in ("rank_pattern", "alpha_pattern"):
@@ -259,7 +259,7 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
             "hash",
             "matches the tensors"
             if about["hash_matches"]
-            else "differs from that of the tensors: the file is damaged or was changed",
+            else "differs from the hash of the tensors: the file is damaged or was changed",
         )
     for verdict in about["tools"]:
         yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
@@ -278,7 +278,7 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
 
 
 def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:
-    """What is known of each token; the place and the vectors of each encoder."""
+    """Describe each token; for each encoder, the key and the vectors."""
     for each in embeddings:
         words = f", in place of {' '.join(each['words'])!r}" if each["words"] else ""
         yield "token", f"{each['token']}{words}"

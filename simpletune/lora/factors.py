@@ -27,7 +27,7 @@ def svd_of_product(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o,
 
 
 def svd_of(update: AnyUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]
-    """Compute U, S, V^T of an update. LoKr's are the Kronecker products of its factors', in descending order."""
+    """Compute U, S, V^T of an update; for LoKr, as Kronecker products of its factors' in descending order."""
     if not isinstance(update, LokrUpdate) or not update.is_own:
         return svd_of_product(plain(update))
     parts = [
@@ -45,13 +45,13 @@ def truncated(
     vt: Tensor,  # [m, i]
     rank: int,
 ) -> Update:
-    """The best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
+    """Return the best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
     root = s[:rank].sqrt()
     return Update((root[:, None] * vt[:rank]).float().contiguous(), (u[:, :rank] * root).float().contiguous())
 
 
 def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
-    """How many singular values to keep.
+    """Return how many singular values to keep.
 
     Args:
         s: the singular values, in descending order.

@@ -23,7 +23,7 @@ LORAS = (
     (r"lora_prior_|prior\.", "Stable Cascade"),
 )
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
-# Keys that only one U-Net has: kohya's scripts use the original names only for XL, whose blocks are deeper.
+# Keys that only one U-Net has: kohya's scripts use original names only for XL, whose blocks are deeper.
 ONLY_XL = re.compile(
     r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
 )
@@ -75,13 +75,14 @@ def is_lora(names: list[str]) -> bool:
 
 
 def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """The model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion 3``.
+    """Return the model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion
+    3``.
 
     Args:
         shapes: the shapes of the file's tensors, by key.
     """
     names = list(shapes)
-    if (key := _first(UNET.pattern, names)) is not None:  # first, because others share its attention's names
+    if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
@@ -94,7 +95,7 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
 
 
 def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
-    """The model that updates are for.
+    """Return the model that updates are for.
 
     Args:
         shapes: (outputs, inputs) of each layer, by diffusers' name.
@@ -120,7 +121,7 @@ def is_known(family: str) -> bool:
 
 
 def kind_of_model(names: list[str]) -> str | None:
-    """The kind of a file that is not a LoRA; None if unknown."""
+    """Return the kind of a file that is not a LoRA; None if unknown."""
     return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
 
 

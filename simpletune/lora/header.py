@@ -56,12 +56,12 @@ class Module:
 
     @property
     def kind(self) -> str:
-        """LoRA, LoKr or LoHa, by its roles."""
+        """Kind of the module (LoRA, DoRA, LoKr, LoHa or OFT), by its roles."""
         return kind_of(self.keys)
 
     @property
     def factors(self) -> dict[str, str]:
-        """Keys by role, without alpha's."""
+        """Keys by role, without alpha."""
         return {role: key for role, key in self.keys.items() if role != ALPHA}
 
 
@@ -72,7 +72,7 @@ class LoraHeader:
         file: a safetensors file.
 
     Raises:
-        UserError: it is damaged, or not a safetensors file.
+        UserError: the file is damaged, or not a safetensors file.
     """
 
     def __init__(self, file: Path):
@@ -121,7 +121,7 @@ class LoraHeader:
 
     @cached_property
     def family(self) -> tuple[str, str]:
-        """The model that it is for, and the evidence."""
+        """Model that the file is for, and the evidence."""
         if not self.modules and self.text_modules:
             layers = [layer for module in self.text_modules.values() for layer in module.layers]
             return TEXT_ALONE, encoders_in(layers) or "their keys"
@@ -133,7 +133,7 @@ class LoraHeader:
 
     @property
     def is_lora(self) -> bool:
-        """Whether it contains updates rather than a model."""
+        """Whether the file contains updates rather than a model."""
         return is_lora(self.names)
 
     @property
@@ -150,24 +150,25 @@ class LoraHeader:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of its modules."""
+        """Kinds of the denoiser's modules."""
         return sorted({module.kind for module in self.modules.values()})
 
     def size(self, module: Module) -> Size | None:
-        """The size of a module's update; None if factors are missing or do not match."""
+        """Return the size of a module's update; None if factors are missing or do not match."""
         if not is_whole(module.keys):
             return None
         return size_of({role: self.shapes[key] for role, key in module.factors.items()})
 
     def rank(self, module: Module) -> int | None:
-        """What alpha is divided by: a LoRA's number of rows of its first factor, 0 for a scalar; None: nothing is."""
+        """Return the number to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell.
+        None: alpha is ignored."""
         if module.kind in (LORA, DORA) and DOWN in module.keys:
             return (self.shapes[module.keys[DOWN]] or (0,))[0]
         size = self.size(module)
         return 0 if size is None else size.rank
 
     def rank_words(self, module: Module) -> str:
-        """A module's rank, and LoKr's factors, in words."""
+        """Describe a module's rank, and LoKr's factors."""
         return str(self.rank(module) if module.kind in (LORA, DORA) else self.size(module) or "unknown")
 
     @cached_property
@@ -188,7 +189,7 @@ class LoraHeader:
         return None
 
     def scale(self, module: Module) -> float:
-        """The scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
+        """Return the scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)
         if module.alpha is not None and rank is None:
             return 1.0
@@ -197,7 +198,7 @@ class LoraHeader:
         return self.header_scale(module)
 
     def header_scale(self, module: Module) -> float:
-        """The scale that PEFT derives from the header's settings; 1 without settings."""
+        """Return the scale that PEFT derives from the header's settings; 1 without settings."""
         layer, settings = module.layers[0] if module.layers else module.name, self.settings
         if settings is not None and is_text(layer):
             encoder, layer = encoder_of(layer)
@@ -234,7 +235,8 @@ def open_lora(file: Path) -> LoraHeader:
     """Open a LoRA for the denoiser of a known family and check everything that its header shows.
 
     Raises:
-        UserError: it is not a LoRA, is for another model or method, is incomplete, or has keys that match no layer.
+        UserError: the file is not a LoRA, is for another model or method, is incomplete, or has keys that match no
+            layer.
     """
     header = LoraHeader(file)
     require_tensors(header)
@@ -309,5 +311,5 @@ def _examples(header: LoraHeader) -> list[str]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts block 2 before block 10."""
+    """Return a sort key that puts block 2 before block 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,5 @@
-"""What one module of a file holds, by the roles and shapes of its tensors: LoRA, LoKr, LoHa, DoRA, OFT. Without torch.
+"""Kind and size of one module of a file, by the roles and shapes of its tensors: LoRA, LoKr, LoHa, DoRA, OFT. Imports
+no torch.
 
 Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
 
@@ -40,7 +41,7 @@ class Size(NamedTuple):
 
 
 def kind_of(roles: Collection[str]) -> str:
-    """The kind of a module with these roles; LoRA if they tell nothing."""
+    """Return the kind of a module with these roles; LoRA if they do not tell."""
     telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
     return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
 
@@ -60,10 +61,10 @@ def is_whole(roles: Collection[str]) -> bool:
 
 
 def size_of(shapes: Mapping[str, Shape]) -> Size | None:
-    """The size of a complete module's update; None if its shapes do not match.
+    """Return the size of a complete module's update; None if its shapes do not match.
 
     Args:
-        shapes: the shapes of its factors by role. Those of a 1x1 convolution may have two sides of 1 more.
+        shapes: the shapes of its factors by role. Those of a 1x1 convolution may have two more dimensions, of size 1.
     """
     if OFT_BLOCKS in shapes:
         return _oft(shapes[OFT_BLOCKS])
@@ -85,17 +86,17 @@ def size_of(shapes: Mapping[str, Shape]) -> Size | None:
 
 
 def is_by_output(shape: Shape, outputs: int) -> bool:
-    """Whether DoRA's magnitudes of this shape are one for each output: [o], [o, 1] or [o, 1, 1, 1]."""
+    """Whether this is the shape of one DoRA magnitude per output: [o], [o, 1] or [o, 1, 1, 1]."""
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
 
 
 def is_by_input(shape: Shape, inputs: int) -> bool:
-    """Whether DoRA's magnitudes of this shape are one for each input: [1, i] or [1, i, 1, 1]."""
+    """Whether this is the shape of one DoRA magnitude per input: [1, i] or [1, i, 1, 1]."""
     return shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:])
 
 
 def _oft(shape: Shape) -> Size | None:
-    """The size of an update by its blocks, which do not tell the inputs: as many as outputs."""
+    """Return the size of an update from its blocks. They do not tell the inputs, which are set to the outputs."""
     if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
         return None
     return Size(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
@@ -112,6 +113,6 @@ def _lokr(shapes: Mapping[str, Shape]) -> Size | None:
         if r != other_r:
             return None
         sides.append((tall, wide))
-        rank = r  # of the second factor if both are decomposed, as ComfyUI and LyCORIS do
+        rank = r  # rank of the second factor if both are decomposed, as in ComfyUI and LyCORIS
     (left, right), (below, beyond) = sides
     return Size(left * below, right * beyond, rank, f"{left}x{right} and {below}x{beyond}")

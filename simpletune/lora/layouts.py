@@ -1,4 +1,4 @@
-"""The layouts of LoRA files of every family and the meaning of their keys, without torch."""
+"""Layouts of LoRA files of every family, and the meaning of their keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROLES = {
     OFT_BLOCKS: OFT_BLOCKS,
     **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
 }
-OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # of old diffusers' attention processors
+OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
     (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
     (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
     (r"\.lora_mid\.weight$", "LoCon with a middle convolution (lora_mid)"),
-    (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "whole differences of weights (.diff)"),
+    (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "full weight differences (.diff)"),
     (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
     (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
     (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
@@ -49,7 +49,7 @@ TITLES = {
 
 
 def title(layout: Layout) -> str:
-    """A layout's name and the start of its keys."""
+    """Return a layout's name and the start of its keys."""
     if not layout.prefix:
         return "diffusers' names without a prefix"
     return f"{TITLES.get(layout.name, layout.name)} ({layout.prefix}*)"
@@ -67,9 +67,9 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def layout_of(modules: list[str]) -> Layout | None:
-    """The layout of modules (with prefixes); None if they have no common layout.
+    """Return the layout of modules (with prefixes); None if they have no common layout.
 
-    Families share prefixes, so the layout is the one with that prefix which knows most of the modules.
+    Families share prefixes, so this is the layout with the prefix that knows most of the modules.
     """
     known = [layout for layouts in LAYOUTS.values() for layout in layouts]
     prefixes = {layout.prefix for layout in known if layout.prefix}
@@ -81,7 +81,7 @@ def layout_of(modules: list[str]) -> Layout | None:
 
 
 def written(layers: Iterable[str], name: str) -> Layout:
-    """The layout of this name for files of the layers' family.
+    """Return the layout of this name for files of the layers' family.
 
     Args:
         layers: diffusers' names.

@@ -1,4 +1,4 @@
-"""Merge LoRAs into the base, W + sum of scale_n B_n A_n, to a diffusers folder or a file in the original layout.
+"""Merge LoRAs into the base, W + sum of scale_n B_n A_n; write a diffusers folder or a file in the original layout.
 
 Streams the output with one layer in memory at a time.
 """
@@ -36,7 +36,7 @@ class Merged:
     Args:
         path: the written folder or file.
         layers: the number of changed layers.
-        lost: the rounding error of the file's type relative to the updates (Frobenius norms over all layers).
+        lost: rounding error of the file's type, relative to the updates (Frobenius norms over all layers).
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Merger:
                     )
 
     def kind(self, name: str) -> str:
-        """The type of a tensor in the output, under safetensors' name."""
+        """Return the type of a tensor in the output, by safetensors' name."""
         return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
@@ -89,7 +89,7 @@ class Merger:
         return self._merged(layer, tensor, dtype)
 
     def _merged(self, layer: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A layer's weight with its updates, in its output type."""
+        """Return a layer's weight with its updates, in its output type."""
         exact = tensor.float()
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
@@ -119,7 +119,7 @@ class Merger:
 
     @property
     def lost(self) -> float:
-        """The rounding error of the file's type relative to the updates, so far."""
+        """Rounding error of the file's type, relative to the updates so far."""
         return (self._error / self._effect) ** 0.5 if self._effect else 0.0
 
 
@@ -135,7 +135,7 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
     entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
     if merger.text:
         raise UserError(
-            f"the LoRA also updates {encoders_in(merger.text)}, and the folder holds the denoiser alone. Merge into a "
+            f"the LoRA also updates {encoders_in(merger.text)}, and the folder holds only the denoiser. Merge into a "
             "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
         )
     with atomic_folder(folder) as part:
@@ -184,7 +184,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
 
 
 def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The updated layers of text encoders by the names of their weights in a single file.
+    """Return the updated layers of text encoders by the names of their weights in a single file.
 
     Raises:
         UserError: the file lacks some of them.
@@ -205,7 +205,7 @@ def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str
 
 
 def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
-    """Map original names to diffusers' tensors that they consist of, in order."""
+    """Map original names to the diffusers tensors that make them up, in order."""
     found: dict[str, list[tuple[str, Origin]]] = {}
     for name, origin in base.family.layout.origins(base.config).items():
         found.setdefault(origin.name, []).append((name, origin))

@@ -42,8 +42,8 @@ def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, 
 
     ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
     at a given rank. ``linear`` and the methods based on it sum the factors instead of the products: (sum a_n A_n) and
-    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa count as the LoRA that equals
-    them.
+    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa are mixed as the equivalent
+    LoRA.
 
     Args:
         loras: updates with their weights.

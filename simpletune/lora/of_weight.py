@@ -1,4 +1,4 @@
-"""Updates that depend on the weight they change: DoRA and OFT. Alone they are no matrix that could be added.
+"""Updates that depend on the weight they change: DoRA and OFT. Without the weight they have no matrix to add.
 
 Shapes: o outputs, i inputs, r rank, k blocks of d outputs.
 """
@@ -24,12 +24,13 @@ from simpletune.tensors import exchanged_halves
 
 @dataclass(frozen=True)
 class DoraUpdate:
-    """m (W + s B A) / ||W + s B A||, by rows.
+    """DoRA's weight, m (W + s B A) / ||W + s B A||, by rows.
 
     Args:
         update: s B A.
-        magnitude: m [o], or None if the file tells only ``relative``.
-        relative: m ||W|| / ||W + s B A|| [o], which needs no norm of the sum: ``dora_scale`` as made for ComfyUI.
+        magnitude: m [o], or None if the file contains only ``relative``.
+        relative: m ||W|| / ||W + s B A|| [o], which is applied without the norm of the sum: ``dora_scale`` as made for
+            ComfyUI.
     """
 
     update: Update
@@ -50,7 +51,7 @@ class DoraUpdate:
 
     @property
     def dim(self) -> int:
-        """What readers divide alpha by: r."""
+        """Number that readers divide alpha by: r."""
         return self.update.rank
 
     @property
@@ -64,7 +65,7 @@ class DoraUpdate:
         return self.update.pointwise
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """W' - W for a weight."""
+        """Return W' - W for a weight."""
         turned = weight + self.update.delta()
         if self.magnitude is not None:
             gain = _ratio(self.magnitude, turned.norm(dim=1))
@@ -74,7 +75,7 @@ class DoraUpdate:
         return gain[:, None] * turned - weight
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """A frozen layer with this update, whose norms are settled."""
+        """Wrap a frozen layer with this update, with its norms fixed."""
         layer = DoraLayer(base, self.rank, self.scale, adapter=adapter)
         with torch.no_grad():
             layer.lora_A.weight.copy_(self.update.down)
@@ -89,7 +90,7 @@ class DoraUpdate:
         return layer
 
     def parts(self, count: int) -> list[DoraUpdate]:
-        """The updates of the layers that a fused one stacks."""
+        """Return the updates of the layers that a fused one stacks."""
         parts: Sequence[Update | None] = split(self.update, count)
         whole = [replace(self.update, up=up.contiguous()) for up in self.update.up.chunk(count)]
         vectors = [[None] * count if v is None else v.chunk(count) for v in (self.magnitude, self.relative)]
@@ -98,19 +99,19 @@ class DoraUpdate:
         ]  # fmt: skip
 
     def swapped(self) -> DoraUpdate:
-        """The update with the halves of its outputs exchanged."""
+        """Return the update with the halves of its outputs swapped."""
         vectors = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
         return DoraUpdate(swap_halves(self.update), *vectors)
 
 
 @dataclass(frozen=True)
 class OftUpdate:
-    """R W, with an orthogonal R of blocks on the outputs.
+    """OFT's weight R W, with a block-diagonal orthogonal R on the outputs.
 
     Args:
-        blocks: [k, d, d]; only B - B^T counts.
-        original: the layer's name and its family's names if the blocks are in the original layout's order, whose halves
-            may have changed places: its blocks alone do not tell.
+        blocks: [k, d, d]; only B - B^T matters.
+        original: the layer's name and its family's names if the blocks are in the order of the original layout, which
+            may swap halves; the blocks alone do not tell.
     """
 
     blocks: Tensor
@@ -132,21 +133,21 @@ class OftUpdate:
         return self.shape[0]
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """(R - I) W."""
+        """Return (R - I) W."""
         return turned_rows(weight, self._triangle(weight.shape[1]))
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """A frozen layer with this update."""
+        """Wrap a frozen layer with this update."""
         shape = shape_of(base_of(base))
         assert shape is not None
         return OftLayer(base, self._triangle(shape[1]), adapter)
 
     def swapped(self) -> OftUpdate:
-        """The update itself, which knows its order."""
+        """Return the update itself, which records its order."""
         return self
 
     def _triangle(self, inputs: int) -> Tensor:
-        """What is above the diagonal of the skew blocks, in diffusers' order."""
+        """Return the entries above the diagonal of the skew-symmetric blocks, in diffusers' order."""
         blocks = self.blocks.float()
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
             blocks = exchanged_halves(blocks)
@@ -158,29 +159,30 @@ WeightUpdate = DoraUpdate | OftUpdate
 
 
 def limited(blocks: Tensor, alpha: float | None) -> Tensor:
-    """OFT's blocks with ||B - B^T|| at most alpha, as ComfyUI limits them; without alpha, or 0, unchanged."""
+    """Scale OFT's blocks so that ||B - B^T|| is at most alpha, as ComfyUI does; unchanged if alpha is None or 0."""
     norm = float((blocks - blocks.transpose(1, 2)).norm())
     return blocks * (alpha / norm) if alpha and norm > alpha > 0 else blocks
 
 
 def _ratio(value: Tensor, norms: Tensor) -> Tensor:
-    """A division by norms that gives 0 for rows of zeros."""
+    """Divide by norms; 0 for rows of zeros."""
     return value / torch.where(norms > 0, norms, torch.inf)
 
 
 def lora_of(updates: Mapping[str, DoraUpdate]) -> dict[str, Update]:
-    """The low-rank updates without their magnitudes."""
+    """Return the low-rank updates without their magnitudes."""
     return {layer: update.update for layer, update in updates.items()}
 
 
 def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a file by which tools scale the updated rows, by key; fp32, because rounding them changes rows.
+    """Return the tensors by which tools scale the updated rows, by key; in fp32, because rounding them changes whole
+    rows.
 
-    ``lora_magnitude_vector`` is for diffusers, which reads only its own layout, ``dora_scale`` for ComfyUI. A file gets
-    both if both are known.
+    ``lora_magnitude_vector`` is for diffusers, which reads only its own layout; ``dora_scale`` is for ComfyUI. A file
+    gets both if both are known.
 
     Raises:
-        UserError: the file does not tell what this layout needs, or has only a part of a fused q, k, v.
+        UserError: the update lacks what this layout needs, or is only part of a fused q, k, v.
     """
     for layer, update in updates.items():
         if layout.alpha and update.relative is None:
@@ -188,11 +190,11 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
                 f"{layer} has a magnitude but no norm of its base's rows, which ComfyUI's dora_scale needs. {MERGE}"
             )
         if not layout.alpha and update.magnitude is None:
-            raise UserError(f"{layer} has only ComfyUI's dora_scale, from which diffusers cannot apply it. {MERGE}")
+            raise UserError(f"{layer} has only ComfyUI's dora_scale, which diffusers cannot apply. {MERGE}")
     tensors: dict[str, Tensor] = {}
     scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
     exchanged = {layer for layer, update in updates.items() if layout.names.halves_swapped(layer, *update.shape)}
-    for layer in exchanged & scales.keys():  # rows in ComfyUI's order, whatever the names
+    for layer in exchanged & scales.keys():  # rows are in ComfyUI's order, whatever the names
         scales[layer] = exchanged_halves(scales[layer])
     for module, vector in _named(scales, layout).items():
         sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
@@ -205,7 +207,7 @@ def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str
 
 
 def _named(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Vectors by the layout's modules: under the original names those of q, k and v are stacked."""
+    """Return vectors by the layout's modules; under the original names, those of q, k and v are stacked."""
     if not layout.original:
         return dict(vectors)
     found: dict[str, Tensor] = {}
@@ -227,12 +229,13 @@ def _named(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 
 
 def blocks_of(updates: Mapping[str, OftUpdate], layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a file with OFT, by key.
+    """Return the tensors of an OFT file by key.
 
     Raises:
-        UserError: ComfyUI would turn wrong rows under this layout's names, or the file is of such a layout itself.
+        UserError: ComfyUI would rotate the wrong rows under this layout's names, or the update was read from such a
+            layout.
     """
     for layer, update in updates.items():
         if not layout.alpha or layout.original != (update.original is not None):
-            raise UserError(f"{layer} is OFT, which ComfyUI reads by its own names only. Use --format kohya")
+            raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
     return named_blocks({layer: update.blocks for layer, update in updates.items()}, layout)

@@ -30,13 +30,13 @@ def read_lora(file: Path) -> dict[str, AnyUpdate]:
         file: a safetensors file.
 
     Returns:
-        Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and its layer's
-        name (``models.text_layers``). Scales are those of diffusers and kohya's tools: an
-        ``alpha`` tensor / rank, otherwise the header's ``lora_adapter_metadata``, otherwise 1.
+        Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and the layer's
+        name (``models.text_layers``). Scales are those of diffusers and kohya's tools: an ``alpha`` tensor / rank,
+        otherwise the header's ``lora_adapter_metadata``, otherwise 1.
 
     Raises:
-        UserError: it is not a LoRA for a known family, is damaged, has keys that match no layer, or values that are not
-            finite.
+        UserError: the file is not a LoRA for a known family, is damaged, has keys that match no layer, or non-finite
+            values.
     """
     return updates_of(open_lora(file))
 
@@ -79,7 +79,7 @@ def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
 
 
 def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[AnyUpdate | None]:
-    """The updates of a module's layers."""
+    """Return the updates of a module's layers."""
     count, scale = len(module.layers), header.scale(module)
     if module.kind == LORA:
         down, up = factors[DOWN], factors[UP]
@@ -103,7 +103,8 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
 
 
 def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
-    """A module's DoRA. PEFT's magnitudes count; ``dora_scale`` is them too, unless the header says otherwise."""
+    """Return a module's DoRA update. Prefers PEFT's magnitudes; ``dora_scale`` has them, too, unless the header marks
+    it as made for ComfyUI."""
     down, up = factors[DOWN], factors[UP]
     update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
@@ -112,7 +113,7 @@ def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], sca
     layout = header.layout
     if (
         relative is not None and layout and not layout.original and not is_text(module.layers[0])
-    ):  # its rows are in the original order, the others' not
+    ):  # its rows are in the original order, unlike the others
         if layout.names.halves_swapped(module.layers[0], *update.shape):
             relative = exchanged_halves(relative)
     magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
@@ -120,13 +121,13 @@ def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], sca
 
 
 def _original_names(header: LoraHeader, layer: str) -> LoraNames | None:
-    """The family's names if the file has a layer of the denoiser under its original name."""
+    """Return the family's names if the file has a layer of the denoiser under its original name."""
     layout = header.layout
     return layout.names if layout is not None and layout.original and not is_text(layer) else None
 
 
 def _is_pointwise(header: LoraHeader, module: Module) -> bool:
-    """Whether a module without a factor of four sides is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
+    """Whether a module without a 4-D factor is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
     return header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out"))
 
 

@@ -1,4 +1,4 @@
-"""PEFT's settings of an adapter, from a file's header or from adapter_config.json beside it. Without torch."""
+"""PEFT's settings of an adapter, from a file's header or from adapter_config.json beside it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checked(found: object, where: str) -> Json:
 
 
 def scale_for(layer: str, settings: Json) -> float:
-    """The scale that PEFT derives for a layer; its alpha has another name for LoKr and LoHa than for LoRA."""
+    """Return the scale that PEFT derives for a layer; alpha has different names for LoRA and for LoKr and LoHa."""
     alpha = by_pattern(settings.get("alpha_pattern"), layer, settings.get("lora_alpha", settings.get("alpha")))
     rank = by_pattern(settings.get("rank_pattern"), layer, settings.get("r"))
     if alpha is None or not rank:

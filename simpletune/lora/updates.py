@@ -1,4 +1,4 @@
-"""The update of one linear layer or 1x1 convolution, and its conversion between layouts.
+"""Low-rank update of one linear layer or 1x1 convolution, and its conversion between layouts.
 
 Shapes: o outputs, i inputs, r rank.
 """
@@ -24,7 +24,7 @@ class Update:
         down: [r, i].
         up: [o, r].
         scale: alpha / r.
-        pointwise: whether the layer is a 1x1 convolution, so that files store both factors with two sides of 1 more.
+        pointwise: whether the layer is a 1x1 convolution, whose factors files store with two more dimensions of size 1.
     """
 
     down: Tensor
@@ -40,7 +40,7 @@ class Update:
 
     @property
     def dim(self) -> int:
-        """What readers divide alpha by: r."""
+        """Number that readers divide alpha by: r."""
         return self.rank
 
     @property
@@ -49,21 +49,21 @@ class Update:
         return self.up.shape[0], self.down.shape[1]
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """The matrix added to the weight."""
+        """Return the matrix added to the weight."""
         return self.scale * (self.up.float() @ self.down.float())
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """What is added to a weight, whatever it is."""
+        """Return what is added to a weight; here independent of it."""
         return self.delta()
 
     def folded(self) -> Update:
-        """The update with scale 1, with the scale folded into ``up`` in its type."""
+        """Return the update with scale 1: the scale is folded into ``up``, in its type."""
         if self.scale == 1.0:
             return self
         return replace(self, up=(self.up.float() * self.scale).to(self.up.dtype), scale=1.0)
 
     def saved(self, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """A copy of a factor in the shape and type for a file."""
+        """Return a copy of a factor in the shape and type for a file."""
         copy = factor.to(dtype or factor.dtype, copy=True)  # layers may share down
         return copy[:, :, None, None] if self.pointwise else copy
 
@@ -107,8 +107,8 @@ def fuse(parts: Sequence[Update | None]) -> Update:
 def split(update: Update, count: int = 3) -> list[Update | None]:
     """Split a fused update; the inverse of ``fuse`` up to rows and columns of zeros.
 
-    If no columns are shared, each part gets only its own, and a part without any is None. If columns are shared (a tool
-    has trained the fused layer itself), each part keeps the whole ``down``.
+    If no columns are shared, each part gets only its own, and a part without columns is None. If columns are shared,
+    because a tool trained the fused layer itself, each part keeps the whole ``down``.
     """
     ups = list(update.up.chunk(count))
     if update.rank % count == 0 and _is_diagonal(ups):
@@ -126,7 +126,7 @@ def split(update: Update, count: int = 3) -> list[Update | None]:
 
 
 def _is_diagonal(ups: Sequence[Tensor]) -> bool:
-    """Whether each part n is zero outside the n-th of equally wide blocks of columns."""
+    """Whether each part n is zero outside the n-th block of columns, all equally wide."""
     width = ups[0].shape[1] // len(ups)
     for number, up in enumerate(ups):
         inside = slice(number * width, (number + 1) * width)

@@ -28,7 +28,7 @@ class ScannedValues:
 def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, ScannedValues]:
     """Scan the floating-point tensors of a file, 4 MiB at a time.
 
-    A number is not finite if all bits of its exponent are ones, in every type except the 8-bit one without infinities.
+    A number is not finite if all bits of its exponent are ones, in every type except the 8-bit type without infinities.
 
     Args:
         file: a safetensors file with a valid header.
@@ -56,11 +56,11 @@ def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Sca
 
 
 def row_norms(file: Path, entry: TensorEntry) -> list[float]:
-    """The Euclidean norm of each row of a tensor in fp32, fp16 or bf16; of a vector, one norm.
+    """Return the Euclidean norm of each row of a tensor in fp32, fp16 or bf16; one norm for a vector.
 
     Args:
         file: a safetensors file with a valid header.
-        entry: of the tensor.
+        entry: header entry of the tensor.
     """
     import numpy as np
 

@@ -39,7 +39,7 @@ def write_lora(
         updates: updates by diffusers' layer name.
         file: the target.
         layout: ``diffusers``, ``kohya`` or ``comfy`` for LoRA and DoRA; ``kohya`` or ``comfy`` for OFT; ``lycoris`` for
-            LoKr and LoHa. Text encoders get the keys that the readers of this layout know.
+            LoKr and LoHa. Text encoders get the keys that readers of this layout know.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
 
@@ -87,16 +87,16 @@ def write_lora(
 
 
 def overflow(dtype: str | None) -> str:
-    """The predicate of a message about a tensor whose values overflow a type."""
+    """Return the predicate of a message about a tensor whose values overflow a type."""
     return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
 
 
 def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a file in a layout, by key.
+    """Return the tensors of a file in a layout, by key.
 
     Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
-    layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update. With diffusers' names
-    it is the same number in every module: diffusers 0.42.1 applies the most common alpha of a U-Net's file to all
+    layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update. With diffusers'
+    names, alpha is equal in every module: diffusers 0.42.1 applies the most common alpha of a U-Net's file to all
     attention layers.
     """
     named = in_original_names(updates, layout.names) if layout.original else dict(updates)
@@ -117,7 +117,7 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
 def text_tensors_of(
     text: AnyUpdates, layout: str, single: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of text encoders in a file, by key.
+    """Return the tensors of text encoders in a file, by key.
 
     Args:
         text: updates by ``text_encoder...`` names.
@@ -158,8 +158,8 @@ def text_tensors_of(
 
 
 def has_one_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
-    """Whether updates are for a model with one text encoder, Stable Diffusion 1.5 or 2: by the layers of the denoiser,
-    or for text encoders alone, by what the header says of the base."""
+    """Whether updates are for a model with one text encoder (Stable Diffusion 1.5 or 2), by the layers of the denoiser;
+    for text encoders only, by what the header says about the base."""
     denoiser, text = split_text(updates)
     if denoiser:
         return names_of(denoiser).denoiser == "unet"
@@ -169,7 +169,7 @@ def has_one_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
 
 
 def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
-    """The LoRAs of each text encoder, by layers' names in it."""
+    """Return the LoRA updates of each text encoder, by the layers' names in it."""
     found: dict[str, dict[str, Update]] = {}
     for layer, update in text.items():
         if isinstance(update, Update):
@@ -179,7 +179,7 @@ def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
 
 
 def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a file with LoKr or LoHa, by key: diffusers' layers under the names that ComfyUI reads.
+    """Return the tensors of a LoKr or LoHa file by key: diffusers' layers under the names that ComfyUI reads.
 
     Raises:
         UserError: a layer has only rows of a LoKr that was trained on a fused layer.
@@ -190,8 +190,8 @@ def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype 
         update = updates[layer]
         if not update.is_own:
             raise UserError(
-                f"{layer} has rows of a {update.kind} of a fused layer, which is none by itself. Approximate it by a "
-                "LoRA: --format kohya --rank 32"
+                f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
+                "by a LoRA: --format kohya --rank 32"
             )
         factors, alpha = update.saved()
         for name, factor in factors.items():
@@ -234,9 +234,10 @@ def in_original_names(updates: Updates, names: LoraNames) -> dict[str, Update]:
 
 
 def _adapter_metadata(groups: Mapping[str, Updates]) -> dict[str, str]:
-    """PEFT settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
+    """Build PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every
+    alpha.
 
-    Alpha equals the rank in every layer, so that tools that ignore the header apply the same scale.
+    Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
 
     Args:
         groups: the updates of each part of the pipeline.

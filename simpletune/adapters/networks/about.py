@@ -1,4 +1,4 @@
-"""Describe a hypernetwork's file, for ``simpletune inspect``, without torch."""
+"""Describe a hypernetwork file for ``simpletune inspect``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def about_hypernetwork(
 
 
 def hypernetwork_lines(about: Json) -> Iterator[tuple[str, str]]:
-    """Titles and texts for a terminal."""
+    """Return titles and texts for a terminal."""
     structure = about["structure"]
     multiples = ", ".join(f"{multiple:g}" for multiple in structure["layer_structure"])
     parts = [f"hypernetwork of structure {multiples}", f"activation {structure['activation']}"]

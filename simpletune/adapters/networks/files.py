@@ -1,4 +1,4 @@
-"""Write and read hypernetworks: safetensors, and the ``.pt`` of AUTOMATIC1111's web UI, which is only written."""
+"""Read and write hypernetworks as safetensors; write the ``.pt`` files of AUTOMATIC1111's web UI."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ READ = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class HypernetworkFile:
-    """What a file holds.
+    """Content of a hypernetwork file.
 
     Args:
-        structure: of all its networks.
-        tensors: by name, such as ``768.k.linear.0.weight``.
+        structure: structure of all its networks.
+        tensors: tensors by name, such as ``768.k.linear.0.weight``.
         metadata: the strings of its header.
     """
 
@@ -33,11 +33,11 @@ class HypernetworkFile:
     metadata: Mapping[str, str]
 
     def state(self, width: int, side: str) -> dict[str, Tensor]:
-        """The fp32 tensors of one network, by their names in it, in the order of its layers."""
+        """Return the fp32 tensors of one network, by their names in it, in the order of its layers."""
         return {name: self.tensors[f"{width}.{side}.{name}"].float() for name in self.structure.shapes(width)}
 
     def pairs(self) -> dict[int, Pair]:
-        """The networks by width, in fp32, frozen and without dropout."""
+        """Return the networks by width, in fp32, frozen and without dropout."""
         found = {}
         for width in widths_of(self.tensors):
             k, v = (Network(width, self.structure) for _ in SIDES)
@@ -85,14 +85,14 @@ def read(file: Path) -> HypernetworkFile:
 def write_a1111(source: HypernetworkFile, file: Path, title: str, steps: int | None, base: str | None) -> Path:
     """Write the ``.pt`` that AUTOMATIC1111's web UI and ComfyUI read from ``models/hypernetworks``: plain fp32 tensors.
 
-    In torch's form from before 1.6, because the web UI refuses the entries that newer torch adds to its zip archives.
-    Without the places of dropout, because ComfyUI would drop while it draws.
+    Uses torch's file format from before 1.6, because the web UI refuses entries that newer torch adds to its zip
+    archives. Leaves out dropout layers, because ComfyUI would apply them during inference.
 
     Args:
         source: a hypernetwork.
-        file: to write.
+        file: file to write.
         title: the name that the web UI shows.
-        steps: of training, if known.
+        steps: number of training steps, if known.
         base: the base's name, if known.
     """
     structure = replace(source.structure, dropout=0.0)
@@ -111,7 +111,7 @@ def write_a1111(source: HypernetworkFile, file: Path, title: str, steps: int | N
         "is_layer_norm": structure.layer_norm,
         "weight_initialization": "Normal",
         "use_dropout": False,
-        "sd_checkpoint": None,  # the start of a file's hash, which a folder of parts does not have
+        "sd_checkpoint": None,  # the start of the file's hash; a folder has none
         "sd_checkpoint_name": base,
         "activate_output": False,
         "last_layer_dropout": False,

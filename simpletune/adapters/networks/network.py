@@ -22,14 +22,14 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
 }
-DEVIATION = 0.01  # of weights at the start, those of layer norms included, as in the web UI
+DEVIATION = 0.01  # standard deviation of initial weights, including those of layer norms, as in the web UI
 Context = Any
-"""An autograd function's, whose saved tensors and needs have no useful types."""
+"""Context of an autograd function, whose ``saved_tensors`` and ``needs_input_grad`` have no useful types."""
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b in the type of x. Keeps the weight itself for the backward pass, not a copy in the type of x: all
-    attentions of a width share it, and each would keep its own."""
+    """Compute x W^T + b in the type of x. Saves the weight itself for the backward pass, not a copy in the type of x:
+    all attention layers of a width share the weight, and each would save its own copy."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ class _Product(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the type of its input."""
+    """Linear layer that computes in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
-        """x W^T + b."""
+        """Return x W^T + b."""
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)  # autocast converts a weight once for all its uses
         if torch.compiler.is_compiling():
@@ -62,10 +62,10 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.LayerNorm):
-    """A layer norm that computes in the type of its input."""
+    """Layer norm that computes in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., o] -> [..., o]
-        """The norm over the last side."""
+        """Normalise over the last dimension."""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
@@ -82,7 +82,7 @@ class Network(nn.Module):
         self.linear = nn.Sequential(*(_module(stage, structure) for stage in structure.stages(width)))
 
     def forward(self, x: Tensor, strength: float) -> Tensor:  # [..., d] -> [..., d]
-        """h(x)."""
+        """Return h(x)."""
         return torch.add(x, self.linear(x), alpha=strength)
 
 
@@ -95,7 +95,7 @@ def _module(stage: Stage, structure: Structure) -> nn.Module:
 
 
 class Pair(NamedTuple):
-    """The networks of one width."""
+    """Networks of one width."""
 
     k: Network
     v: Network
@@ -104,7 +104,7 @@ class Pair(NamedTuple):
 def drawn(width: int, structure: Structure, dtype: torch.dtype = torch.float32) -> Pair:
     """Draw two networks from the global generator: normal weights, biases of zero.
 
-    They begin near zero, not at it: a run starts close to its base.
+    Weights start near zero rather than at zero, so a run starts close to its base.
     """
     pair = Pair(Network(width, structure), Network(width, structure))
     with torch.no_grad():

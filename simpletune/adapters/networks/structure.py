@@ -1,7 +1,7 @@
 """The layers of a hypernetwork and the names of its tensors, in the form of AUTOMATIC1111's web UI. Imports no torch.
 
-For an attention input of width d: h(x) = x + strength MLP(x), one network before the keys and one before the values.
-Layers are numbered through, activations and dropout included, so that the numbers are those of its ``state_dict``.
+For an attention input of width d: h(x) = x + strength MLP(x), with one network before the keys and one before the
+values. Layers are numbered consecutively, including activations and dropout, as in the web UI's ``state_dict``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIDES = ("k", "v")
 KEY = re.compile(r"([1-9]\d{0,5})\.([kv])\.(linear\.\d+\.(?:weight|bias))")
 """A tensor's name in a file: width, side, and its name in the network."""
 MARK = "simpletune_hypernetwork"
-"""The field of a file's header with the structure, as JSON."""
+"""Header field that contains the structure as JSON."""
 LARGEST_MULTIPLE = 16
 LONGEST = 16
 
@@ -38,13 +38,13 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Structure:
-    """What the networks of a hypernetwork have in common.
+    """Structure shared by all networks of a hypernetwork.
 
     Args:
         layer_structure: the width before and after each linear layer, as multiples of d; the first and last are 1.
-        activation: after each linear layer but the last; ``linear`` is none.
+        activation: activation after each linear layer but the last; ``linear`` means none.
         layer_norm: whether a layer norm follows each linear layer, after its activation.
-        dropout: probability of dropout at the end of each linear layer's stage, in training only.
+        dropout: probability of dropout after each linear layer, its activation and norm; in training only.
     """
 
     layer_structure: tuple[float, ...]
@@ -53,7 +53,7 @@ class Structure:
     dropout: float = 0.0
 
     def stages(self, width: int) -> list[Stage]:
-        """The layers for an input of a width, in order."""
+        """Return the layers for an input of a given width, in order."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
         found, last = list[Stage](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -67,7 +67,7 @@ class Structure:
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:
-        """The shapes of a network's parameters by name, such as ``linear.0.weight``."""
+        """Return the shapes of a network's parameters by name, such as ``linear.0.weight``."""
         found: dict[str, Shape] = {}
         for number, (kind, inputs, outputs) in enumerate(self.stages(width)):
             if kind in ("linear", "norm"):
@@ -76,16 +76,16 @@ class Structure:
         return found
 
     def parameters(self, width: int) -> int:
-        """The number of parameters of both networks of a width."""
+        """Count the parameters of both networks of a width."""
         return len(SIDES) * sum(math.prod(shape) for shape in self.shapes(width).values())
 
     def header(self) -> dict[str, str]:
-        """The field of a file's header."""
+        """Return the header field of a file."""
         return {MARK: json.dumps(asdict(self))}
 
 
 def is_hypernetwork(names: Iterable[str]) -> bool:
-    """Whether these are the names of a hypernetwork file's tensors: some are, and the others are no one's."""
+    """Whether any of these names is that of a tensor in a hypernetwork file."""
     return any(KEY.fullmatch(name) for name in names)
 
 
@@ -93,11 +93,11 @@ def require_updates(place: object, names: Iterable[str]) -> None:
     """Refuse a hypernetwork where updates of weights are needed.
 
     Args:
-        place: of the file, for messages.
-        names: of its tensors.
+        place: the file, for messages.
+        names: names of its tensors.
 
     Raises:
-        UserError: it is one.
+        UserError: the file is a hypernetwork.
     """
     if is_hypernetwork(names):
         raise UserError(
@@ -108,7 +108,7 @@ def require_updates(place: object, names: Iterable[str]) -> None:
 
 
 def widths_of(names: Iterable[str]) -> list[int]:
-    """The widths of a file's networks."""
+    """Return the widths of a file's networks."""
     return sorted({int(found[1]) for name in names if (found := KEY.fullmatch(name))})
 
 
@@ -116,7 +116,7 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
     """Read the structure of a file and compare it with its tensors.
 
     Args:
-        place: of the file, for messages.
+        place: the file, for messages.
         metadata: the strings of its header.
         shapes: the shapes of its tensors.
 
@@ -142,12 +142,12 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
     if wrong:
         name = wrong[0]
         found, asked = ("nothing" if each.get(name) is None else str(list(each[name])) for each in (shapes, expected))
-        raise UserError(f"{place}: {name} is {found}, where its structure asks for {asked}. {remedy}")
+        raise UserError(f"{place}: {name} is {found}, but its structure requires {asked}. {remedy}")
     return structure
 
 
 def _parsed(text: str) -> Structure | None:
-    """The structure in a header; None if it is damaged."""
+    """Parse the structure in a header; None if it is damaged."""
     try:
         found = json.loads(text)
         structure = Structure(
@@ -163,7 +163,7 @@ def _parsed(text: str) -> Structure | None:
 
 
 def is_layer_structure(multiples: Iterable[float]) -> bool:
-    """Whether multiples of d make a network whose output is as wide as its input."""
+    """Whether these multiples of d are valid: the output must be as wide as the input."""
     found = list(multiples)
     ends = len(found) > 1 and found[0] == found[-1] == 1
     return ends and len(found) <= LONGEST and all(0 < multiple <= LARGEST_MULTIPLE for multiple in found)

@@ -1,1 +1,1 @@
-"""What a configuration's fields ask of each other, by topic; ``TrainConfig.rules`` collects the problems."""
+"""Rules between the sections of a configuration, by topic; ``TrainConfig.rules`` collects the problems."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def adapter_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what the method needs of the model and of the optimizer."""
+    """Check what the method requires of the model and the optimizer."""
     if config.adapter.needs_contexts and config.model.lora[0].names.contexts is None:
         yield Problem(
             "adapter.method",

@@ -58,7 +58,7 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
 
 
 def with_objective(data: Json) -> Json:
-    """Fill in the family's objective in a configuration, as JSON, that names none."""
+    """Fill in the family's objective in a configuration, as JSON, that names no objective."""
     family = _family_in(data)
     return data if family is None else _filled(data, {"objective": family_defaults(family)["objective"]})
 
@@ -66,7 +66,8 @@ def with_objective(data: Json) -> Json:
 def with_family(data: Json) -> Json:
     """Fill in the family's defaults where a configuration, as JSON, sets none; validation reports what is wrong.
 
-    A ``memory.profile`` may plan modulations, so without any ``memory.modulation`` is set to its default, too.
+    A ``memory.profile`` may plan modulations, so for a family without modulations ``memory.modulation`` is set to auto,
+    too.
     """
     family = _family_in(data)
     if family is None:
@@ -86,7 +87,7 @@ def _family_in(data: Json) -> Family | None:
 
 
 def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
-    """Add what the sections do not set."""
+    """Fill in what the sections leave unset."""
     known = {name: data.get(name, {}) for name in defaults}
     filled = {name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}
     if "sources" in filled.get("data", {}) or filled.get("data", {}).get("source") == "several":
@@ -95,7 +96,7 @@ def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
 
 
 def _filled_sources(data: Json, defaults: dict[str, object]) -> Json:
-    """Add what the sources do not set; each owns the fields that a single source has in the section itself."""
+    """Fill in what the sources leave unset; each has the fields that the section itself has for a single source."""
     sources = data.get("sources")
     if not isinstance(sources, list):
         return data

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def optimizer_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report options of the optimizer, and a schedule or an average beside one that averages the weights itself."""
+    """Report problems of the optimizer's options, and a schedule or EMA beside an optimizer that averages the weights
+    itself."""
     yield from config.optimizer.rules()
     if not config.optimizer.averages:
         return

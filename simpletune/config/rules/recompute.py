@@ -1,4 +1,4 @@
-"""Check what recomputing parts of blocks requires of other options."""
+"""Check what recomputing only parts of blocks requires of other options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def recompute_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report parts of blocks that cannot be kept or recomputed by themselves."""
+    """Report parts of blocks that cannot be kept or recomputed separately."""
     memory = config.memory
     keeps = memory.keep_attention not in ("auto", "none")
     if keeps and config.speed.attention == "math":
@@ -37,13 +37,13 @@ def recompute_rules(config: TrainConfig) -> Iterator[Problem]:
     if field is not None and config.precision.settled == "fp16":
         yield Problem(
             f"memory.{field}",
-            f"{value} with products in fp16: a block that overflows widens its weights for the block's passes, which "
-            f"networks by themselves would miss. Use {_instead(field)}, or precision.compute bf16",
+            f"{value} with products in fp16: a block that overflows uses wider weights during its passes, which a "
+            f"network recomputed separately would miss. Use {_instead(field)}, or precision.compute bf16",
         )
 
 
 def _by_itself(config: TrainConfig) -> tuple[str | None, object]:
-    """The field of ``memory`` that recomputes feed-forward networks by themselves, and its value."""
+    """Return the field of ``memory`` that recomputes feed-forward networks separately, and its value."""
     memory = config.memory
     if memory.checkpointing == "feed_forward":
         return "checkpointing", memory.checkpointing
@@ -55,10 +55,10 @@ def _instead(field: str) -> str:
 
 
 def may_recompute_alone(config: TrainConfig) -> bool:
-    """Whether recomputing feed-forward networks by themselves saves time: their outputs are not needed again.
+    """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again.
 
     Args:
-        config: of a known model, demo names resolved.
+        config: configuration with a known model and resolved demo names.
     """
     if not config.model.ends_with_feed_forward or config.speed.compile or config.precision.settled == "fp16":
         return False

@@ -12,20 +12,22 @@ if TYPE_CHECKING:
 
 
 def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report what does not work with weights of which each process holds a part."""
+    """Report options that do not work when each process holds only a part of the weights."""
     if config.train.sharding == "none":
         return
     none = "or train.sharding none"
     if not config.adapter.shards:
         yield Problem(
             "train.sharding",
-            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen base, "
-            "which each process holds whole: quantised, it takes least memory. Use none, or adapter.method full",
+            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen "
+            "base, of which each process keeps a whole copy: quantised, that takes the least memory. Use none, or "
+            "adapter.method full",
         )
     if not config.model.shards:
         yield Problem(
             "train.sharding",
-            f"full divides a transformer block by block, and {config.model.title} models are no transformers. Use none",
+            f"full divides a transformer block by block, and {config.model.title} models are not transformers. Use "
+            "none",
         )
     if config.optimizer.not_sharded is not None:
         yield Problem(
@@ -37,7 +39,7 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _step_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report what a step does not do with divided weights."""
+    """Report options of the step that do not work with divided weights."""
     memory, train, none = config.memory, config.train, "or train.sharding none"
     if memory.resident_blocks is not None:
         yield Problem(
@@ -54,14 +56,14 @@ def _step_rules(config: TrainConfig) -> Iterator[Problem]:
     if train.reduce == "exact":
         yield Problem(
             "train.reduce",
-            f"exact sums whole gradients in each process, but train.sharding full leaves it a part of them. Use fast, "
-            f"{none}",
+            "exact sums whole gradients in each process, but train.sharding full leaves it only a part of them. Use "
+            f"fast, {none}",
         )
     if train.batch_size == "auto":
         yield Problem(
             "train.batch_size",
-            "auto tries a micro-batch out, and with train.sharding full a process that runs out of memory in it would "
-            f"leave the others waiting for its weights. Use a number, {none}",
+            "auto tries out a micro-batch, but with train.sharding full a process that runs out of memory in it "
+            f"would leave the others waiting for its weights. Use a number, {none}",
         )
     if config.speed.compile:
         yield Problem(

@@ -1,4 +1,4 @@
-"""What a run cannot do whose data is read while it is prepared, row by row, instead of listed before."""
+"""Check what a run cannot do when its data is streamed row by row instead of listed beforehand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def stream_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what needs all pictures or captions before the first step."""
+    """Report options that need all pictures or captions before the first step."""
     if not config.data.streamed:
         return
     if config.train.batch_size == "auto":
         yield Problem(
             "train.batch_size",
-            "auto may change after pictures were encoded, and with it which rows of a stream the run uses. Use a "
-            "number; simpletune estimate says what fits",
+            "auto may change after pictures were encoded, which would change the rows of a stream that the run uses. "
+            "Use a number; simpletune estimate says what fits",
         )
     split = config.validation.split
     if split is not None and split < 1:
@@ -32,8 +32,8 @@ def stream_rules(config: TrainConfig) -> Iterator[Problem]:
     if config.text.trains:
         yield Problem(
             "text",
-            "training the text side reads every caption of the data before the first step, and a stream's are read "
-            "when they are needed. Use data.source table or folder, or text without embeddings and lora",
+            "training the text side reads every caption before the first step, but a stream's are only read when "
+            "they are needed. Use data.source table or folder, or text without embeddings and lora",
         )
     if isinstance(config.prior, ClassPictures):
         yield Problem(

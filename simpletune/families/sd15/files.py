@@ -1,8 +1,9 @@
-"""The original layout of single files of Stable Diffusion 1.x and 2.x: its parts, and the configuration by the shapes.
+"""The original layout of single files of Stable Diffusion 1.x and 2.x: its parts, and the configuration that their
+shapes imply.
 
-2.x differs from 1.x in linear projections around attention, in heads of 64 and in the text encoder, which has
-OpenCLIP's names. The base models (epsilon) and the others (v) of 2.x have the same shapes: a file does not say which it
-is.
+2.x differs from 1.x in linear projections around attention, in heads of width 64 and in the text encoder, which has
+OpenCLIP's names. The base models (epsilon) and the others (v) of 2.x have the same shapes, so a file does not reveal
+which it is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 
 def version_of(file: SingleFile) -> str:
-    """The version that a file with a UNet or a text encoder is of: a key of ``unet_config.bundled``, sd15 or sd2."""
+    """Return the version of a file with a UNet or a text encoder: sd15 or sd2, a key of ``unet_config.bundled``."""
     projection = file.header.get(file.prefix + PROJECTION)
     if projection is not None:
         return "sd2" if len(projection["shape"]) == 2 else "sd15"
@@ -64,10 +65,10 @@ def version_of(file: SingleFile) -> str:
 def text_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Rename a text encoder's tensors to transformers' names.
 
-    Leaves out what Stable Diffusion does not use: projections, and of OpenCLIP-H the last layer.
+    Leaves out what Stable Diffusion does not use: projections, and OpenCLIP-H's last layer.
 
     Args:
-        tensors: by their names in the file, without ``cond_stage_model.``.
+        tensors: tensors by their names in the file, without ``cond_stage_model.``.
         config: the encoder's ``config.json``.
     """
     from types import SimpleNamespace

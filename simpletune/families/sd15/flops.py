@@ -1,7 +1,7 @@
 """Count the floating-point operations of a training step of the UNet from shapes alone (see ``models/flops.py``).
 
 Convolutions are matrix products with a row for each output pixel. Skip connections add no products, and carry a
-gradient only where the way through the middle does too.
+gradient only where the path through the middle does, too.
 
 Shapes: b samples, n pixels of the latent at a level, t text tokens.
 """
@@ -24,7 +24,7 @@ def unet_flops(
         size: (width, height) of the pictures in pixels.
         batch: b.
         text: t.
-        checkpointed: how many units, from the first, are recomputed if the backward pass reaches them.
+        checkpointed: number of units, from the first, that are recomputed if the backward pass reaches them.
     """
     count = Count(parameter_shapes(config), trained)
 
@@ -48,7 +48,7 @@ def unet_flops(
 
 
 def _resnet(count: Count, unit: Unit, rows: int, batch: int, x: bool, time: bool) -> bool:
-    """Two convolutions with the time's projection between them, added to the input."""
+    """Count two convolutions with the time's projection between them, added to the input."""
     h = count.linear(f"{unit.name}.conv1", rows, count.norm(f"{unit.name}.norm1", x))
     h |= count.linear(f"{unit.name}.time_emb_proj", batch, time)
     h = count.linear(f"{unit.name}.conv2", rows, count.norm(f"{unit.name}.norm2", h))
@@ -56,7 +56,7 @@ def _resnet(count: Count, unit: Unit, rows: int, batch: int, x: bool, time: bool
 
 
 def _attention(count: Count, unit: Unit, rows: int, batch: int, text: int, x: bool) -> bool:
-    """Self-attention, attention to the text and the feed-forward of each transformer block, added to the input."""
+    """Count self-attention, attention to the text and feed-forward of each transformer block, added to the input."""
     h = count.linear(f"{unit.name}.proj_in", rows, count.norm(f"{unit.name}.norm", x))
     pixels = rows // batch
     for number in range(unit.level.depth):

@@ -1,7 +1,7 @@
 """The layers of a U-Net (Stable Diffusion 1.5, 2) in LoRA files, and the named targets of ``adapter.targets``.
 
 kohya's scripts train diffusers' U-Net, so their keys contain diffusers' names with underscores. ComfyUI's own files
-contain the original names, which number the blocks through: three for each level, two of them with a layer each.
+contain the original names, which number blocks consecutively: three for each level, two of them with a layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = r"\.attentions\.\d+\.transformer_blocks\.\d+\."
 
 
 class UNetNames(LoraNames):
-    """The names of ``UNet2DConditionModel``."""
+    """Names of ``UNet2DConditionModel``."""
 
     title = "Stable Diffusion 1.5 or 2"
     denoiser = "unet"
@@ -56,7 +56,7 @@ class UNetNames(LoraNames):
         return (layer,) if layer and layout.spelt(layer) == module else ()
 
     def original(self, layer: str) -> tuple[str, int | None]:
-        """Refuse: how many blocks a level has depends on the model.
+        """Refuse: the number of blocks in a level depends on the model.
 
         Raises:
             UserError: always.
@@ -68,7 +68,7 @@ class UNetNames(LoraNames):
 
 
 def _layer(flat: str) -> str | None:
-    """Diffusers' name of a layer whose name has underscores for dots; None if there is no such layer."""
+    """Return diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""
     if flat in OUTER:
         return OUTER[flat]
     match = PLACE.fullmatch(flat)
@@ -85,7 +85,8 @@ def _layer(flat: str) -> str | None:
 
 
 def _from_original(flat: str) -> str:
-    """Diffusers' flat name of an attention layer with a flat original name, of U-Nets with two layers a level."""
+    """Return diffusers' flat name of an attention layer from its flat original name, for U-Nets with two layers per
+    level."""
     match = ORIGINAL_PLACE.fullmatch(flat)
     if match is None:
         return ""
@@ -97,7 +98,7 @@ def _from_original(flat: str) -> str:
 
 
 NAMES = UNetNames()
-LAYOUTS = (  # the first is that of a run's result, which every tool loads
+LAYOUTS = (  # the first is the one of a run's result, which every tool loads
     Layout("kohya", "lora_unet_", NAMES, dots=False, peft=False, alpha=True),
     Layout("diffusers", "unet.", NAMES),
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5 and 2: the option, what it tells of its shapes and parts, and its prediction.
+"""Stable Diffusion 1.5 and 2: the option, facts about its shapes and parts, and its prediction.
 
 Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t = 77 text tokens, e text width (768 in
 1.x, 1024 in 2.x), p = 0: there is no pooled prompt.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from simpletune.models.weights import TensorSource
 
 TOKENS = 77
-LARGEST_SIDE = 4096  # the UNet has no positions; self-attention takes 2^36 products a head here
+LARGEST_SIDE = 4096  # the UNet has no position limit; self-attention takes 2^36 products per head here
 
 
 SD2_EXAMPLES = (
@@ -83,7 +83,7 @@ class SD15(Family):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Also report text of another version of Stable Diffusion than the UNet's."""
+        """Also report a text encoder of another version of Stable Diffusion than the UNet's."""
         found = list(super().problems())
         yield from found or self._text_problems()
 
@@ -104,41 +104,41 @@ class SD15(Family):
 
     @property
     def text_example(self) -> str:
-        """A Hub name with tokenizer, text encoder and scheduler of the single file's version."""
+        """Return a Hub name with tokenizer, text encoder and scheduler of the single file's version."""
         return SD2_EXAMPLES if self._file_version() == "sd2" else SD15_NAME
 
     def _file_version(self) -> str | None:
-        """The version of a single file; None for another source."""
+        """Return the version of a single file; None for other sources."""
         single = is_single_file(self.pretrained)
         return version_of(open_file(Path(self.pretrained), LAYOUT)) if single else None
 
     def known_part(self, name: str) -> Part:
-        """Locate a part's configuration; those of a Hub name that ship with this package are not downloaded."""
+        """Locate a part's configuration; does not download those that ship with this package."""
         version = HUB_NAMES.get(provider(self, name)[1] or "", "")
         config = bundled().get(version, {}).get(name)
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
     def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+        """Return the names of all parts that the model needs."""
         return ["scheduler", "unet", "vae", "tokenizer", "text_encoder"]
 
     def bundled(self, part: str) -> ModelConfig | None:
-        """The configuration of a part other than the UNet and the tokenizer, of a single file's version."""
+        """Return the configuration of a part other than UNet and tokenizer, for a single file's version."""
         version = None if part == "unet" else self._file_version()
         return None if version is None else bundled()[version].get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The UNet's ``config.json`` of a known Hub name."""
+        """Return the UNet's ``config.json`` of a known Hub name."""
         return bundled().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """The UNet's ``config.json``.
+        """Return the UNet's ``config.json``.
 
         Args:
             fetch: whether to query the Hub.
 
         Raises:
-            UserError: it is a UNet of another family.
+            UserError: the UNet is of another family.
         """
         config = super().denoiser_config(fetch)
         if config is not None:
@@ -146,27 +146,27 @@ class SD15(Family):
         return config
 
     def licence_of(self, hub_name: str) -> Licence | None:
-        """CreativeML Open RAIL-M of 1.x, Open RAIL++-M of 2.x."""
+        """Return CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
         if hub_name not in HUB_NAMES:
             return None
         return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of the UNet's parameters."""
+        """Return the shapes of the UNet's parameters."""
         return parameter_shapes(config)
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """Each residual block, attention, downsampler and upsampler."""
+        """List the residual blocks, attentions, downsamplers and upsamplers."""
         return unit_names(names)
 
     @property
     def largest_side(self) -> int:
-        """A bound for requests: the UNet itself has none."""
+        """Return a bound for requests; the UNet itself has none."""
         return LARGEST_SIDE
 
     @property
     def text_tokens(self) -> int:
-        """The number of text tokens that the UNet sees."""
+        """Return the number of text tokens that the UNet sees."""
         return TOKENS
 
     @property
@@ -176,15 +176,15 @@ class SD15(Family):
 
     @property
     def pooled_width(self) -> int:
-        """0: there is no pooled prompt."""
+        """Return 0: there is no pooled prompt."""
         return 0
 
     def image_tokens(self, size: Size) -> int:
-        """The number of pixels of a picture's latent."""
+        """Return the number of pixels of a picture's latent."""
         return pixels(size, 0)
 
     def attentions(self, size: Size) -> Sequence[Attention]:
-        """Self-attention and attention to the text at each level that has attention."""
+        """List self-attention and attention to the text at each level that has attention."""
         found: dict[Attention, None] = {}
         for unit in units_of(self.known_config()):
             if unit.kind == ATTENTION:
@@ -194,7 +194,7 @@ class SD15(Family):
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
     def unit_inputs(self, size: Size) -> Sequence[int]:
-        """The pixels and channels of each unit; those after a skip connection read both tensors."""
+        """Return the pixels and channels of each unit; units after a skip connection read both tensors."""
         return [unit.inputs * pixels(size, unit.input_halvings) for unit in units_of(self.known_config())]
 
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
@@ -220,11 +220,11 @@ class SD15(Family):
         return EmptyTensors(parameter_shapes(config))
 
     def describe_text(self) -> str:
-        """Say which text encoder is in use."""
+        """Describe the text encoder in use."""
         return "CLIP"
 
     def encoders(self) -> tuple[Encoder, ...]:
-        """CLIP-L (1.x) or OpenCLIP-H (2.x)."""
+        """Return CLIP-L (1.x) or OpenCLIP-H (2.x)."""
         from simpletune.models.prompts import Encoder
 
         return (Encoder("clip", "tokenizer", "text_encoder"),)
@@ -238,23 +238,23 @@ class SD15(Family):
     def clip_outputs(
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """The last hidden states."""
+        """Return the last hidden states."""
         from simpletune.families.sd15.text import last_hidden_states
 
         return last_hidden_states(model, ids, device, batch_size)
 
     def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """The last hidden state."""
+        """Return the last hidden state."""
         from simpletune.families.sd15.text import clip_output
 
         return clip_output(model, ids)
 
     def text_regions(self) -> dict[str, TextRegion]:
-        """The only encoder."""
+        """Return the only encoder."""
         return {"clip": TextRegion("text_encoder", self.text_width)}
 
     def prompts(self, dtype: torch.dtype) -> ClipPrompts:
-        """The text encoder, loaded on demand."""
+        """Return the text encoder, loaded on demand."""
         from simpletune.families.sd15.text import ClipPrompts
 
         return ClipPrompts(self.part, self.encoders(), dtype)
@@ -271,7 +271,8 @@ class SD15(Family):
         """Predict noise or v at z_t.
 
         Args:
-            dtype: the type of the activations. The time keeps its own: bf16 and fp16 do not hold every number to 999.
+            dtype: the type of the activations. The time keeps its own: bf16 and fp16 cannot represent every integer up
+                to 999.
         """
         from simpletune.families.sd15.unet import predict
 
@@ -279,10 +280,10 @@ class SD15(Family):
 
 
 def _text_width(source: str) -> int | None:
-    """The width of a pipeline's text encoder; None if that takes a download, or if it is a single file.
+    """Return the width of a pipeline's text encoder; None for a single file, or if it needs a download.
 
     Raises:
-        UserError: its configuration cannot be read.
+        UserError: the configuration cannot be read.
     """
     if source in HUB_NAMES:
         return int(bundled()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])

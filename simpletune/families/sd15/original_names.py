@@ -1,7 +1,7 @@
 """Map diffusers' tensors of the UNet to the original layout (CompVis, Stability, ComfyUI).
 
-The original layout numbers the steps of the way down and up instead of their levels, and lists a step's modules: a
-residual block, then an attention, then an upsampler. Inside an attention both use the same names.
+The original layout numbers the steps on the way down and up rather than levels, and lists a step's modules: a residual
+block, then an attention, then an upsampler. Inside an attention, both layouts use the same names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IN_RESNET = {
 
 
 def original_modules(config: ModelConfig) -> dict[str, str]:
-    """The original name of each unit, by diffusers' name.
+    """Return the original name of each unit, by diffusers' name.
 
     Args:
         config: the UNet's ``config.json``.
@@ -51,7 +51,7 @@ def original_modules(config: ModelConfig) -> dict[str, str]:
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
-    """The source of each of the UNet's tensors, by diffusers' name.
+    """Return the source of each of the UNet's tensors, by diffusers' name.
 
     Args:
         config: the UNet's ``config.json``.

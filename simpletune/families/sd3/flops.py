@@ -24,7 +24,7 @@ def sd3_flops(
         size: (width, height) of the pictures in pixels.
         batch: b.
         text: t.
-        checkpointed: how many blocks, from the first, are recomputed in the backward pass.
+        checkpointed: number of blocks, from the first, that are recomputed in the backward pass.
     """
     count = Count(parameter_shapes(config), trained)
     image = math.prod(side // DOWNSAMPLING // config["patch_size"] for side in size)

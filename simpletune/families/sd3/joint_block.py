@@ -1,6 +1,6 @@
 """SD3's block with adaptive norms, gates and residuals as single operators (elementwise/adaln.py).
 
-The same modules, sums and order as diffusers' ``JointTransformerBlock``, and on the CPU the same bits.
+It has the modules, sums and order of diffusers' ``JointTransformerBlock``, and on the CPU gives the same bits.
 
 Shapes: b samples, n tokens of the picture, t of the text, d width.
 """
@@ -20,7 +20,7 @@ from simpletune.elementwise.rms_norm import normed
 
 
 class JointBlock(JointTransformerBlock):
-    """A block of SD3 or SD3.5. ``use_joint_blocks`` makes them of diffusers'."""
+    """Block of SD3 or SD3.5. ``use_joint_blocks`` converts diffusers' blocks."""
 
     def forward(
         self,
@@ -29,7 +29,7 @@ class JointBlock(JointTransformerBlock):
         temb: Tensor,  # [b, d]; with a modulation plan, the modulations of all layers
         joint_attention_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Return text tokens, but not after the last block, and picture tokens."""
+        """Return text tokens (None after the last block) and picture tokens."""
         x, text, more = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
         shift, scale, gate, *of_ff = parts_of(self.norm1, temb, 9 if self.use_dual_attention else 6)
         second = [Modulation(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
@@ -53,7 +53,7 @@ class JointBlock(JointTransformerBlock):
         return text, x
 
     def _normed_text(self, text: Tensor, temb: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Text tokens, those for attention, and the modulations that are left for what follows."""
+        """Return the text tokens, the normalised ones for attention, and the remaining modulations."""
         norm = self.norm1_context
         if self.context_pre_only:
             scale, shift = norm.linear(norm.silu(temb).to(text.dtype)).chunk(2, dim=1)
@@ -71,17 +71,17 @@ def _with_feed_forward(
     norm: nn.LayerNorm,
     network: nn.Module,
 ) -> tuple[Tensor, Gated]:
-    """Add what attention returned, and give the sum to the feed-forward network.
+    """Add the output of attention, and run the feed-forward network on the normalised sum.
 
     Args:
         x: tokens [b, n, d].
-        added: of attention.
+        added: gated output of attention.
         parts: shift, scale and gate of the network, [b, d] each.
-        norm: before the network.
-        network: feed-forward.
+        norm: the norm before the network.
+        network: the feed-forward network.
 
     Returns:
-        The sum, and what is still to be added.
+        The sum, and the network's gated output, still to be added.
     """
     shift, scale, gate = parts[:3]
     x, inputs = modulated(x, added, [Modulation(scale, shift)], norm.eps)
@@ -90,13 +90,13 @@ def _with_feed_forward(
 
 
 def parts_of(norm: nn.Module, temb: Tensor, count: int) -> Sequence[Tensor]:
-    """Shift, scale and gate of attention, those of the feed-forward network, and so on: ``count`` views [b, d]."""
+    """Return shift, scale and gate of attention, those of the feed-forward, and so on: ``count`` views [b, d]."""
     rows: Tensor = norm.linear(norm.silu(temb))  # type: ignore[operator]
     return rows.chunk(count, dim=1)
 
 
 def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Turn diffusers' blocks into ours, in place: their modules and parameters stay."""
+    """Convert diffusers' blocks to ours in place, keeping their modules and parameters."""
     for block in blocks:
         assert type(block) is JointTransformerBlock, type(block)
         block.__class__ = JointBlock
@@ -108,9 +108,10 @@ def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:
 class JointAttention:
     """Attention over the tokens of picture and text together, or of the picture alone (SD3.5 Medium).
 
-    As diffusers' ``JointAttnProcessor2_0``, with fewer copies: heads are told apart when the tokens of both are joined,
-    so that queries, keys, values, the output and their gradients lie in memory as products read and write them; and the
-    output is split, so that the gradients of its parts are joined in one pass instead of three.
+    Like diffusers' ``JointAttnProcessor2_0``, with fewer copies: heads are separated after the tokens of both are
+    joined, so that queries, keys, values, the output and their gradients have the memory layout that matmuls read and
+    write; and the output is split in one operation, so that the gradients of its parts are joined in one pass instead
+    of three.
     """
 
     def __call__(
@@ -120,8 +121,8 @@ class JointAttention:
 
         Args:
             attn: the module.
-            hidden_states: of the picture.
-            encoder_hidden_states: of the text; None: only the picture attends, and only it is returned.
+            hidden_states: tokens of the picture.
+            encoder_hidden_states: tokens of the text; None: only the picture attends, and only its tokens are returned.
         """
         n, text = hidden_states.shape[1], encoder_hidden_states
         layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None)

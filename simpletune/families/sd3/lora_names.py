@@ -7,13 +7,13 @@ import re
 from simpletune.families.sd3.original_names import FUSED, IN_BLOCK, OUTER
 from simpletune.models.lora_names import Layout, LoraNames
 
-_BLOCK = r"^transformer_blocks\.\d+\."  # from the start: a U-Net's names end in the same words
+_BLOCK = r"^transformer_blocks\.\d+\."  # anchored at the start, because a U-Net's names end in the same words
 # SD3.5 Medium has a second attention of the image stream alone.
 _IMAGE, _TEXT = r"attn2?\.(to_[qkv]|to_out\.0)", r"attn\.(add_[qkv]_proj|to_add_out)"
 
 
 class SD3Names(LoraNames):
-    """The names of SD3's transformer."""
+    """Names of SD3's transformer."""
 
     title = "Stable Diffusion 3"
     denoiser = "transformer"
@@ -74,7 +74,7 @@ IN_BLOCK_OWN = {name: (name,) for name in (*IN_BLOCK, *FUSED)}
 IN_BLOCK_BACK = _fused()
 
 NAMES = SD3Names()
-LAYOUTS = (  # the first is that of a run's result
+LAYOUTS = (  # the first is the one of a run's result
     Layout("diffusers", "transformer.", NAMES),
     Layout("kohya", "lora_unet_", NAMES, original=True, dots=False, peft=False, alpha=True),
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3: its option, what it tells of its shapes and parts, and its prediction.
+"""Stable Diffusion 3: its option, facts about its shapes and parts, and its prediction.
 
 Shapes: b samples, c = 16 latent channels, h and w an eighth of the picture's, t text tokens (77 + T5's), e = 4096 text
 width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
@@ -97,36 +97,36 @@ class SD3(Family):
     shards: ClassVar[bool] = True
 
     def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+        """Return the names of all parts that the model needs."""
         suffixes = ("", "_2", "_3") if self.t5 else ("", "_2")
         text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
         return ["scheduler", "transformer", "vae", *text]
 
     def bundled(self, part: str) -> ModelConfig | None:
-        """SD3 Medium's configuration of a part other than the transformer and the tokenizers, which SD3.5 shares."""
+        """Return SD3 Medium's configuration of a part other than transformer and tokenizers; SD3.5 shares it."""
         return bundled_configs().get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The transformer of SD3 or SD3.5 under its Hub name; None for another one."""
+        """Return the transformer's configuration for a Hub name of SD3 or SD3.5; None for other names."""
         return bundled_transformer(hub_name) if hub_name in BUNDLED else None
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of the transformer's parameters."""
+        """Return the shapes of the transformer's parameters."""
         return parameter_shapes(config)
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """The blocks."""
+        """List the blocks."""
         return unit_names(names)
 
     @property
     def largest_side(self) -> int:
-        """Pixels of the longest side that the transformer has positions for."""
+        """Return the longest side, in pixels, that the transformer has positions for."""
         config = self.known_config()
         return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * DOWNSAMPLING
 
     @property
     def text_tokens(self) -> int:
-        """The number of text tokens that the transformer sees: CLIP's, then T5's."""
+        """Return the number of text tokens that the transformer sees: CLIP's, then T5's."""
         return CLIP_TOKENS + self.t5_length
 
     @property
@@ -140,19 +140,19 @@ class SD3(Family):
         return int(self.known_config()["pooled_projection_dim"])
 
     def image_tokens(self, size: Size) -> int:
-        """The number of image tokens of a picture."""
+        """Return the number of image tokens of a picture."""
         pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
     def attentions(self, size: Size) -> Sequence[Attention]:
-        """Joint attention, and that of image tokens alone where blocks have it (SD3.5 Medium)."""
+        """List joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
         config, image = self.known_config(), self.image_tokens(size)
         heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
         both = (joint, image) if config.get("dual_attention_layers") else (joint,)
         return [Attention(heads, tokens, tokens, width) for tokens in both]
 
     def unit_inputs(self, size: Size) -> Sequence[int]:
-        """The tokens of both streams."""
+        """Return the tokens of both streams."""
         config = self.known_config()
         hidden = config["num_attention_heads"] * config["attention_head_dim"]
         return [(self.image_tokens(size) + self.text_tokens) * hidden] * self.blocks()
@@ -162,22 +162,22 @@ class SD3(Family):
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
     def licence_of(self, hub_name: str) -> Licence | None:
-        """Stability AI's community licence."""
+        """Return Stability AI's community licence."""
         if not hub_name.startswith("stabilityai/stable-diffusion-3"):
             return None
         link = MEDIUM_LICENCE if hub_name == SD3_MEDIUM else f"https://huggingface.co/{hub_name}/blob/main/LICENSE.md"
         return {"license": "other", "license_name": STABILITY_LICENCE, "license_link": link}
 
     def pipeline_arguments(self) -> dict[str, str]:
-        """No T5 where it is not in use."""
+        """Leave out T5 if it is not in use."""
         return {} if self.t5 else {"text_encoder_3": "None", "tokenizer_3": "None"}
 
     def call_arguments(self) -> dict[str, object]:
-        """The length of T5's prompt."""
+        """Return the length of T5's prompt."""
         return {"max_sequence_length": self.t5_length}
 
     def is_conditioning(self, module: str) -> bool:
-        """Whether a module serves only to compute modulations."""
+        """Whether a module only serves to compute modulations."""
         return is_conditioning(module)
 
     def empty_model(self, config: ModelConfig) -> Transformer:
@@ -187,7 +187,7 @@ class SD3(Family):
         return empty_transformer(config)
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
-        """Random weights, with the position table of the folder."""
+        """Return random weights, with the folder's position table."""
         from simpletune.families.sd3.transformer import RandomTensors
 
         return RandomTensors(config, seed, folder)
@@ -207,17 +207,17 @@ class SD3(Family):
         crop_to(model, sizes, whole, dtype)
 
     def describe_text(self) -> str:
-        """Say which text encoders are in use."""
+        """Describe the text encoders in use."""
         return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole position table."""
+        """Return the whole position table."""
         from simpletune.families.sd3.positions import whole_positions
 
         return whole_positions(model)
 
     def encoders(self) -> tuple[Encoder, ...]:
-        """CLIP-L, CLIP-G and, if it is in use, T5."""
+        """Return CLIP-L, CLIP-G and, if in use, T5."""
         from simpletune.models.prompts import Encoder
 
         clip = Encoder("clip_l", "tokenizer", "text_encoder"), Encoder("clip_g", "tokenizer_2", "text_encoder_2")
@@ -234,13 +234,13 @@ class SD3(Family):
     def clip_outputs(
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """The penultimate hidden states and pooled embeddings."""
+        """Return the penultimate hidden states and pooled embeddings."""
         from simpletune.families.sd3.text import clip_outputs
 
         return clip_outputs(model, ids, device, batch_size)
 
     def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """The penultimate hidden state and the pooled embedding."""
+        """Return the penultimate hidden state and the pooled embedding."""
         from simpletune.families.sd3.text import clip_output
 
         return clip_output(model, ids)
@@ -258,7 +258,7 @@ class SD3(Family):
         return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
 
     def prompts(self, dtype: torch.dtype) -> SD3Prompts:
-        """The text encoders; each is loaded on demand."""
+        """Return the text encoders; each is loaded on demand."""
         from simpletune.families.sd3.text import SD3Prompts
 
         return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)

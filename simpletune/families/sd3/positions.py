@@ -1,10 +1,10 @@
 """Crop the position table to the pictures that a run sees.
 
-SD3 adds a fixed table of position embeddings to the image tokens: a square of ``pos_embed_max_size`` patches a side,
-whose central h x w rows serve a picture of h x w patches. SD3 Medium's is 192 x 192 x 1536 (216 MiB in fp32, 108 in
-bf16), and a picture of 1024 px uses its central 64 x 64 (12 MiB in bf16).
+SD3 adds a fixed table of position embeddings to the image tokens: a square with ``pos_embed_max_size`` patches per
+side, of which a picture of h x w patches uses the central h x w rows. SD3 Medium's is 192 x 192 x 1536 (216 MiB in
+fp32, 108 in bf16), and a picture of 1024 px uses its central 64 x 64 (12 MiB in bf16).
 
-Shapes: s and S patches a side of the cropped and the whole table, e hidden width.
+Shapes: s and S patches per side of the cropped and the whole table, e hidden width.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ TABLE = "pos_embed.pos_embed"
 
 
 def side_for(sizes: Iterable[Size], whole: int) -> int:
-    """Patches a side of the smallest central square that gives every size the same rows as the whole table.
+    """Return the patches per side of the smallest central square that gives every size the same rows as the whole
+    table.
 
     The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
-    removes as many rows above as below, so s must have the parity of S.
+    removes as many rows above as below, so s and S must have the same parity.
 
     Args:
-        sizes: (width, height) of pictures in pixels; a picture larger than the table leaves it whole.
+        sizes: (width, height) of pictures in pixels; the result is S if one is larger than the table.
         whole: S.
     """
     side = max(max(size) // STEP for size in sizes)
@@ -38,7 +39,7 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
     Args:
         embed: diffusers' ``PatchEmbed`` with its table [1, S * S, e].
-        sizes: (width, height) of pictures in pixels; diffusers then refuses larger ones.
+        sizes: (width, height) of pictures in pixels; diffusers refuses larger ones afterwards.
         whole: reads the whole table again, for an export.
     """
     old, table = int(embed.pos_embed_max_size), embed.pos_embed  # type: ignore[arg-type]
@@ -53,7 +54,7 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
 
 def whole_positions(model: nn.Module) -> dict[str, Tensor]:
-    """The whole table [1, S * S, e] by name, read again from the model's source; empty if no table was cropped.
+    """Return the whole table [1, S * S, e] by name, read again from the model's source; empty if it was not cropped.
 
     Args:
         model: the denoiser.

@@ -25,16 +25,16 @@ BUNDLED: Mapping[str, str] = {
     SD35_MEDIUM: "sd35_medium_transformer.json",
     SD35_LARGE: "sd35_large_transformer.json",
 }
-"""Hub names whose configurations are bundled: each one's transformer; their other parts have SD3 Medium's sizes."""
+"""Hub names whose transformer configurations are bundled; their other parts have SD3 Medium's sizes."""
 
 
 def bundled_transformer(name: str) -> ModelConfig:
-    """The bundled transformer configuration of one of the Hub names in ``BUNDLED``."""
+    """Return the bundled transformer configuration of one of the Hub names in ``BUNDLED``."""
     return json.loads((Path(__file__).parent / BUNDLED[name]).read_text())
 
 
 def sd3_medium_config() -> ModelConfig:
-    """The bundled transformer configuration of SD3 Medium."""
+    """Return the bundled transformer configuration of SD3 Medium."""
     return bundled_transformer(SD3_MEDIUM)
 
 
@@ -44,12 +44,12 @@ def is_adaln(module: str) -> bool:
 
 
 def is_conditioning(module: str) -> bool:
-    """Whether a module serves only to compute modulations."""
+    """Whether a module only serves to compute modulations."""
     return is_adaln(module) or module.startswith("time_text_embed.")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every transformer parameter, by name.
+    """Return the shape of every transformer parameter, by name.
 
     Args:
         config: a transformer's ``config.json``.
@@ -76,7 +76,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def unit_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of the blocks, in order.
+    """Return the names of the blocks, in order.
 
     Args:
         names: the names of the parameters.
@@ -86,7 +86,7 @@ def unit_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
-    """The parameters of one joint block; the last one has no text output."""
+    """Yield the parameters of one joint block; the last block has no text output."""
     norm = config.get("qk_norm")
     parts = linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
     parts |= linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)

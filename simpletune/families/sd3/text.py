@@ -15,7 +15,7 @@ from simpletune.models.prompts import Encoder, Prompts
 
 
 class SD3Prompts(Prompts):
-    """The text side of an SD3 pipeline.
+    """Text side of an SD3 pipeline.
 
     Args:
         part: locates a part by its name.
@@ -37,7 +37,8 @@ class SD3Prompts(Prompts):
         self.t5_length, self.width = t5_length, width
 
     def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Load an encoder and run it: for each prompt ``hidden`` [L or T, width], for CLIP also ``pooled`` [width]."""
+        """Load an encoder and run it; yields for each prompt ``hidden`` [L or T, width], and for CLIP ``pooled``
+        [width]."""
         return (_run_t5 if encoder.is_t5 else _run_clip)(self.part(encoder.model), ids, self.dtype, device, batch_size)
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ class SD3Prompts(Prompts):
             parts: ``encode``'s output by the encoder's name.
 
         Returns:
-            prompt_embeds [L + T, e] and pooled [768 + 1280], after the sides of the samples if there are any.
+            prompt_embeds [L + T, e] and pooled [768 + 1280], with leading batch dimensions if the parts have any.
         """
         clip = torch.cat([parts["clip_l"]["hidden"], parts["clip_g"]["hidden"]], dim=-1)
         clip = torch.nn.functional.pad(clip, (0, self.width - clip.shape[-1]))

@@ -27,8 +27,7 @@ class RandomTensors:
 
     Weights are normal with standard deviation 1/sqrt(inputs), biases are zero, norms are one. Modulations and the
     output layer, which DiT initialises to zero (arXiv:2212.09748, section 3.2), get a hundredth of that deviation, so
-    that gradients flow from the first step. The position table is a constant: it is read from the weights if there are
-    any.
+    that gradients flow from the first step. The position table is a constant, read from the weights if there are any.
 
     Args:
         config: the transformer's ``config.json``.
@@ -59,7 +58,7 @@ class RandomTensors:
 
 
 def empty_tensors(config: ModelConfig) -> EmptyTensors:
-    """Uninitialised tensors of the shapes in a ``config.json``, for simulation with fake tensors."""
+    """Return uninitialised tensors of the shapes in a ``config.json``, for simulation with fake tensors."""
     shapes = parameter_shapes(config)
     hidden = shapes["pos_embed.proj.bias"][0]
     return EmptyTensors({**shapes, TABLE: (1, config["pos_embed_max_size"] ** 2, hidden)})
