@@ -2,5 +2,5 @@
 folders. Imports no torch.
 
 May import the options (adapters, data, models, memory, quant, optim, profiling) and what is below them. Pipeline and
-the rooms above may import it.
+the packages above may import it.
 """

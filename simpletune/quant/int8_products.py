@@ -27,7 +27,8 @@ from simpletune.system.devices import sm
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
 LEAST = 2.0**-100
-"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be no normal fp32 number."""
+"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would not be a normal fp32
+number."""
 LONGEST_SUM = (2**31 - 1) // 127**2
 OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 
@@ -128,7 +129,7 @@ def has_given_up(device: torch.device) -> bool:
 
 
 def give_up(device: torch.device, error: Exception) -> None:
-    """Log once that a device's kernels failed; from now on ``why_not`` knows."""
+    """Log once that a device's kernels failed; from then on ``why_not`` returns the reason."""
     from simpletune.quant import int8_kernel
 
     if not int8_kernel.is_of_the_kernel(error):
@@ -147,7 +148,7 @@ def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
             return int8_kernel.rows(x, columns, LEAST)
         except Exception as error:
             give_up(x.device, error)
-    return _rows_on_cpu(x, columns)  # torch's operators, with the same results anywhere
+    return _rows_on_cpu(x, columns)  # torch's operators, with the same results on any device
 
 
 @torch.library.impl(_LIBRARY, "int8_product", "CUDA")
@@ -187,7 +188,7 @@ def input_gradient(
     """Compute the gradient of x with the dequantised weight, in the gradient's type.
 
     Args:
-        block: of the rotation that the weight is stored in, and the gradient is not.
+        block: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
     """
     weight = dequantised(q, scale, grad_y.dtype)
     if block and turns_weight(grad_y, grad_y.shape[-1]):
@@ -234,7 +235,7 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def outcome(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
-    """What a trial of a kernel finds, or why it fails; None: nothing is wrong."""
+    """What a trial of a kernel finds wrong, or why it fails; None if nothing is wrong."""
     try:
         return tried(device)
     except ImportError as error:
@@ -254,7 +255,7 @@ def _tried(device: torch.device) -> str | None:
 
         rows = int8_kernel.rows(weight.to(device).float(), None, LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
-            return "the kernel's rows are not those of the CPU"
+            return "the kernel's rows differ from the CPU's"
     ones = torch.ones(33, device=device)
     for laid in (weight, weight.t().contiguous().t()):
         found = _plain_product(numbers.to(device), ones, laid.to(device))
