@@ -50,7 +50,7 @@ class Embeddings(Option):
         """
         where = f"The embeddings of `{self.token}` are in `{file}`."
         if self.place == "output":
-            return f"{where} They replace parts of the text encoders' output, which only simpletune supports."
+            return f"{where} They replace parts of the text encoders' output, which only simpletune reads."
         name = f"`embedding:{file.removesuffix('.safetensors')}`"
         return f"{where} ComfyUI reads them from `models/embeddings`: write {name} for `{self.token}` in prompts."
 
