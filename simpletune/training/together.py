@@ -99,8 +99,7 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The conclusion from the others' heartbeats: why to end, and how many seconds this process has to end by
-    itself."""
+    """What the others' heartbeats mean: why to end, and how many seconds this process has to end by itself."""
 
     why: str
     grace: float = 0.0
