@@ -144,8 +144,7 @@ def _key(
 
 
 def surroundings(counting: Accounting, tensors: Sequence[FakeTensor]) -> Key:
-    """What a pass depends on besides its arguments' layouts: which of them share storages, are in host memory, and so
-    on."""
+    """What a pass depends on besides its arguments' layouts, such as which share storages or are in host memory."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     shared, hosts = tuple(map(storages.index, storages)), tuple(map(counting.is_on_host, tensors))

@@ -225,8 +225,7 @@ def aligned(size: int) -> int:
 
 @contextmanager
 def loading(weights: MachineWeights | None) -> Iterator[None]:
-    """Within this context, a loading model keeps its host tensors in the machine's pages; None: in memory of its
-    own."""
+    """Within this context, keep a loading model's host tensors in the machine's pages; None: in its own memory."""
     _LOADING.extend([weights] if weights is not None else [])
     try:
         yield
@@ -254,8 +253,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def shared_runs(tensors: Sequence[Tensor]) -> list[Tensor]:  # uint8 [n] each
-    """View the shared pages that plain tensors lie in, in as few contiguous pieces as possible that hold nothing
-    else."""
+    """View the shared pages that hold plain tensors, and only these, in as few contiguous pieces as possible."""
     found: list[Tensor] = []
     for pages in _MAPPED:
         inside = sorted((tensor.data_ptr() - pages.address, tensor.nbytes) for tensor in tensors if pages.holds(tensor))

@@ -73,7 +73,7 @@ class CheckpointInputOffload:
         self._leaving.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
-        """Within ``offloading``, move a tensor to host memory; return a small tensor, or one on another device,
+        """Within ``offloading``, move a tensor to host memory; leave small tensors and those on other devices
         unchanged."""
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor

@@ -51,8 +51,7 @@ class Family(FamilyFacts):
         return sources.locate(self, name)
 
     def known_part(self, name: str) -> Part:
-        """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships with this
-        package."""
+        """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
         value = sources.provider(self, name)[1]
         if value is not None and self.bundled_config(value) is not None and self.bundled(name) is not None:
             return Part(name, None, bundled=self.bundled(name))

@@ -135,8 +135,7 @@ class FamilyFacts(Option):
         raise NotImplementedError
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The trained model's ``config.json`` for a Hub name whose configurations ship with this package; None for
-        another."""
+        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
         raise NotImplementedError
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:

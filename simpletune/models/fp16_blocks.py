@@ -188,8 +188,7 @@ def in_fp32(
 @contextmanager
 def _wide_weights(module: nn.Module) -> Iterator[None]:
     """Replace frozen 16-bit parameters by fp32 copies in this context. Quantised weights stay, because their layers
-    unpack them to the type of the inputs; the adapter's stay, because its products are in the type of the
-    activations."""
+    unpack them to the inputs' type; the adapter's stay, because its products are in the activations' type."""
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():

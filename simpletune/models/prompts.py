@@ -153,8 +153,7 @@ def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert an encoder's output to what ``Prompts.assemble`` reads, with packed hidden states in a floating-point
-    type."""
+    """Convert an encoder's output to what ``Prompts.assemble`` reads: hidden states in a floating-point type."""
     if "scale" not in parts:
         return dict(parts)
     found = {name: tensor for name, tensor in parts.items() if name != "scale"}
@@ -178,8 +177,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: in
 
 @lru_cache(maxsize=8)
 def _known_tokenizer(encoder: Encoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
-    """A tokenizer, cached because reading it takes longer than encoding a prompt; one per thread, as it is not
-    thread-safe."""
+    """A tokenizer, cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
     return read_tokenizer(encoder, folder)
 
 

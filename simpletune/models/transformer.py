@@ -52,7 +52,6 @@ def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device on which a model computes: the device of its parameters outside of the units, which are never
-    streamed."""
+    """The device on which a model computes: that of its parameters outside of the units, which are never streamed."""
     within = inside(model.units)  # type: ignore[arg-type]
     return next(parameter.device for name, parameter in model.named_parameters() if not within(name))

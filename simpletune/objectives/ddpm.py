@@ -227,8 +227,7 @@ class DdpmProcess:
         return signal * noise - spread * z_0
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The mean error over all elements, weighted by level and, if given, by ``weight`` [b, 1, h or 1, w or 1]: an
-        fp32 scalar."""
+        """The mean error, an fp32 scalar, weighted by level and, if given, by ``weight`` [b, 1, h or 1, w or 1]."""
         c = None
         if self.huber is not None:
             signal, spread, _ = self._at(level)

@@ -17,8 +17,7 @@ from simpletune.optim.place import StatePiece, joined_state
 BLOCK = 256
 SMALLEST = 4096  # elements; bitsandbytes keeps the state of smaller tensors in fp32
 SIGNED = {"state1": True, "state2": False}
-"""The tensors of 8-bit numbers, and whether their table is signed. Their table and scales have names with the same last
-character."""
+"""The tensors of 8-bit numbers, and whether their table is signed; table and scales end in the same digit."""
 
 
 def joined(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
@@ -95,7 +94,7 @@ def dequantised(numbers: Tensor, table: Tensor, scales: Tensor) -> Tensor:  # [n
 
 
 def quantised(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:  # [n] fp32, [256] -> [n] uint8, [n / 256]
-    """Divide each block by its largest absolute value, and return the indices of the nearest table entries and these
+    """Divide each block by its largest absolute value; return indices of the nearest table entries, and these
     values."""
     blocks = nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)

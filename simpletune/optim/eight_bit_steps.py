@@ -39,8 +39,7 @@ class QueuedStep:
                 self.update_step(group, parameter, group_number, number)
 
     def fill_qmap(self: Any) -> None:
-        """Make the tables of 8-bit numbers; under fake tensors leave them empty, because computing them would read
-        values."""
+        """Make the tables of 8-bit numbers; empty under fake tensors, because computing them would read values."""
         if isinstance(torch.empty(0), FakeTensor):
             self.name2qmap |= {name: torch.empty(ENTRIES) for name in ("dynamic", "udynamic")}
         else:

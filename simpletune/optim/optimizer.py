@@ -91,8 +91,7 @@ class OptimizerOption(Option):
         raise NotImplementedError
 
     def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:
-        """Return the average of the weights that the built optimizer keeps for drawing, evaluating and exporting, or
-        None."""
+        """Return the average of the weights that the optimizer keeps for drawing, evaluating and exporting, or None."""
         return None
 
 

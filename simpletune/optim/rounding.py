@@ -159,8 +159,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data = shell.data.new_empty(0)
 
     def _groups(self) -> Iterator[list[nn.Parameter]]:
-        """Group the parameters that have a gradient: those that need no copy step together, as do small ones; others
-        step alone."""
+        """Group the parameters with a gradient: those without a copy step together, as do small ones; others step
+        alone."""
         Home = tuple[torch.device, torch.device, float]
         open_groups: dict[Home, list[nn.Parameter]] = {}
         plain: dict[Home, list[nn.Parameter]] = {}

@@ -1,5 +1,4 @@
-"""Load the base model as the memory options say, for training and drawing, with one copy per machine of what stays in
-host memory."""
+"""Load the base model as the memory options say; keeps one copy per machine of what stays in host memory."""
 
 from __future__ import annotations
 

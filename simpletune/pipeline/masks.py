@@ -1,5 +1,4 @@
-"""The cache of masks at the latents' resolution, separate from the latents', so that a new mask encodes no picture
-again."""
+"""The cache of masks at the latents' resolution, apart from the latents: a new mask needs no new encoding."""
 
 from __future__ import annotations
 

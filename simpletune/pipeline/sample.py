@@ -44,8 +44,7 @@ class SampledModel(Protocol):
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
-        """A new solver for ``steps`` steps without the first, noisiest ``skipped`` of them, for weights trained with an
-        objective."""
+        """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype

@@ -142,7 +142,7 @@ class StreamPlan(Plan):
         return len(self.samples)
 
     def share(self, index: int, path: str) -> SourceShare:
-        """What the data set contributes to an epoch. Does not count prompts and crops, which would mean reading all
+        """What the data set contributes to an epoch, without counting prompts and crops, which takes reading all
         rows."""
         source = self.samples.source
         return SourceShare(

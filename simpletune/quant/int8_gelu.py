@@ -100,8 +100,7 @@ _given_up: dict[torch.device, str] = {}
 
 
 def _give_up(device: torch.device, error: Exception) -> None:
-    """Log once that a device's kernel failed; torch's operators take over, with rows that are equal except for the last
-    bits."""
+    """Log once that a device's kernel failed; torch's operators take over, with rows equal except for the last bits."""
     from simpletune.quant import int8_kernel
 
     if not int8_kernel.is_of_the_kernel(error):
@@ -137,8 +136,8 @@ def _gradient_rows_on_cuda(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Te
 
 @lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
-    """Why a device that multiplies in int8 cannot quantise GELU in one launch, found by trying and logged once; None if
-    it can."""
+    """Why a device that multiplies in int8 cannot quantise GELU in one launch, tried and logged once; None if it
+    can."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = int8_products.outcome(_tried, device)
     if reason is not None:

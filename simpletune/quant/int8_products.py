@@ -27,8 +27,7 @@ from simpletune.system.devices import sm
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
 LEAST = 2.0**-100
-"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would not be a normal fp32
-number."""
+"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be subnormal or infinite."""
 LONGEST_SUM = (2**31 - 1) // 127**2
 OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 

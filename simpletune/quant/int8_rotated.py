@@ -58,8 +58,7 @@ def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
-    """Why a device that multiplies in int8 cannot rotate rows first, found by trying and logged once; None if it
-    can."""
+    """Why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = int8_products.outcome(_tried, device)
     if reason is not None:

@@ -13,8 +13,7 @@ HEAD = ("", "predicted", "measured", "predicted / measured")
 
 
 def time_sections(run: RunRecord) -> Iterator[Section]:
-    """Show predicted beside measured time of a step, of each stage and of the job; yield nothing without a
-    prediction."""
+    """Compare predicted and measured time of a step, each stage and the job; yield nothing without a prediction."""
     time = run.summary.get("predicted_time")
     if not time:
         return

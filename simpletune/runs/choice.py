@@ -117,8 +117,7 @@ def follows_prompts(point: Json, encoder: str) -> bool:
 
 
 def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
-    """The models whose prompt fidelity is not below the best one's by more than twice the standard error of the paired
-    differences."""
+    """The models whose prompt fidelity is within two standard errors (of the paired differences) of the best one's."""
     leader = max(points, key=lambda point: _score(point, "prompt_fidelity", encoder)["value"])
     own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
     found = []
@@ -136,8 +135,7 @@ def _score(point: Json, name: str, encoder: str | None) -> Json:
 
 
 def held_out_rows(run: Path) -> list[Json]:
-    """The evaluations on held-out pictures in order of steps, all with the same number of samples; the base's comes
-    first."""
+    """The evaluations on held-out pictures in order of steps, starting with the base's; all have as many samples."""
     rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
     rows.sort(key=lambda row: row["step"])
     return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]

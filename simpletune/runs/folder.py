@@ -227,7 +227,7 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
 
 
 def chosen_before(config: TrainConfig) -> Json:
-    """Read the choices of the run's last start, if valid: threads, checkpointed blocks, blocks that keep attention,
+    """Read the valid choices of the run's last start: threads, blocks that checkpoint and keep attention,
     modulation."""
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}
     types = {"threads": int, "checkpointed": int, "keeping_attention": int, "modulation": str}

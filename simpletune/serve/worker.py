@@ -205,8 +205,7 @@ class Worker:
             job.done.set_exception(RequestError(503 if full else 500, message))
 
     def _ahead(self, job: Job) -> list[ImageRequest]:
-        """Return a job's images and some of the waiting jobs', so that the encoders are loaded once for all their
-        prompts."""
+        """Return a job's images and some of the waiting jobs', so that the encoders load once for all their prompts."""
         with self._changed:
             others = [image for waiting in self._waiting for image in waiting.images]
         return [*job.images, *others[: LOOKAHEAD // 2]]

@@ -1,5 +1,4 @@
-"""Save a sharded model's checkpoint in all processes together, and restore any checkpoint into a model, sharded or
-not."""
+"""Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ class Sharding:
                 gradient.mul_((limit / (norm + CLIP_EPS)).clamp(max=1.0))
 
     def reshard(self) -> None:
-        """Free gathered weights, and forget passes without a backward pass, whose order the next pass would otherwise
-        follow."""
+        """Free gathered weights, and forget passes without a backward pass, so that the next one ignores their
+        order."""
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
         self.units[-1].reset_iter_state()  # type: ignore[operator]

@@ -36,8 +36,7 @@ def simulated_processes() -> int:
 
 @contextmanager
 def fake_processes(processes: int) -> Iterator[None]:
-    """Within this context, make this process the first of a group that exchanges nothing. Restores a real group at the
-    end."""
+    """Within this context, make this process the first of a fake group. Restores a real group at the end."""
     with _default(_fake_group(processes)):
         yield
 

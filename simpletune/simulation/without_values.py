@@ -1,5 +1,4 @@
-"""Replacements for what a simulated drawing would read values from: noise levels, and the modulation of a whole
-window."""
+"""Replacements for what a simulated drawing would read values from: noise levels and a window's modulation."""
 
 from __future__ import annotations
 

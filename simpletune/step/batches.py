@@ -40,13 +40,11 @@ class Batch:
     fillers: int = 0
     """The number of padding rows at the end, which the loss excludes."""
     parts: float = 1.0
-    """The divisor that turns the batch's mean loss into its share of the step's loss; infinite if all rows are
-    fillers."""
+    """The divisor from the batch's mean loss to its share of the step's loss; infinite if all rows are fillers."""
     weight: Tensor | None = None  # [b, 1, h or 1, w or 1]
     """The weights of samples, or of their positions, in the loss; None: 1 everywhere."""
     prior: Tensor | None = None  # [b, 1, h or 1, w or 1]
-    """Their weights in the loss against the base's own prediction; None: 0 everywhere, and the prediction is not
-    computed."""
+    """Their weights in the loss against the base's prediction; None: 0 everywhere; the prediction is not computed."""
     key: tuple[int, str, int, int] | None = None
     """The key of the random numbers that torch draws for the batch (LoRA dropout); None: the generators continue."""
     text: TextInputs | None = None

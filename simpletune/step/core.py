@@ -275,8 +275,7 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
 
 
 def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
-    """Start the average of the weights for drawing, evaluating and exporting: the EMA or the optimizer's; None if there
-    is none."""
+    """Start the average of the weights to draw, evaluate and export: the EMA, the optimizer's, or None."""
     parameters = held_parameters(transformer)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 

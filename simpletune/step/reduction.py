@@ -99,7 +99,7 @@ def exchange(sums: Sums, processes: int) -> None:
 
 
 def _exchange(tensors: Sequence[Tensor], processes: int) -> None:
-    """Exchange tensors in portions of at most ``BUCKET`` numbers: each process adds up a slice, and all gather the
+    """Exchange tensors in portions of at most ``BUCKET`` numbers: each process adds up a slice; all gather the
     slices."""
     whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
     for portion in whole.split(BUCKET):

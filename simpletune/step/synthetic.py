@@ -91,8 +91,7 @@ class SyntheticBatches:
         )
 
     def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
-        """Make weights like those of a run's batches: per position if a source has masks, per sample if one has a
-        weight."""
+        """Make weights as in a run's batches: per position if a source has masks, per sample if one has a weight."""
         sources = self.config.data.members
         if any(source.mask for source in sources):
             return torch.ones((b, 1, *sides), device=self.device)

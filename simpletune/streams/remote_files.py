@@ -1,5 +1,4 @@
-"""The files of a data set in an object store or on the Hugging Face hub, read in ranges, or copied here up to a
-limit."""
+"""A data set's files in an object store or on the Hugging Face hub, read in ranges, or copied here up to a limit."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ HUB = "hf://"
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split a URL into a folder and a pattern for names in it: ``s3://b/x/*.parquet`` into ``s3://b/x`` and
-    ``*.parquet``."""
+    """Split a URL into folder and name pattern: ``s3://b/x/*.parquet`` into ``s3://b/x`` and ``*.parquet``."""
     head, slashes, rest = url.rstrip("/").partition("://")
     parts = rest.split("/")
     first = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))

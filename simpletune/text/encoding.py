@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDERS = ("a", "the", "x", "one", "of")
-"""Words that are a single token in CLIP and in T5, for embeddings whose words are unknown; their own meaning is
-replaced."""
+"""Words that are a single token in CLIP and T5, for embeddings whose words are unknown; their meaning is replaced."""
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
 
@@ -71,8 +70,8 @@ class TextEncoding:
         return self._tokenizers[encoder.name]
 
     def _words(self, embedding: EmbeddingFile, encoder: Encoder) -> tuple[str, ...]:
-        """The words that stand for a token in one encoder: one single-token word per vector, if it has vectors
-        there."""
+        """The words that stand for a token in one encoder: a single-token word for each of its vectors there, if
+        any."""
         vectors = embedding.vectors.get(encoder.name)
         if vectors is None or embedding.place == "output" and embedding.words:
             return embedding.words

@@ -123,8 +123,7 @@ def keys_of(file: Path) -> tuple[Keys, ...]:
 
 
 def _lone_key(header: Mapping[str, object]) -> str | None:
-    """The key of a file's only tensor, if that is named by its token; None if there are others or the name has a
-    meaning."""
+    """The key of a file's only tensor if it is the token's name; None if there are others or the key has a meaning."""
     names = [name for name in header if name != "__metadata__"]
     if len(names) != 1 or names[0] in KEYS:
         return None

@@ -34,7 +34,7 @@ class Embeddings(Option):
     """For place input: after each step, scale every vector to the median norm of the encoder's token table, as
     OneTrainer does."""
     stop_at: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the run's steps after which the embeddings are frozen and only the rest trains (pivotal tuning); 1:
+    """Fraction of the run's steps after which embeddings are frozen and only the rest trains (pivotal tuning); 1:
     never."""
 
     def words(self) -> list[str]:
@@ -136,8 +136,7 @@ NO_TEXT = Text()
 
 
 def embedding_name(run: str, token: str) -> str:
-    """The name of the file with a run's embeddings: the run's name and the token, without characters unfit for file
-    names."""
+    """The name of a run's embedding file: the run's name and the token, without characters unfit for file names."""
     return f"{run}_{re.sub(r'[^A-Za-z0-9._-]+', '', token) or 'token'}.safetensors"
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def text_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report configurations that train nothing, and methods, levers and optimizers that cannot be combined with
-    text."""
+    """Report configurations that train nothing, and methods, levers and optimizers that text cannot be combined
+    with."""
     text, adapter = config.text, config.adapter
     if not text.trains:
         if not adapter.trains:

@@ -176,8 +176,7 @@ def text_of(model: nn.Module) -> TextUpdate | None:
 
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
-    """Within this context, take the text side out of a denoiser, so that the denoiser can be exported and constrained
-    alone."""
+    """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
     found = text_of(model)
     if found is None:
         yield

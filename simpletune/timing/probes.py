@@ -184,7 +184,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
     axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
 
     def probe(kind: str, moved: float, build: Callable[[int], Call]) -> Probe:
-        """Make a probe. ``moved``: bytes moved per element; ``build`` gets the number of elements, a multiple of ROW if
+        """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
         possible."""
 
         def at(point: tuple[int, ...]) -> Call:

@@ -130,7 +130,7 @@ class Recorder:
             yield
 
     def begin_work(self, batch: Iterable[Tensor]) -> None:
-        """Replace the work that made a simulated batch, except a shared window, by copying a real batch to the
+        """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
         device."""
         self.sections = [section for section in self.sections if section.share < 1]
         if self.cuda:
@@ -234,8 +234,7 @@ class Recorder:
         self._section().host[what] += 1
 
     def _section(self) -> Section:
-        """The open section; a new one if phase, module or stream has changed, or if something waits for the last
-        one."""
+        """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
         assert self._accounting is not None
         phase, module = self._accounting.place
         last = self.sections[-1] if self.sections else None

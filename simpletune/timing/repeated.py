@@ -1,5 +1,4 @@
-"""Record a part of a step again: copies of its sections, which wait for copies of the sections that the originals wait
-for."""
+"""Record a part of a step again: copy its sections, which then wait for the copies of what the originals wait for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Seconds of recorded work on a device, interpolated between measurements of ``simpletune calibrate``. Imports no
-torch."""
+"""Seconds of recorded work on a device, interpolated from ``simpletune calibrate``'s measurements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -132,7 +131,7 @@ class MeasuredSpeeds:
         return grid.time(*extents)
 
     def _grid(self, kind: str, dtype: str) -> Grid | None:
-        """The grid of a kind, or, if it was not measured, of bytes moved, which is a lower bound; None if neither was
+        """The grid of a kind; if not measured, that of bytes moved, which is a lower bound; None if neither was
         measured."""
         grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
         for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):

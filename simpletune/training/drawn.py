@@ -108,8 +108,7 @@ def require_positions(transformer: nn.Module, size: tuple[int, int]) -> None:
 
 @contextmanager
 def unchanged(transformer: nn.Module) -> Iterator[None]:
-    """Within this context, a picture's fp16 overflows leave no trace, so that later evaluations compute as without
-    it."""
+    """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
     blocks = fp16_blocks_of(transformer)
     before = None if blocks is None else blocks.drawn_wide
     try:

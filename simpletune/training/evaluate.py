@@ -187,8 +187,7 @@ def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
 
 
 def _relative(pairs: list[list[float]]) -> list[float]:
-    """Each sample's squared change divided by the mean square of the base's predictions; the mean of these is the
-    drift."""
+    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
     scale = fmean(square for _, square in pairs)
     return [change / scale for change, _ in pairs]
 

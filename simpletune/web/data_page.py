@@ -43,8 +43,7 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``, for processes that the page
-    started."""
+    """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``, for the page's processes."""
     return data_jobs.stamps(roots)
 
 

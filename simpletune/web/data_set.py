@@ -134,8 +134,7 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
-    """The configuration in a file, or the one with which Start would train a folder; cached, because validation takes
-    50 ms."""
+    """A file's configuration, or the one with which Start trains a folder; cached, because validation takes 50 ms."""
     if path.is_dir():
         data: Json = {"name": "data", "data": {"path": str(path)}}
         if card_here() is None:  # the tiny model, at its size

@@ -60,8 +60,8 @@ class Watch:
             self._streams.discard(queue)
 
     async def since(self, number: int) -> tuple[int, list[str]]:
-        """Return the number of the last change, and the topics that changed after ``number``, or all topics if that is
-        too old."""
+        """Return the number of the last change, and the topics changed after ``number``; all topics if that is too
+        old."""
         await self.now()
         kept_from = self._changes[0][0] if self._changes else self.number + 1
         if number < kept_from - 1 or number > self.number:

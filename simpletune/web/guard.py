@@ -95,8 +95,7 @@ class Guard:
 
 
 def _from_own_page(scope: Scope) -> bool:
-    """Return whether a request that changes something was sent by a page of this server, from the header that browsers
-    add."""
+    """Return whether a page of this server sent a request that changes something, judging by headers browsers add."""
     origin = header(scope, b"origin")
     return origin in {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
 

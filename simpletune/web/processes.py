@@ -122,8 +122,7 @@ def words_of(roots: Roots, log_name: str) -> list[str]:
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
-    """Return the exit code of the last process with this name; None while it runs, or if no page was running when it
-    ended."""
+    """Return the exit code of the last process with this name; None while it runs, or if no page saw it end."""
     code = _read(log_of(roots, log_name)).get("code")
     return code if isinstance(code, int) else None
 

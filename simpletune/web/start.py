@@ -1,5 +1,4 @@
-"""The page Start: a card, a folder and a trigger word, then Start; all other fields are folded below, with a
-prediction."""
+"""The page Start: a card, a folder and a trigger word, then Start; below, a prediction and all other fields."""
 
 from __future__ import annotations
 

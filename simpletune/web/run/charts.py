@@ -1,5 +1,4 @@
-"""Lay out small line charts; ``chart.html`` draws them as SVG without scripts and styles, which the content policy
-forbids."""
+"""Lay out small line charts; ``chart.html`` draws SVG without scripts and styles, which the content policy forbids."""
 
 from __future__ import annotations
 

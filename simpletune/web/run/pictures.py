@@ -59,8 +59,7 @@ class Matrix:
 
 
 def matrix_of(folder: Path) -> Matrix:
-    """Arrange a run's validation pictures: the base, and at most ``COLUMNS`` evenly spaced steps, including the
-    last."""
+    """Arrange a run's validation pictures: the base, and at most ``COLUMNS`` evenly spaced steps up to the last."""
     place = folder / SAMPLES
     try:
         names = [entry.name for entry in place.iterdir()]
