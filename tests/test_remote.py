@@ -179,7 +179,7 @@ def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
     with pytest.raises(UserError, match="not all of it could be uploaded.*--resume auto"):
         run_with(kept)
     said = capsys.readouterr().out
-    assert said.count("Training continues, and the upload is tried again") == 1
+    assert said.count("Training continues, and the upload is retried") == 1
     assert (folder / "runs" / "tiny" / "summary.json").exists() and not (
         folder / "runs" / "tiny" / ".upload.part"
     ).exists()

@@ -376,7 +376,7 @@ DAMAGES = {
                 r"its offsets do not follow each other"),
     "count": ("bare", "shard.00000.mds", lambda data: b"\x09" + data[1:], r"shard.00000.mds is damaged: its head does "
               r"not list 3 samples"),
-    "index": ("plain", "index.json", lambda data: data[:-9], r"index.json is no index of an MDS data set"),
+    "index": ("plain", "index.json", lambda data: data[:-9], r"index.json is not the index of an MDS data set"),
     "missing": ("plain", "shard.00001.mds", None, r"shard.00001.mds is missing, which index.json lists"),
 }  # fmt: skip
 

@@ -341,7 +341,7 @@ def test_what_embedding_names(tmp_path: Path) -> None:
     for name, message in {
         f"{file}:": "names no token after the colon",
         str(tmp_path): "has 2 files of embeddings. Name a .safetensors file",
-        str(lora): "is no file of embeddings",
+        str(lora): "is not an embedding file",
         str(tmp_path / "none.safetensors"): "--embedding: .*none.safetensors does not exist",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "T5": ({"text": {"lora": {"encoders": ["t5"]}}}, "text.lora.encoders: 't5' .*T5 is not trained.*Use clip_l"),
     "an encoder of another family": (
-        {"text": {"lora": {"encoders": ["clip"]}}}, "text.lora.encoders: 'clip' is no CLIP encoder of SD3",
+        {"text": {"lora": {"encoders": ["clip"]}}}, "text.lora.encoders: 'clip' is not a CLIP encoder of SD3",
     ),
     "a plan beside text encoders": (
         {"memory": {"modulation": "plan"}, "text": {"lora": {}}},

@@ -50,7 +50,7 @@ def test_signs_are_read_as_they_were_written() -> None:
 def test_a_process_is_lost_when_its_sign_no_longer_changes() -> None:
     times = [(0, 2, 25, 27), (0, 2, 25, 48)]
     lost, lives = signs(5, 6, 6, 6), signs(5, 6, 7, 8)
-    said = "0 s: process 1 on b has given no sign of life for 25 s"
+    said = "0 s: process 1 on b has sent no heartbeat for 25 s"
     assert judged(*zip(times[0], lost, strict=True)) == [None, None, None, said]
     assert judged(*zip(times[1], lives, strict=True)) == [None] * 4
 
@@ -59,7 +59,7 @@ def test_a_sign_that_never_changed_is_of_an_earlier_start() -> None:
     """A store may keep what a killed process wrote: it is neither lost nor failed, but not there yet."""
     for state in ("running", FAILED, LEFT):
         old = signs(5, 5, state=state)
-        late = f"0 s: process 1 has not come for {901} s"
+        late = f"0 s: process 1 has not appeared for {901} s"
         assert judged(*zip((0, 800), old, strict=True)) == [None, None]
         assert judged((0, {1: None}), (901, old[0])) == [None, late]
 
@@ -166,7 +166,7 @@ def test_the_other_ends_by_itself_when_one_is_frozen_fails_or_hangs(
     words = [[str(rank), port, str(tmp_path / "config.json"), what] for rank in (0, 1)]
     ended = launcher.programs(FROZEN, *words, limit=3)
     said = {
-        "frozen": "process 1 on {} has given no sign of life for 3 s",
+        "frozen": "process 1 on {} has sent no heartbeat for 3 s",
         "fails": "process 1 on {} has failed: UserError: the disk of this machine is full",
         "hangs": "no process has done anything for 4 s",
     }[what].format(socket.gethostname())

@@ -156,7 +156,7 @@ def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, li
     tab_to("go")
     press(Keys.ENTER)
     light.until(lambda: light.driver.current_url.endswith("/start/run"), "the form with its problem")
-    assert "1 problem to mend" in light.text("#ready")
+    assert "1 problem to fix" in light.text("#ready")
     tab_to("data.path")
     assert light.driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
     assert [each for each in light.complaints() if "422" not in each] == []

@@ -96,5 +96,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a\nb", "é" * 3, "x" * 200])
 def test_a_log_stays_in_its_folder(roots: Roots, name: str) -> None:
-    with pytest.raises(UserError, match="is no name of a log"):
+    with pytest.raises(UserError, match="is not a valid log name"):
         processes.start(roots, ["schema"], name)

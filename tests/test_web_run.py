@@ -84,7 +84,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     answer = client.get("/run/one")
     assert answer.status_code == 200
     text = text_of(answer)
-    assert "stopped, step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can go on" in text
+    assert "stopped, step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can continue" in text
     assert f"simpletune train {run}/config.json --resume auto" in text
     assert "3.00 GiB: weights 2.00, activations 1.00" in text and "left" not in text
     assert 'id="draw-now"' not in answer.text and 'id="continue"' in answer.text

@@ -177,7 +177,7 @@ def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[
         note = re.search(rf'id="n-{field}".*?</div>', text, re.S)
         assert note and '<p class="problem">' in note[0], field
         assert words in note[0]
-    assert "3 problems to mend" in text and not quiet[1:]
+    assert "3 problems to fix" in text and not quiet[1:]
     refused = client.post("/start/run", data=values)
     assert refused.status_code == 422 and Form(refused.text).values["train.steps"] == "many"
     assert not (tmp_path / "runs" / ".web" / "queue.json").exists()
@@ -199,7 +199,7 @@ def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]
     waits = client.get(started.headers["location"])
     assert waits.status_code == 200 and "Waiting for its turn" in waits.text
     text, _ = change(client, values, train__seed="1")
-    assert "my_cats_b is in the queue already" in text
+    assert "my_cats_b is already in the queue" in text
     second = client.post("/start/run", data=values)
     assert second.status_code == 303
     configs = [each.config for each in queue.read(make_roots(tmp_path / "runs", [tmp_path]))]

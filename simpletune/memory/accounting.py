@@ -4,7 +4,7 @@ A dispatch mode sees every operation, including those of the backward pass, of r
 It counts each new storage until the storage is freed, holding only a weak reference. Sizes are rounded up to 512 bytes
 as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors count alike.
 
-It cannot see what a kernel allocates internally; device_terms.py adds those terms.
+It cannot see what a kernel allocates internally; device_terms.py adds that.
 
 torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here: it raises for frozen
 parameters and at a second micro-batch, has neither adapter nor plan among its kinds, and counts host memory.
@@ -82,11 +82,11 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
         """All snapshots since the last ``forget_snapshots``, in order."""
         self.last_key: object = None
-        """Of the last operation everything that its result and work depend on; None: it may be more."""
+        """Everything that the last operation's result and work depend on; None if it may depend on more."""
         self.observer: Observer | None = None
         """Called with every operation, its arguments and its output."""
         self.limit: int | None = None
-        """The live bytes above which ``OutOfMemory`` is raised; None: there is no limit."""
+        """The number of live bytes above which ``OutOfMemory`` is raised; None: no limit."""
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
@@ -101,7 +101,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled within, so nothing need be switched off for every operation."""
+        """False: nothing is compiled in this context, so dynamo need not be disabled around every operation."""
         return False
 
     def __torch_dispatch__(
@@ -158,7 +158,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
         return known is not None and known.kind == HOST
 
     def storages(self) -> dict[int, object]:
-        """What is known of each live storage, by its address; another object if another storage takes its place."""
+        """Each live storage by its address; a new object when another storage takes the address."""
         return dict(self._storages)
 
     @property
@@ -287,7 +287,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
 
 
 def _device(tensor: Tensor) -> torch.device:
-    """A tensor's device; of a fake one without a detour through the dispatcher."""
+    """A tensor's device; for a fake tensor, without a detour through the dispatcher."""
     found = tensor.__dict__.get("_fake_device") if type(tensor) is FakeTensor else None
     return tensor.device if found is None else found
 
@@ -296,7 +296,7 @@ _ACTIVE: list[Accounting] = []
 
 
 def active() -> Accounting | None:
-    """The accounting that counts now, if there is one."""
+    """The active accounting, if there is one."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 
@@ -316,5 +316,5 @@ def allocating(kind: str) -> AbstractContextManager[None]:
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Name what runs in this context a recomputation, if an accounting is active."""
+    """Count what runs in this context as recomputation, if an accounting is active."""
     return _ACTIVE[-1].recomputing() if _ACTIVE else nullcontext()

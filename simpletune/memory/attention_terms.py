@@ -1,6 +1,6 @@
-"""What CUDA's attention kernels allocate: which kernel torch chooses, its temporary bytes, and its tensors' layouts.
+"""CUDA's attention kernels: which one torch chooses, its temporary bytes, and the layouts of its tensors.
 
-The simulation runs the CPU's fused attention. Here is what differs from it on a card.
+The simulation runs the CPU's fused attention. This module holds what differs on a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str
     cuDNN first on Hopper and datacenter Blackwell, otherwise flash from Ampere on; both take 16-bit types only.
 
     Args:
-        capability: of the CUDA device.
-        dtype: of the products.
+        capability: the CUDA device's compute capability.
+        dtype: the type of q, k and v.
         asked: ``speed.attention``.
 
     Returns:
@@ -64,11 +64,11 @@ def flash_backward(
 def cudnn_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
 ) -> int:
-    """Bytes for cuDNN attention's backward pass: stated, never executed by us.
+    """Bytes for cuDNN attention's backward pass: an assumption; we have never run it.
 
     torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's plan
-    asks for a workspace whose size only a card tells: fp32 sums of grad q and one fp32 per row are assumed, as flash
-    attention has.
+    asks for a workspace whose size is known only on a GPU; this assumes fp32 sums of grad q and one fp32 per row, as in
+    flash attention.
 
     Args:
         grad_out: [b, h, S, d]; so are the others.
@@ -115,8 +115,9 @@ BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": effi
 class CudaLayouts(TorchDispatchMode):
     """Lays out the results of the CPU's attention as a CUDA kernel would; give ``laid_out`` to the accounting.
 
-    Copies that follow depend on it. Memory-efficient attention writes its output as [b, S, h, d]; the others lay out
-    output and gradients as the query is. The CPU writes the output as the query is, and gradients as [b, S, h, d].
+    The copies that follow depend on the layout. Memory-efficient attention writes its output as [b, S, h, d]; the
+    others write output and gradients in the query's layout. The CPU writes the output in the query's layout, and
+    gradients as [b, S, h, d].
 
     Args:
         kernel: from ``attention_kernel``.

@@ -40,8 +40,8 @@ class Slot:
 
 
 class BlockOffload:
-    """Streams the weights of blocks. Run the passes of every block, streamed or resident, in the contexts ``forward``
-    and ``recomputation`` (see ``checkpointing.set_passes``).
+    """Streams blocks' weights. Run every block's passes, streamed or resident, in the contexts ``forward`` and
+    ``recomputation`` (see ``checkpointing.set_passes``).
 
     Args:
         blocks: all blocks, in the order of the forward pass; the streamed ones move to host memory one by one.
@@ -116,7 +116,7 @@ class BlockOffload:
 
     @contextmanager
     def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
-        """Surround the update of one parameter in the backward pass, once its gradient is ready.
+        """The context for one parameter's update in the backward pass, once its gradient is ready.
 
         Brings its optimizer state from host memory and sends it back; copies its new value to host memory while the
         computation continues. Does nothing for a parameter that is not streamed.

@@ -106,10 +106,10 @@ class _Contexts:
     """The contexts of one block's passes.
 
     Args:
-        index: of the block.
+        index: the block's index.
         around: its weights.
         attention: what it keeps of attention.
-        networks: that it recomputes by themselves.
+        networks: the feed-forward networks that it recomputes by themselves.
     """
 
     index: int
@@ -121,7 +121,7 @@ class _Contexts:
         """The contexts of a checkpointed forward pass and of its recomputation.
 
         Args:
-            inputs: of the block.
+            inputs: the block's inputs.
         """
         first, second = self.around.forward(self.index), self.around.recomputation(self.index)
         if self.attention is not None:
@@ -167,10 +167,9 @@ def _passes(
 
 
 def has_backward_pass(block: nn.Module, inputs: Sequence[object]) -> bool:
-    """Whether a forward pass of a block will have a backward pass: a U-Net's first ones have no LoRA and need none.
+    """Whether a block's forward pass will have a backward pass: a U-Net's first blocks have no LoRA and need none.
 
-    Nothing is kept of the others anyway. An offloaded input that is never fetched would not free its host memory for
-    reuse.
+    An offloaded input of a block without one would never be fetched, and its host memory never reused.
     """
     if not torch.is_grad_enabled():
         return False

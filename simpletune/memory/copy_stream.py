@@ -24,7 +24,7 @@ class Copies(Protocol):
     """An ordered queue of copies that overlap with the computation."""
 
     def mark(self) -> CopyEvent:
-        """An event for everything queued on the computation so far."""
+        """Return an event that completes with everything queued on the computation so far."""
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
         """Queue copies that start after the given events."""
@@ -40,7 +40,7 @@ class HostCopies:
     """Synchronous copies for the CPU."""
 
     def mark(self) -> CopyEvent:
-        """No event: the computation is synchronous."""
+        """Return None: the computation is synchronous."""
         return None
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
@@ -92,7 +92,7 @@ class CudaCopies:
 
 
 _recorded: Callable[[], Copies] | None = None
-"""Makes queues that are recorded, in a simulation that predicts time."""
+"""Makes recorded queues in a simulation that predicts time."""
 
 
 def copies_for(device: torch.device) -> Copies:
@@ -103,7 +103,7 @@ def copies_for(device: torch.device) -> Copies:
 
 
 class PinnedPages(mmap.mmap):
-    """Mapped pages that stay pinned for a CUDA device as long as a tensor uses them."""
+    """Mapped pages that stay pinned for a CUDA device while any tensor uses them."""
 
     pinned_at: int | None = None
     """Their address once pinned."""

@@ -1,7 +1,7 @@
-"""Autocast on the CPU as CUDA does it: a simulated step then keeps the tensors that a card's step keeps.
+"""Make the CPU's autocast behave like CUDA's, so that a simulated step keeps the same tensors as a step on a GPU.
 
-Both compute products in 16 bits, but CUDA computes norms and losses in fp32, where the CPU computes them in the type of
-their input. For SD3 Medium at 1024 px the wider activations are 84 MiB of a LoRA's peak.
+Both compute products in 16 bits, but CUDA computes norms and losses in fp32, and the CPU in the type of their input.
+For SD3 Medium at 1024 px the wider activations are 84 MiB of a LoRA's peak.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IN_FP32 = ("layer_norm", "group_norm", "rms_norm", "mse_loss", "l1_loss", "smoot
 
 @contextmanager
 def autocast_like_cuda() -> Iterator[None]:
-    """Cast to fp32 what CUDA's autocast casts, in this context, wherever the CPU's autocast is on."""
+    """Within this context, cast to fp32 what CUDA's autocast casts, wherever the CPU's autocast is on."""
     with ExitStack() as stack:
         for name in IN_FP32:
             stack.enter_context(replaced(functional, name, _wider(getattr(functional, name))))

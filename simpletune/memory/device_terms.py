@@ -1,7 +1,7 @@
 """Memory that CUDA kernels and libraries allocate internally, which the accounting of tensor bytes cannot see.
 
-Each term cites its source. Those of attention are in attention_terms.py. Terms that torch's own code allocates were
-compared with torch's CUDA allocator on a simulated card (``python -m benchmarks dry``); what libraries take is stated.
+Each term cites its source. Attention's terms are in attention_terms.py. Terms for torch's own code were compared with
+torch's CUDA allocator on a simulated card (``python -m benchmarks dry``); terms for libraries are unverified.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
 
 
 def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **__: object) -> int:
-    """Bytes for a sum or mean over the leading dimensions, which several blocks of threads share by a buffer.
+    """Bytes for a sum or mean over the leading dimensions, which several thread blocks share through a buffer.
 
     Source: torch's aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``, with an L4's
-    multiprocessors. Other reductions need little: their buffer has one number per output and block.
+    multiprocessors. Other reductions need little: their buffer holds one number per output and thread block.
 
     Args:
-        x: contiguous; one that is not counts nothing.
+        x: the input; counts nothing if it is not contiguous.
         dim: the reduced dimensions; none: all of them.
     """
     listed = [dim] if isinstance(dim, int) else dim or ()
@@ -87,11 +87,11 @@ def modulate_backward(
     Source: elementwise/adaln_kernels.py.
 
     Args:
-        grads: of the modulated tokens.
-        tokens: as ``sizes.Tokens`` has them.
+        grads: gradients of the modulated tokens.
+        tokens: see ``sizes.Tokens``.
         scales: [b, d] each.
-        statistics: of the norm.
-        eps: of the norm.
+        statistics: the norm's statistics.
+        eps: the norm's epsilon.
         trains: whether modulations have gradients.
     """
     x, _, gate, _ = Tokens.of(tokens)
@@ -102,7 +102,7 @@ def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> int:
     """Bytes for partial sums of a gate's gradient; see ``modulate_backward``.
 
     Args:
-        grad: of the sum [b, n, d].
+        grad: the gradient of the sum [b, n, d].
         y: what the gate multiplies, if the gate has a gradient.
         gate: [b, d].
     """
@@ -115,10 +115,10 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, train
     Source: elementwise/rms_kernels.py.
 
     Args:
-        grad: of the normalised rows [..., d].
+        grad: the gradient of the normalised rows [..., d].
         x: the rows.
         weight: [d].
-        eps: of the norm.
+        eps: the norm's epsilon.
         trains: whether the weight has a gradient.
     """
     d = x.shape[-1]
@@ -140,7 +140,7 @@ def convolution_workspace(
     dilation: Sequence[int],
     *_: object,
 ) -> int:
-    """Bytes for cuDNN's workspace of a convolution: an allowance, neither measured nor executed by us.
+    """Bytes for cuDNN's workspace of a convolution: an allowance; we have neither measured nor run it.
 
     cuDNN chooses its algorithm on the card and asks torch for a workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp,
     ``run_conv_plan``). Its tensor-core kernels compute on [b, h, w, c]; torch's tensors are [b, c, h, w], so input,
@@ -150,7 +150,7 @@ def convolution_workspace(
         pixels: the input [b, c, h, w].
         weight: [o, c / groups, kh, kw].
         bias: [o].
-        stride: of both dimensions, as ``padding`` and ``dilation``.
+        stride: for both dimensions, like ``padding`` and ``dilation``.
     """
     pads = list(padding) * (2 if len(padding) == 1 else 1)  # torch gives one number for padding="valid"
     sizes = zip(pixels.shape[2:], weight.shape[2:], stride, pads, dilation, strict=True)
@@ -163,7 +163,7 @@ def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor,
     """Bytes for cuDNN's workspace of a convolution's gradients: an allowance like ``convolution_workspace``.
 
     Args:
-        grad: of the output [b, o, h, w].
+        grad: the gradient of the output [b, o, h, w].
         pixels: the input [b, c, h, w].
         weight: [o, c / groups, kh, kw].
     """

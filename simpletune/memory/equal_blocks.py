@@ -1,9 +1,9 @@
-"""Simulate a block once, and count equal ones by what it did: without gradients, of blocks of equal shape.
+"""Simulate one of several equal blocks, and count the others by what it did; only for passes without gradients.
 
-Such a pass leaves nothing behind but its outputs. So the bytes that it allocates in between, and what it makes host and
-device do, are those of an earlier pass of a block with the same modules and options, and with tensors of the same
-layouts on the same device. Whatever might leave more behind runs as a whole: passes with gradients, casts that autocast
-keeps, buffers that are allocated once.
+Such a pass leaves nothing behind but its outputs. It allocates as many bytes, and costs host and device as much work,
+as an earlier pass of a block with the same modules and options, given tensors of the same layouts on the same device.
+Whatever might leave more behind runs in full: passes with gradients, casts that autocast keeps, buffers that are
+allocated once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pass(NamedTuple):
 
 
 def count_equal(blocks: Iterable[nn.Module]) -> None:
-    """Let equal blocks run once without gradients, within an accounting of fake tensors; others count as they did.
+    """In an accounting of fake tensors, run one of several equal blocks without gradients, and count the others alike.
 
     Args:
         blocks: changed in place, before levers wrap their passes.
@@ -79,14 +79,14 @@ def _counted(block: nn.Module) -> Callable[..., object]:
 def remember(
     counting: Accounting, key: Key, watched: Watched, output: object, tensors: Sequence[FakeTensor]
 ) -> Pass | None:
-    """Keep what a pass did under its key, and return it; None if it has left more behind than its outputs.
+    """Store what a pass did under its key, and return it; None if it has left more behind than its outputs.
 
     Args:
-        counting: that watched the pass.
-        key: everything that it depends on.
-        watched: what it did.
+        counting: the accounting that watched the pass.
+        key: everything that the pass depends on.
+        watched: what the pass did.
         output: a tensor, None, or a list or tuple of them.
-        tensors: that it was given.
+        tensors: its arguments' tensors.
     """
     outputs = several_of(output, tensors)
     complete = watched.work is not None or counting.repeats is None
@@ -97,7 +97,7 @@ def remember(
 
 
 def again(counting: Accounting, known: Pass, tensors: Sequence[FakeTensor]) -> object:
-    """Count a pass as an earlier one of an equal block, and make its outputs from the tensors that it is given."""
+    """Count a pass like an earlier one of an equal block, and make its outputs from its arguments' tensors."""
     counting.repeat(known.allocated, known.work)
     made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
     counting.see(each for each in made if isinstance(each, Tensor))
@@ -115,13 +115,13 @@ def _new_bytes(output: object, tensors: Sequence[FakeTensor]) -> int:
 def _key(
     counting: Accounting, block: nn.Module, args: Sequence[object], kwargs: dict[str, object], tensors: list[FakeTensor]
 ) -> Key | None:
-    """Everything that a pass depends on; None if it may depend on more.
+    """Everything that a pass depends on, as a key; None if it may depend on more.
 
     Args:
-        counting: that watches the pass.
-        block: that runs.
-        args: its arguments, as ``kwargs``.
-        tensors: to which the tensors among the arguments are added.
+        counting: the accounting that watches the pass.
+        block: the block that runs.
+        args: its positional arguments; ``kwargs``: its keyword arguments.
+        tensors: receives the tensors among the arguments.
     """
     mode = next((each.fake_mode for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
     given = None if mode is None else key_of(mode, None, args, kwargs, tensors)
@@ -144,7 +144,7 @@ def _key(
 
 
 def surroundings(counting: Accounting, tensors: Sequence[FakeTensor]) -> Key:
-    """What a pass depends on beside its arguments' layouts: which share storages or are in host memory, and so on."""
+    """What a pass depends on besides its arguments' layouts, such as which share storages or are in host memory."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     shared, hosts = tuple(map(storages.index, storages)), tuple(map(counting.is_on_host, tensors))
@@ -152,7 +152,7 @@ def surroundings(counting: Accounting, tensors: Sequence[FakeTensor]) -> Key:
 
 
 def plain_value(value: object) -> object:
-    """Options in lists and dictionaries as something that has a hash; of anything else only the type."""
+    """Convert options in lists and dictionaries to something hashable; for anything else return only the type."""
     if isinstance(value, dict):
         return tuple((key, plain_value(each)) for key, each in value.items() if isinstance(key, (str, int)))
     if isinstance(value, (list, tuple, set, frozenset)):

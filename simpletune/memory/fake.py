@@ -54,7 +54,7 @@ class Fake(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled within a simulation, so nothing need be switched off for every operation."""
+        """False: nothing is compiled in a simulation, so dynamo need not be disabled around every operation."""
         return False
 
 
@@ -63,7 +63,7 @@ def fake_tensors(again: Fake | None = None) -> Iterator[None]:
     """Make every tensor created in this context fake. Do not use real tensors in it.
 
     Args:
-        again: the mode of an earlier context, to go on with its tensors; None: a new one.
+        again: the mode of an earlier context, to continue with its tensors; None: a new one.
     """
     with (
         replaced(nn.Module, "_apply", _apply),
@@ -74,7 +74,7 @@ def fake_tensors(again: Fake | None = None) -> Iterator[None]:
 
 
 def active() -> Fake | None:
-    """The mode that makes tensors fake now, if there is one."""
+    """The active fake mode, if there is one."""
     return _active
 
 

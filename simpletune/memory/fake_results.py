@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 META = torch.device("meta")
 UNUSUAL = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
-"""Their result's place in the storage does not follow from its distance to the argument's place."""
+"""Operations whose result has an absolute offset in the storage, independent of the argument's offset."""
 _ABSOLUTE = frozenset(map(id, ABSOLUTE))  # operations have a hash that is slow
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # their results have values
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -29,16 +29,16 @@ Key = tuple[object, ...]
 
 
 class NewTensor(NamedTuple):
-    """A result that has a storage of its own, or views that of an argument.
+    """A result that has its own storage, or is a view of an argument's.
 
     Args:
-        shape: of the result.
-        stride: of the result.
-        offset: in its storage, from the argument's own.
-        dtype: of its elements.
-        device: that it pretends to be on.
-        views: number of the argument whose storage it shares, counting tensors; None: its own.
-        attributes: of torch's fake tensors, apart from the mode.
+        shape: the result's shape.
+        stride: the result's strides.
+        offset: its offset in the storage, relative to the argument's.
+        dtype: the type of its elements.
+        device: the device that it pretends to be on.
+        views: the index, among the tensor arguments, of the one whose storage it shares; None: its own storage.
+        attributes: attributes of torch's fake tensors, apart from the mode.
     """
 
     shape: torch.Size
@@ -51,7 +51,7 @@ class NewTensor(NamedTuple):
 
 
 Result = NewTensor | int | None
-"""A tensor to make, the number of the argument that is returned, or nothing."""
+"""A tensor to make, the index of the argument that is returned, or None."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +60,7 @@ class Remembered:
 
     Args:
         results: one by one.
-        wrap: makes the container of several; None: there is one.
+        wrap: makes the container of several results; None: there is one.
     """
 
     results: tuple[Result, ...]
@@ -68,13 +68,13 @@ class Remembered:
 
 
 class FakeResults:
-    """What calls returned, by operation and layouts of arguments."""
+    """Results of calls by operation and argument layouts."""
 
     def __init__(self) -> None:
         self._known: dict[Key, Remembered | None] = {}
         self._ops: dict[int, OpOverload] = {}  # so that a number stays that of its operation
         self.last: Remembered | None = None
-        """What the last call returned: one object for all calls that depend on the same; None if that may be more."""
+        """What the last call returned: one object for all calls with the same key; None if the call has no key."""
 
     def call(
         self,
@@ -87,9 +87,9 @@ class FakeResults:
         """Return what an operation returns.
 
         Args:
-            mode: that makes fake tensors.
+            mode: the mode that makes fake tensors.
             op: the operation.
-            args: its arguments, as ``kwargs``.
+            args: its positional arguments; ``kwargs``: its keyword arguments.
             otherwise: runs it by torch's fake tensors.
         """
         tensors: list[FakeTensor] = []
@@ -116,13 +116,13 @@ def key_of(
     kwargs: Mapping[str, object],
     tensors: list[FakeTensor],
 ) -> Key | None:
-    """Everything that an operation's result depends on; None if it may depend on more.
+    """Everything that an operation's result depends on, as a key; None if it may depend on more.
 
     Args:
-        mode: whose tensors the arguments must be.
+        mode: the mode that must have made the arguments.
         op: the operation.
-        args: its arguments, as ``kwargs``.
-        tensors: to which the tensors among the arguments are added.
+        args: its positional arguments; ``kwargs``: its keyword arguments.
+        tensors: receives the tensors among the arguments.
     """
     if torch.is_inference_mode_enabled():
         return None
@@ -162,14 +162,14 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
 
 
 def _is_usual(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
-    """Whether a tensor's layout says all that results depend on."""
+    """Whether results depend on nothing of a tensor but its layout."""
     if tensor.constant is not None or tensor.fake_mode is not mode:
         return False
     return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
 def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
-    """What to remember of a call; None: that it is unusual.
+    """What to remember of a call; None if it is unusual.
 
     Args:
         op: the operation.
@@ -182,11 +182,11 @@ def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) ->
 
 
 def several_of(output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
-    """What to remember of one or several results; None: they are unusual.
+    """What to remember of one or several results; None if they are unusual.
 
     Args:
         output: a tensor, None, or a list or tuple of them.
-        tensors: those among the arguments.
+        tensors: the tensors among the arguments.
     """
     several = isinstance(output, (list, tuple))
     found = [result_of(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def _empty(result: NewTensor) -> Tensor:
 
 
 def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:
-    """Make a result anew for other arguments of the same layouts."""
+    """Make a remembered result for other arguments of the same layouts."""
     if result is None:
         return None
     if isinstance(result, int):

@@ -1,16 +1,16 @@
 """Recompute feed-forward networks by themselves, whole or in tiles of tokens.
 
-A feed-forward network's hidden features are four or eight times as wide as its input, and its products half of a
-block's or more. Checkpointed by itself, it keeps its input and recomputes, when the backward pass reaches it, only what
-its own gradients need: its second product never, unless that has an update of its own.
+A feed-forward network's hidden features are four or eight times as wide as its input, and its products are half of a
+block's or more. Checkpointed by itself, it keeps its input; when the backward pass reaches it, it recomputes only what
+its own gradients need, which excludes its second product unless that has an update of its own.
 
 Inside a checkpointed block, the block's recomputation need not run the network at all if nothing else that the backward
-pass needs depends on its output. So it is if the block ends with the network, through sums and through products with
-modulations that carry no gradient: then half of what is recomputed for the network is saved, and its hidden features
-never stand beside those of the whole block.
+pass needs depends on its output. That holds if only sums, and products with modulations that carry no gradient, follow
+the network in the block: then half of the network's recomputation is saved, and its hidden features are never in memory
+together with the activations of the whole block.
 
-Without tiles this is exact. With tiles, each token's products stay the same sums, but a kernel may add them in another
-order for fewer rows, and gradients of weights inside of the network are sums over tiles.
+Without tiles this is exact. With tiles, each token's products are the same sums, but a kernel may add them in another
+order for fewer rows, and gradients of the network's weights are sums over tiles.
 
 Shapes: n rows (samples x tokens), d width.
 """
@@ -38,9 +38,9 @@ class FeedForwards:
     """Checkpoints the feed-forward networks of one block by themselves.
 
     Args:
-        block: whose networks are changed in place.
+        block: the block, whose networks are changed in place.
         rows: the most tokens of a tile; None: all tokens at once.
-        last: whether the block ends with its networks, through sums and products with modulations alone.
+        last: whether only sums and products with modulations follow the networks in the block.
         random: whether the block draws random numbers.
     """
 
@@ -57,7 +57,7 @@ class FeedForwards:
         """The context of the block's recomputation, which omits the networks where nothing needs their outputs.
 
         Args:
-            inputs: of the block; the context does not keep them.
+            inputs: the block's inputs; the context does not keep them.
         """
         conditionings = [x for x in inputs if isinstance(x, Tensor) and x.dim() <= CONDITIONING]
         return self._omitting(self._may_omit and not any(x.requires_grad for x in conditionings))
@@ -158,7 +158,7 @@ def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:
 
 
 def _omitted(x: Tensor) -> Tensor:
-    """Stand for a network whose output nobody reads: the checkpoint keeps its input all the same."""
+    """Replace a network whose output nobody reads; the checkpoint keeps its input all the same."""
     return x
 
 

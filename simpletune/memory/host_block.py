@@ -14,7 +14,7 @@ from simpletune.tensors import all_tensors, plain_tensors
 
 
 def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
-    """The plain tensors of a block that can be offloaded: frozen ones, and with ``trained`` also trained ones."""
+    """A block's plain tensors that can be offloaded: frozen ones, and with ``trained`` also trained ones."""
     found: dict[int, Tensor] = {}
     for tensor in all_tensors(block):
         if trained or not tensor.requires_grad:
@@ -23,13 +23,14 @@ def own_plain_tensors(block: nn.Module, trained: bool) -> list[Tensor]:
 
 
 def shared_tensors(blocks: Sequence[nn.Module]) -> set[int]:
-    """The ids of tensors that several blocks have, as those of a hypernetwork: they stay on the device."""
+    """The ids of tensors that several blocks share, such as a hypernetwork's: they stay on the device."""
     counts = Counter(number for block in blocks for number in {id(tensor) for tensor in all_tensors(block)})
     return {number for number, count in counts.items() if count > 1}
 
 
 class HostBlock:
-    """A block's tensors, moved into one flat host buffer. Those in pages that the machine's processes share stay there.
+    """A block's tensors, moved into one flat host buffer. Tensors in pages shared by the machine's processes stay
+    there.
 
     Args:
         tensors: the tensors; they keep their identity, and only their data pointers change.
@@ -39,7 +40,7 @@ class HostBlock:
     def __init__(self, tensors: list[Tensor], device: torch.device):
         self.tensors = tensors
         self._pieces: list[tuple[int, Tensor]] = []
-        """Host memory, and where its copy lies in a buffer on the device."""
+        """Pieces of host memory, each with its copy's offset in a buffer on the device."""
         self.nbytes = 0
         for run in shared_runs(tensors):
             self._add(run)

@@ -1,10 +1,10 @@
 """Keep what a checkpointed block's attention kernels return, so that its recomputation need not run them again.
 
 Attention's output takes as much memory as a block's input, and its products are a third of a block's at 1024 px: no
-other part of a block saves as much time for its bytes. Exact: the recomputation receives the very numbers.
+other part of a block saves as much time per byte. Exact: the recomputation receives the same numbers.
 
 torch's selective checkpointing does the same for any operation, by a dispatch mode that sees every operation of the
-block. Here the mode is active only during the call of attention, so that the others cost the host nothing more.
+block. Here the mode is active only during attention, so that other operations cost the host nothing extra.
 
 Shapes: b samples, h heads, n tokens, d width of a head.
 """
@@ -30,15 +30,16 @@ KERNELS = "aten::_scaled_dot_product_"
 """How the names of attention's fused operations begin: flash, efficient, cuDNN, and the CPU's flash."""
 Context = AbstractContextManager[object]
 Kept = deque["Output | None"]
-"""Of each call of attention that is not yet recomputed, what its kernel returned; None of one without a kernel."""
+"""For each call of attention not yet recomputed, what its kernel returned; None for a call without a kernel."""
 
 
 class KeptAttention:
     """Keeps what the attention kernels of one block return in a forward pass for the pass's recomputation.
 
     Args:
-        block: whose attention modules are changed in place.
-        inputs: moves the inputs of checkpointed blocks to host memory, and these outputs too; None: they stay.
+        block: the block, whose attention modules are changed in place.
+        inputs: moves the inputs of checkpointed blocks, and these outputs, to host memory; None: they stay on the
+            device.
     """
 
     def __init__(self, block: nn.Module, inputs: CheckpointInputOffload | None = None):
@@ -101,9 +102,9 @@ class Output:
 
     Args:
         op: the kernel.
-        values: tensors, perhaps moved to host memory, and numbers; the first is the output [b, h, n, d].
-        orders: of each tensor's dimensions as they lie in memory, if it was moved; else None.
-        version: how often the output had been overwritten.
+        values: tensors, possibly moved to host memory, and numbers; the first is the output [b, h, n, d].
+        orders: for each tensor that was moved, the order of its dimensions in memory; otherwise None.
+        version: the output's version counter when it was taken.
     """
 
     op: OpOverload
@@ -113,7 +114,7 @@ class Output:
 
     @classmethod
     def of(cls, op: OpOverload, returned: Sequence[object]) -> Output:
-        """Take what a kernel returned, outside of the graph."""
+        """Take what a kernel returned, detached from the graph."""
         values = list(map(_detached, returned))
         assert isinstance(values[0], Tensor)
         return cls(op, values, [None] * len(values), values[0]._version)
@@ -146,8 +147,8 @@ class _Keep(TorchDispatchMode):
     """Keep what attention's kernels return.
 
     Args:
-        kept: where to.
-        inputs: moves it to host memory; None: it stays.
+        kept: receives it.
+        inputs: moves it to host memory; None: it stays on the device.
     """
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
@@ -220,7 +221,7 @@ class _Return(TorchDispatchMode):
 
 
 def _detached(value: object) -> object:
-    """A tensor outside of the graph that shares memory and version, as torch's selective checkpointing takes it."""
+    """A detached tensor that shares memory and version counter, as torch's selective checkpointing makes it."""
     if not isinstance(value, Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

@@ -1,11 +1,11 @@
 """One copy of frozen weights in host memory for all processes of a machine.
 
-The first of these processes loads the weights into a file in memory that has no name (memfd_create(2)); the others open
-it through ``/proc`` while the first one holds it open, and map the same pages. The system frees them with the last
-process, however it ends, and a limit of ``/dev/shm`` does not count. Each process pins the pages for its own device.
+The first of these processes loads the weights into an anonymous file in memory (memfd_create(2)); the others open it
+through ``/proc`` while the first one holds it open, and map the same pages. The system frees them when the last process
+ends, however it ends, and limits on ``/dev/shm`` do not apply. Each process pins the pages for its own device.
 
-While a model loads, the others take the shapes of what stays on the host and no memory for it. ``table`` then says
-where the first one has put each tensor.
+While a model loads, the other processes allocate nothing for what stays on the host and keep only its shapes. ``table``
+then says where the first process has put each tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from simpletune.tensors import move_own_tensors, own_tensors, plain_tensors, set
 
 NAME = "simpletune-weights"  # in /proc/PID/maps
 ALIGNMENT = 512  # bytes, like the device's allocator; kernels read vectors of 16
-HEAD = mmap.PAGESIZE  # bytes before the first tensor: what tells this file from any other
+HEAD = mmap.PAGESIZE  # bytes before the first tensor, which identify the file
 CPU = torch.device("cpu")
 
 
 class Offer(NamedTuple):
-    """Where other processes of the machine find the file: the process that holds it open, its number there, and the
+    """Where the machine's other processes find the file: the process that holds it open, its descriptor there, and the
     random bytes at its beginning."""
 
     process: int
@@ -49,11 +49,11 @@ class Place(NamedTuple):
 
 
 Table = Mapping[str, Place]
-"""By the tensor's name in the model, and its number among the plain tensors that it consists of."""
+"""Places by the tensor's name in the model and the index of the plain tensor among those it consists of."""
 
 
 class SharedPages(PinnedPages):
-    """Pages that the processes of a machine share, as one of them sees them. They last as long as a tensor in them."""
+    """Pages that the processes of a machine share, as one of them maps them. They live as long as a tensor in them."""
 
     address: int
 
@@ -74,7 +74,7 @@ class SharedPages(PinnedPages):
         return torch.frombuffer(self, dtype=torch.uint8, count=count, offset=start)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor lies in these pages; a fake one does not."""
+        """Whether a plain tensor lies in these pages; False for a fake one."""
         storage = tensor.untyped_storage()
         return storage.device == CPU and self.address <= storage.data_ptr() < self.address + len(self)
 
@@ -83,10 +83,10 @@ _MAPPED: WeakSet[SharedPages] = WeakSet()
 
 
 class MachineWeights:
-    """What one process needs to load weights into the pages, or to find them there. Created by ``create`` or ``join``.
+    """What one process needs to load weights into the pages, or to find them there. Use ``create`` or ``join``.
 
     Args:
-        handle: of the open file.
+        handle: the open file's handle.
         room: bytes to map; only those that are written take memory.
         fills: whether this process loads the weights.
     """
@@ -100,10 +100,10 @@ class MachineWeights:
         """Make the file, in the first process of a machine.
 
         Args:
-            room: bytes that certainly suffice; they take memory only once they are used.
+            room: an upper bound in bytes; bytes take memory only once they are written.
 
         Raises:
-            OSError: the system has no such files, or does not map that much.
+            OSError: the system has no such files, or cannot map that much.
         """
         handle = os.memfd_create(NAME)
         try:
@@ -139,12 +139,12 @@ class MachineWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes up to the last tensor."""
+        """Bytes up to the end of the last tensor."""
         return self._used - HEAD
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor of a model that loads, on the host: its values in these pages, or in a process that does not fill
-        them only its shape until ``point``."""
+        """A loading model's tensor on the host: its values in these pages, or, in a process that does not fill them,
+        only its shape until ``point``."""
         if hasattr(tensor, "__tensor_flatten__"):
             tensor = to_device(tensor, CPU)
             for plain in plain_tensors(tensor):
@@ -165,14 +165,14 @@ class MachineWeights:
         return self._pages.bytes_at(place.start, nbytes).view(place.dtype).view(place.shape)
 
     def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The plain tensors of a model that are kept here, by their names in a table."""
+        """A model's plain tensors that are kept here, by their names in a table."""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             for number, plain in enumerate(plain_tensors(tensor)):
                 if self._pages.holds(plain):
                     yield f"{name}:{number}", plain
 
     def table(self, model: nn.Module) -> Table:
-        """Where this process, which fills the pages, has put the tensors of a loaded model."""
+        """Where this process, which fills the pages, has put a loaded model's tensors."""
         return {
             name: Place(plain.data_ptr() - self._pages.address, plain.dtype, tuple(plain.shape))
             for name, plain in self._tensors(model)
@@ -182,7 +182,7 @@ class MachineWeights:
         """Point the tensors of a loaded model at the values that the first process has loaded.
 
         Raises:
-            UserError: it has loaded another model.
+            UserError: that process has loaded another model.
         """
         tensors = dict(self._tensors(model))
         own = {(name, plain.dtype, tuple(plain.shape)) for name, plain in tensors.items()}
@@ -205,12 +205,12 @@ class MachineWeights:
             self._pages.pin(self._pages.address, self._used)
 
     def copied(self, model: nn.Module) -> None:
-        """Give a model that these pages hold memory of its own instead."""
+        """Copy a model out of these pages into memory of its own."""
         for _, plain in list(self._tensors(model)):
             plain.data = plain.clone()
 
     def close(self) -> None:
-        """Let no further process join."""
+        """Close the file, so that no further process can join."""
         if self.fills:
             os.close(self._handle)
 
@@ -219,13 +219,13 @@ _LOADING: list[MachineWeights] = []
 
 
 def aligned(size: int) -> int:
-    """Bytes that a tensor of this size takes."""
+    """The bytes that a tensor of this size takes, with alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager
 def loading(weights: MachineWeights | None) -> Iterator[None]:
-    """Keep what a model that loads within this context leaves on the host in the machine's pages; None: do not."""
+    """Within this context, keep a loading model's host tensors in the machine's pages; None: in its own memory."""
     _LOADING.extend([weights] if weights is not None else [])
     try:
         yield
@@ -234,12 +234,12 @@ def loading(weights: MachineWeights | None) -> Iterator[None]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor of a model that loads to the host, or to the pages that the machine's processes share."""
+    """Copy a loading model's tensor to the host, or to the pages that the machine's processes share."""
     return _LOADING[-1].kept(tensor) if _LOADING else to_device(tensor, CPU)
 
 
 def keep_on_host(module: nn.Module) -> None:
-    """Move a module's own frozen tensors to the host as ``host_copy`` does, but not those of its children."""
+    """Move a module's own frozen tensors, but not its children's, to the host as ``host_copy`` does."""
     if not _LOADING:
         move_own_tensors(module, CPU)
         return
@@ -253,7 +253,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def shared_runs(tensors: Sequence[Tensor]) -> list[Tensor]:  # uint8 [n] each
-    """View the shared pages that plain tensors lie in: as few pieces as possible, with nothing else between them."""
+    """View the shared pages that hold plain tensors, and only these, in as few contiguous pieces as possible."""
     found: list[Tensor] = []
     for pages in _MAPPED:
         inside = sorted((tensor.data_ptr() - pages.address, tensor.nbytes) for tensor in tensors if pages.holds(tensor))

@@ -23,7 +23,7 @@ class OffloadedInput:
     """An offloaded tensor.
 
     Args:
-        host: its values; later copies of the queue find them there.
+        host: its values in host memory, once the queue's copies up to here are done.
         device: its original device.
         before: the offloaded inputs of the previous block, which the backward pass needs next.
         back: the tensor on the device and the event of the copy back, once started.
@@ -40,8 +40,8 @@ class OffloadedInput:
 class CheckpointInputOffload:
     """Moves the tensors that a checkpoint saves to host memory, and fetches them in reverse order.
 
-    Reuses host buffers. Besides the tensors in use, the device holds the inputs of at most one block in transit.
-    Tensors with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
+    Reuses host buffers. Besides the tensors in use, at most one block's inputs are in transit on the device. Tensors
+    with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
 
     Args:
         device: where the model runs.
@@ -67,13 +67,14 @@ class CheckpointInputOffload:
             yield
 
     def _let_go(self) -> None:
-        """Free the device memory of sent inputs; makes the computation wait for the previous block's copies."""
+        """Free the device memory of offloaded inputs; makes the computation wait for the previous block's copies."""
         for _, _, sent in self._leaving:
             self._copies.wait(sent)
         self._leaving.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
-        """Move a tensor to host memory, within ``offloading``; return a small one, or one from elsewhere, as it is."""
+        """Within ``offloading``, move a tensor to host memory; leave small tensors and those on other devices
+        unchanged."""
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor
         source = tensor.detach()
@@ -85,7 +86,7 @@ class CheckpointInputOffload:
         return offloaded
 
     def unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
-        """Return a tensor to the device, and start to fetch those of the block before; once for each tensor."""
+        """Return a tensor to the device, and start to fetch the previous block's; call once for each tensor."""
         if isinstance(offloaded, Tensor):
             return offloaded
         if offloaded.spent:

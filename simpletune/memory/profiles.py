@@ -1,8 +1,7 @@
 """``memory.profile``: presets of options for cards of common sizes; explicit values override them.
 
-Chosen so that the predicted peaks in ``benchmarks/results``, of the training step at 1024 px with batch size 1 and of
-the other stages, stay about 1 GiB below the card's memory, which leaves room for the CUDA context, a display and
-fragmentation.
+The predicted peaks in ``benchmarks/results``, of the training step at 1024 px with batch size 1 and of the other
+stages, stay about 1 GiB below the card's memory, which leaves room for the CUDA context, a display and fragmentation.
 """
 
 from __future__ import annotations

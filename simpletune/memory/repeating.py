@@ -1,4 +1,4 @@
-"""Count a part of a simulation again, as an earlier part that did the same."""
+"""Count a part of a simulation again instead of running an equal part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Repeats(Protocol):
         """Remember what has been seen so far."""
 
     def seen_since(self, begin: object) -> object:
-        """Return what has been seen since; None if it cannot be counted again."""
+        """Return what has been seen since ``begin``; None if it cannot be counted again."""
 
     def repeat(self, seen: object) -> None:
         """Count what ``seen_since`` returned again."""
@@ -29,14 +29,14 @@ class Repeats(Protocol):
 
 @dataclass
 class Watched:
-    """What is allocated in a part of a simulation, in bytes from those at its beginning.
+    """What is allocated in a part of a simulation, in bytes relative to its beginning.
 
     Args:
         begin: bytes by kind at its beginning.
         top: total and bytes by kind at its peak.
         allocated: bytes by kind at its peak.
-        left: bytes that it leaves, all kinds together.
-        work: what the observer has seen in it.
+        left: bytes still allocated at its end, all kinds together.
+        work: what the observer saw in it.
     """
 
     begin: Counter[str]
@@ -51,15 +51,15 @@ class Peaks:
     """The largest snapshots of a part of a simulation.
 
     Args:
-        peak: of all phases.
-        by_phase: of each phase.
+        peak: the largest of all phases.
+        by_phase: the largest of each phase.
     """
 
     peak: MemorySnapshot = field(default_factory=MemorySnapshot)
     by_phase: dict[str, MemorySnapshot] = field(default_factory=dict)
 
     def with_more(self, kind: str, size: int) -> Peaks:
-        """The same with more bytes of a kind allocated throughout."""
+        """These peaks with more bytes of one kind allocated throughout."""
         by_phase = {name: _with_more(each, kind, size) for name, each in self.by_phase.items()}
         return Peaks(_with_more(self.peak, kind, size), by_phase)
 
@@ -70,7 +70,7 @@ def _with_more(snapshot: MemorySnapshot, kind: str, size: int) -> MemorySnapshot
 
 
 class Repeating:
-    """What an accounting does to count parts again. It counts live bytes by kind in ``_bytes``."""
+    """The part of an accounting that counts parts again. Keeps live bytes by kind in ``_bytes``."""
 
     _bytes: Counter[str]
     peak: MemorySnapshot
@@ -80,7 +80,7 @@ class Repeating:
 
     def __init__(self) -> None:
         self.repeats: Repeats | None = None
-        """The accounting's observer, if it can count again what it saw."""
+        """The accounting's observer, if it can repeat what it saw."""
         self.passes: dict[object, object] = {}
         """What blocks' passes did (see equal_blocks.py)."""
         self._watched: Watched | None = None
@@ -99,7 +99,7 @@ class Repeating:
 
     @contextmanager
     def watching(self) -> Iterator[Watched]:
-        """Note what is allocated in this context; its figures are complete at the end."""
+        """Record what is allocated in this context; the figures are complete when it ends."""
         watched = self._watched = Watched(Counter(self._bytes))
         begin = None if self.repeats is None else self.repeats.begin()
         try:
@@ -115,7 +115,7 @@ class Repeating:
 
     @contextmanager
     def apart(self) -> Iterator[Peaks]:
-        """Find the largest snapshots in this context by themselves; afterwards they count like all others."""
+        """Find the largest snapshots within this context alone; afterwards they count like all others."""
         found, whole = Peaks(), Peaks(self.peak, self.peaks)
         self.peak, self.peaks = found.peak, found.by_phase
         try:
@@ -135,8 +135,8 @@ class Repeating:
         """Count a part again.
 
         Args:
-            allocated: of ``Watched``.
-            work: of ``Watched``.
+            allocated: see ``Watched``.
+            work: see ``Watched``.
         """
         if allocated:
             kinds = {*self._bytes, *allocated} - {HOST}
@@ -147,15 +147,15 @@ class Repeating:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a part may be counted again: not if every snapshot is kept, nor within another such part."""
+        """Whether a part may be counted again: not if every snapshot is kept, and not inside another such part."""
         return self.snapshots is None and self._watched is None and (self.observer is None) == (self.repeats is None)
 
     @property
     def kind_and_phase(self) -> tuple[str, str]:
-        """The kind of what is allocated now, and the phase."""
+        """The kind assigned to new allocations, and the current phase."""
         return self._kind(), self._snapshot_name()
 
     def see(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that no operation has returned."""
+        """Count tensors that no operation returned."""
         for tensor in tensors:
             self._see(tensor.untyped_storage())

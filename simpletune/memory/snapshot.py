@@ -28,10 +28,10 @@ class MemorySnapshot:
 
 
 class OutOfMemory(Exception):
-    """What is counted takes more than its limit.
+    """The counted bytes exceed the limit.
 
     Args:
-        bytes: live at that moment.
+        bytes: the live bytes at that moment.
     """
 
     def __init__(self, bytes: int):

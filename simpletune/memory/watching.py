@@ -13,7 +13,7 @@ from simpletune.system.phases import phase_name
 
 
 class Watching:
-    """What an accounting knows of the running phase and module."""
+    """Tracks the running phase and module for an accounting."""
 
     def __init__(self) -> None:
         self._phases: list[tuple[str, int]] = []
@@ -28,7 +28,7 @@ class Watching:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Name what a backward pass runs in this context a recomputation."""
+        """Count what a backward pass runs in this context as recomputation."""
         self._inside += 1
         try:
             yield
@@ -65,8 +65,8 @@ class Watching:
         return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
 
     def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Track the running module: in forward passes and recomputation by its entry, in the backward pass by its
-        outputs' gradients. The handles remove the hooks."""
+        """Track the running module: in forward passes and recomputation when it is entered, in the backward pass when
+        its outputs' gradients arrive. The handles remove the hooks."""
         return [handle for name, module in modules for handle in self._watch(name, module)]
 
     def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:

@@ -40,7 +40,7 @@ def nearest_bucket(picture: Size, resolution: int, max_aspect: float, step: int 
 
 
 def upscaling(picture: Size, bucket: Size) -> float:
-    """The factor by which a picture is scaled up to cover a bucket; at most 1 if it is not."""
+    """The factor by which a picture is scaled to cover a bucket; above 1 if that enlarges it."""
     return max(bucket[0] / picture[0], bucket[1] / picture[1])
 
 

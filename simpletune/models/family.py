@@ -36,7 +36,7 @@ OnHost = Callable[[str], bool]
 
 
 class Family(FamilyFacts):
-    """A model family: what follows from what its members tell."""
+    """A model family: everything that follows from the facts its members state."""
 
     def problems(self) -> Iterator[Problem]:
         """Find missing parts and unreadable files without building or downloading anything."""
@@ -51,7 +51,7 @@ class Family(FamilyFacts):
         return sources.locate(self, name)
 
     def known_part(self, name: str) -> Part:
-        """Locate a part's configuration; those of a Hub name that ship with this package are not downloaded."""
+        """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
         value = sources.provider(self, name)[1]
         if value is not None and self.bundled_config(value) is not None and self.bundled(name) is not None:
             return Part(name, None, bundled=self.bundled(name))
@@ -67,7 +67,7 @@ class Family(FamilyFacts):
 
     @property
     def weights_from(self) -> str:
-        """The name of what the trained model comes from: a folder, a file or a Hub name."""
+        """Where the trained model comes from: a folder, a file or a Hub name."""
         return getattr(self, self.denoiser) or self.pretrained
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:

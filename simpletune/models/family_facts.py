@@ -1,4 +1,4 @@
-"""What a model family must tell: data and pure functions, with which everything else works for it.
+"""What a model family must state: data and pure functions, on which everything else builds.
 
 Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e text width, p pooled width.
 """
@@ -68,9 +68,9 @@ class TextRegion(NamedTuple):
 
     Args:
         part: the part with its weights.
-        width: of its output.
+        width: the width of its output.
         column: its first column.
-        pooled: its first column and its width in the pooled embedding; None: it gives none.
+        pooled: its first column and its width in the pooled embedding; None: it has no pooled output.
         last: its tokens are the last ones, after those of the CLIP encoders, which share the first.
     """
 
@@ -82,7 +82,7 @@ class TextRegion(NamedTuple):
 
 
 class FamilyFacts(Option):
-    """What every model family tells. Members declare the fields below and override what raises NotImplementedError."""
+    """What every model family states. Members declare the fields below and override what raises NotImplementedError."""
 
     if TYPE_CHECKING:  # every member declares them, so that its tag comes first in JSON
         family: str
@@ -101,7 +101,7 @@ class FamilyFacts(Option):
     layout: ClassVar[FileLayout]
     """The layout of the family's single files."""
     lora: ClassVar[Sequence[Layout]]
-    """The layouts of the family's LoRA files: the first that of a run's result, the last with bare names."""
+    """The layouts of the family's LoRA files. A run's result has the first; the last has bare names."""
     multiple: ClassVar[int]
     """Sides of pictures are multiples of this, in pixels."""
     resolution: ClassVar[int]
@@ -119,23 +119,23 @@ class FamilyFacts(Option):
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
     ends_with_feed_forward: ClassVar[bool] = False
-    """Whether what a unit computes from its feed-forward networks' outputs are sums and products with modulations
-    alone. Its recomputation may then omit them where modulations carry no gradient."""
+    """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
+    recomputation may then omit the networks where modulations carry no gradient."""
     shards: ClassVar[bool] = False
     """Whether processes may divide the weights of its models among them."""
 
-    # What a family must tell
+    # What a family must state
 
     def part_names(self) -> list[str]:
         """The names of all parts that the model needs."""
         raise NotImplementedError
 
     def bundled(self, part: str) -> ModelConfig | None:
-        """The configuration that ships for a part which a single file stores without one; None if there is none."""
+        """The shipped configuration of a part that a single file stores without one; None if there is none."""
         raise NotImplementedError
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The trained model's ``config.json`` for a Hub name whose configurations ship; None for another."""
+        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
         raise NotImplementedError
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
@@ -167,7 +167,7 @@ class FamilyFacts(Option):
 
     @property
     def largest_side(self) -> int:
-        """Pixels of the longest side that the model can process."""
+        """The longest side that the model can process, in pixels."""
         raise NotImplementedError
 
     def image_tokens(self, size: Size) -> int:
@@ -179,11 +179,11 @@ class FamilyFacts(Option):
         raise NotImplementedError
 
     def attentions(self, size: Size) -> Sequence[Attention]:
-        """The shapes of attention for a picture, each once, the largest first."""
+        """The distinct shapes of attention for a picture, largest first."""
         raise NotImplementedError
 
     def unit_inputs(self, size: Size) -> Sequence[int]:
-        """How many numbers each unit takes as input for one sample: what checkpointing stores."""
+        """The number of elements in each unit's input for one sample, which checkpointing stores."""
         raise NotImplementedError
 
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
@@ -205,7 +205,7 @@ class FamilyFacts(Option):
         """Random weights, a function of the seed and each tensor's name.
 
         Args:
-            folder: of the configuration, which may contain constants.
+            folder: the folder of the configuration, which may contain constants.
         """
         raise NotImplementedError
 
@@ -232,7 +232,7 @@ class FamilyFacts(Option):
     def clip_outputs(
         self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Run a CLIP encoder as ``prompts`` does, for each of the token ids [n, L]."""
+        """Run a CLIP encoder as ``prompts`` does, on each row of the token ids [n, L]."""
         raise NotImplementedError
 
     def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
@@ -270,7 +270,7 @@ class FamilyFacts(Option):
     # What a family may override
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """What ``fit_to`` has reduced, by name and whole again, for an export."""
+        """The whole tensors behind those that ``fit_to`` has reduced, by name, for an export."""
         return {}
 
     def pipeline_arguments(self) -> dict[str, str]:
@@ -278,7 +278,7 @@ class FamilyFacts(Option):
         return {}
 
     def call_arguments(self) -> dict[str, object]:
-        """Arguments of diffusers' pipeline, beside those of every family, that draw as this model does."""
+        """Arguments for diffusers' pipeline, besides every family's, that make it draw as this model does."""
         return {}
 
     @property

@@ -20,7 +20,7 @@ from simpletune.models.model_config import Shape
 FACTOR = re.compile(r"\.(lora_[AB]|magnitude|lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_triangle)(?:\..*)?$")
 """What follows a layer's name in the name of an update's trained factor."""
 NETWORK = re.compile(r"\.to_([kv])\.network\.linear\.\d+\.(?:weight|bias)$")
-"""The end of the name of a hypernetwork's trained parameter, after the attention that holds it first."""
+"""The end of the name of a hypernetwork's trained parameter, after the first attention that holds it."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Flops:
     forward: int = 0
     backward: int = 0
     recomputed: int = 0
-    """Operations recomputed by checkpointing, and by LoKr's products, which keep only their input."""
+    """Operations repeated by checkpointing, and by LoKr's products, which keep only their input."""
 
     @property
     def model(self) -> int:
@@ -42,8 +42,8 @@ class Update(NamedTuple):
     """The products of a layer's update, in order, as multiply-adds for each row of the layer's input.
 
     Args:
-        products: of the forward pass; those between factors alone are not counted.
-        recomputed: those that the backward pass repeats.
+        products: the forward pass's products; those between factors alone are not counted.
+        recomputed: the products that the backward pass repeats.
         constant: multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the
             gradient of OFT's rotations.
     """
@@ -81,7 +81,7 @@ def trained_of(parameters: Mapping[str, Shape]) -> Trained:
 
 
 def _update(factors: Mapping[str, Shape]) -> Update:
-    """An update by the shapes of its factors."""
+    """The update that has factors of these shapes."""
     if "lora_A" in factors:
         (rank, inputs), (outputs, _) = factors["lora_A"], factors["lora_B"]
         norms = rank * (outputs * inputs + rank * inputs + rank * outputs) if "magnitude" in factors else 0
@@ -90,7 +90,7 @@ def _update(factors: Mapping[str, Shape]) -> Update:
         count, numbers = factors["oft_triangle"]
         side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with this many entries above its diagonal
         return Update((count * side**2,), constant=(0, count * side**3))
-    if "hada_w1_a" in factors:  # a low-rank update whose rank is that of both together
+    if "hada_w1_a" in factors:  # a low-rank update whose rank is the product of both ranks
         (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]
         other = factors["hada_w2_b"][0]
         return Update((rank * other * inputs, rank * other * outputs))
@@ -153,12 +153,12 @@ class Count:
         return self.cross_attention(batch, (tokens, tokens), width, (grad, grad, grad))
 
     def cross_attention(self, batch: int, tokens: tuple[int, int], width: int, grads: tuple[bool, bool, bool]) -> bool:
-        """softmax(q k^T) v, of which only some carry gradients.
+        """softmax(q k^T) v, where only some of q, k and v carry gradients.
 
-        Backward, v, q and k take a product each, and the scores that q and k share another one.
+        In the backward pass, v, q and k take one product each, and the scores that q and k share take another.
 
         Args:
-            tokens: of queries, and of keys and values.
+            tokens: the numbers of queries, and of keys and values.
             grads: whether q, k and v carry gradients.
         """
         product = 2 * batch * tokens[0] * tokens[1] * width

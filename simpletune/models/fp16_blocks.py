@@ -1,4 +1,4 @@
-"""Compute a transformer's blocks in fp16, and in fp32 those whose activations overflow there.
+"""Compute a transformer's blocks in fp16, except those whose activations overflow, in fp32.
 
 fp16 ends at 65504. A pass of a block sets the block's flag on the device if its inputs are finite and its outputs are
 not. The host reads the flags late and decides which blocks compute in fp32 from then on; such a block keeps its weights
@@ -32,9 +32,9 @@ class BlockPass:
     """The forward pass of one block, in fp16 or fp32.
 
     Args:
-        blocks: the transformer's.
-        index: of the block.
-        block: whose forward pass is replaced.
+        blocks: the transformer's blocks.
+        index: the block's index.
+        block: the block, whose forward pass is replaced.
     """
 
     def __init__(self, blocks: Fp16Blocks, index: int, block: nn.Module):
@@ -57,7 +57,7 @@ class BlockPass:
 
 
 class Fp16Blocks:
-    """Watches the blocks of a transformer that computes in fp16, and computes some of them in fp32.
+    """Watches the blocks of a transformer that computes in fp16, and switches those that overflow to fp32.
 
     Args:
         transformer: changed in place, before anything else wraps its blocks.
@@ -67,7 +67,7 @@ class Fp16Blocks:
         self.wide: frozenset[int] = frozenset()
         """The blocks that compute in fp32."""
         self.drawn_wide: frozenset[int] = frozenset()
-        """Blocks found outside of training; they affect only passes outside of training."""
+        """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
         blocks = units_of(transformer)
         self.count = len(blocks)
         self._flags: Tensor | None = None
@@ -76,7 +76,7 @@ class Fp16Blocks:
         self._wrap_output(transformer.get_submodule(transformer.after_units))
 
     def _wrap_output(self, norm_out: nn.Module) -> None:
-        """Let the output norm take fp32 from a last block in fp32; normalised activations fit into fp16 again."""
+        """Let the output norm accept fp32 from a last block in fp32; normalised activations fit into fp16 again."""
         plain = norm_out.forward
 
         def forward(x: Tensor, *condition: Tensor) -> Tensor:  # [b, n, d] and [b, m], or [b, c, h, w]
@@ -107,7 +107,7 @@ class Fp16Blocks:
             self._flags.zero_()
 
     def finite(self, compute: Callable[[], T]) -> T:
-        """Run passes outside of training, again with the blocks in fp32 that overflowed. Reads from the device.
+        """Run passes outside of training; repeat them with the blocks that overflowed in fp32. Reads from the device.
 
         Args:
             compute: the passes; must not depend on how often it is called.
@@ -150,7 +150,7 @@ def watch_fp16(transformer: Transformer, dtype: torch.dtype) -> Transformer:
 
     Args:
         transformer: changed in place, before anything else wraps its blocks.
-        dtype: of its products.
+        dtype: the type of its products.
     """
     if dtype == torch.float16:
         transformer.fp16_blocks = Fp16Blocks(transformer)  # type: ignore[assignment]
@@ -187,8 +187,8 @@ def in_fp32(
 
 @contextmanager
 def _wide_weights(module: nn.Module) -> Iterator[None]:
-    """Replace frozen 16-bit parameters by fp32 copies in this context. Quantised weights stay: their layers unpack them
-    to the type of the inputs. So do the adapter's: its products are in the type of the activations."""
+    """Replace frozen 16-bit parameters by fp32 copies in this context. Quantised weights stay, because their layers
+    unpack them to the inputs' type; the adapter's stay, because its products are in the activations' type."""
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -204,7 +204,7 @@ def _wide_weights(module: nn.Module) -> Iterator[None]:
 
 
 def _wide_parameter(parameter: nn.Parameter) -> Tensor:
-    """A frozen parameter in fp32. For quanto's tensors only the scales, whose type their product takes."""
+    """A frozen parameter in fp32. Of quanto's tensors, converts only the scales, which determine the product's type."""
     if type(parameter.data) is Tensor or isinstance(parameter.data, FakeTensor):
         return parameter.detach().float()
     from optimum.quanto import WeightQBytesTensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 DOWN, UP, ALPHA = "down", "up", "alpha"
-MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # of DoRA: as diffusers and PEFT name it, and as others
+MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
 DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
 OFT_BLOCKS = "oft_blocks"
 
@@ -85,7 +85,7 @@ class Layout:
         return "lora_B.weight" if self.peft else "lora_up.weight"
 
     def key(self, module: str, role: str) -> str:
-        """The key of a module's tensor; ``module`` contains dots. Factors of other methods than LoRA end in their
+        """The key of a module's tensor; ``module`` contains dots. Factors of methods other than LoRA end in their
         names."""
         ending = {DOWN: self.down, UP: self.up}.get(role, role)
         return f"{self.prefix}{self.spelt(module)}.{ending}"

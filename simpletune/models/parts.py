@@ -136,8 +136,8 @@ def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> A
     alignment, so otherwise the last bits of an embedding would depend on the weight's offset in the file.
 
     Args:
-        part: where it is.
-        dtype: of its weights.
+        part: the part's location.
+        dtype: the type of its weights.
         projected: whether it has a projection (CLIPTextModelWithProjection rather than CLIPTextModel).
 
     Raises:
@@ -211,7 +211,7 @@ def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str
     """Compare the names and shapes in a folder's headers with its configuration's before allocating anything.
 
     Args:
-        prefix: which names may begin with in the file, but not in the model: transformers 5 no longer writes it.
+        prefix: a prefix that names may have in the file, but not in the model: transformers 5 no longer writes it.
     """
     assert part.folder is not None
     headers = [read_header(file) for file in weight_files(part.folder)]

@@ -29,13 +29,13 @@ BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's em
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder, with the names of its parts in a pipeline's folder.
+    """A text encoder with the names of its parts in a pipeline's folder.
 
     Args:
         name: names its cache.
         tokenizer: the part with its tokenizer.
         model: the part with its weights.
-        length: tokens of a padded prompt; None: as many as its tokenizer says.
+        length: tokens of a padded prompt; None: the tokenizer's maximum.
         is_t5: whether it is a T5 encoder rather than a CLIP one.
         packed: whether its hidden states are cached in int8.
     """
@@ -143,7 +143,7 @@ def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts: an encoder's output, with ``hidden`` [L, width].
 
     Returns:
-        The same with ``hidden`` in int8, and ``scale`` [L, width / 64] in fp32.
+        A copy of ``parts`` with ``hidden`` in int8, and ``scale`` [L, width / 64] in fp32.
     """
     hidden = parts["hidden"].float()
     grouped = hidden.unflatten(-1, (groups_of(hidden.shape[-1]), -1))
@@ -153,7 +153,7 @@ def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """An encoder's output as ``Prompts.assemble`` reads it: packed hidden states in a floating-point type."""
+    """Convert an encoder's output to what ``Prompts.assemble`` reads: hidden states in a floating-point type."""
     if "scale" not in parts:
         return dict(parts)
     found = {name: tensor for name, tensor in parts.items() if name != "scale"}
@@ -162,12 +162,12 @@ def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def groups_of(width: int) -> int:
-    """How many scales a token of this width has."""
+    """The number of scales for a token of this width."""
     return width // GROUP if width % GROUP == 0 else 1
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: int | None) -> Tensor:  # [n, L]
-    """The ids of prompts, truncated and padded to ``length`` tokens; None: as many as the tokenizer says."""
+    """The ids of prompts, truncated and padded to ``length`` tokens; None: the tokenizer's maximum."""
     length = length or tokenizer.model_max_length
     ids: Tensor = tokenizer(
         prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -177,7 +177,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: in
 
 @lru_cache(maxsize=8)
 def _known_tokenizer(encoder: Encoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
-    """A tokenizer, which takes longer to read than a prompt to encode; one for each thread, since it is not safe."""
+    """A tokenizer, cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
     return read_tokenizer(encoder, folder)
 
 

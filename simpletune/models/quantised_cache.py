@@ -100,7 +100,8 @@ class QuantisedBase:
         return model
 
     def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Transformer]) -> Transformer:
-        """Quantise the transformer and cache it. Runs take turns: the first one writes the entry, the others load it.
+        """Quantise the transformer and cache it. Of several runs, the first writes the entry, and the others wait and
+        load it.
 
         Args:
             on_host: whether the module of a given name stays in host memory.
@@ -213,7 +214,7 @@ def _weights_of(part: Part) -> str:
 
 
 def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
-    """Name, size and modification time of each weight file.
+    """The name, size and modification time of each weight file.
 
     The fingerprint only samples a file, and two partially fine-tuned models may agree in every sample.
     """

@@ -70,7 +70,7 @@ def locate(model: Family, part: str) -> Part:
 
 
 def _without_file(model: Family, part: str) -> Part:
-    """A single file's part without weights: the scheduler is bundled, tokenizers are missing."""
+    """A part without weights for a single file: the scheduler is bundled, tokenizers are missing."""
     if part != "scheduler":
         raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
     return Part(part, _config_folder(model, part), bundled=model.bundled(part))

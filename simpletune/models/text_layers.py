@@ -1,6 +1,6 @@
 """The layers of text encoders in LoRA files of every layout, without torch.
 
-In this package a layer is named as in diffusers' files: the encoder's folder in a pipeline, then its name in the
+This package names a layer as diffusers' files do: the encoder's folder in a pipeline, then the layer's name in the
 published checkpoint, as in ``text_encoder.text_model.encoder.layers.0.self_attn.q_proj``. An update with such a name
 changes a text encoder; every other one changes the denoiser.
 
@@ -25,7 +25,7 @@ NUMBERS = {CLIP_L: "1", CLIP_G: "2", T5: "3"}
 COMFY = {CLIP_L: "clip_l", CLIP_G: "clip_g", T5: "t5xxl"}
 TEXT_KEY = re.compile(r"^(text_encoder(_[23])?\.|lora_te\d?_|(text_encoders\.)?(clip_[lgh]|t5xxl)\.)")
 BUNDLED = "bundle_emb."
-"""How the keys of embeddings inside a LoRA file begin: ``bundle_emb.NAME.clip_l``."""
+"""The prefix of the keys of embeddings inside a LoRA file: ``bundle_emb.NAME.clip_l``."""
 
 _PROJECTIONS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}  # of old diffusers
 _CLIP = re.compile(
@@ -56,7 +56,7 @@ def encoder_of(layer: str) -> tuple[str, str]:
 
 
 def text_layer(module: str) -> str | None:
-    """The name in this package of a module in a file of any layout; None if no text encoder has such a layer.
+    """This package's name for a module in a file of any layout; None if no text encoder has such a layer.
 
     Args:
         module: a key without its role, with its prefix.
@@ -91,7 +91,7 @@ def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
     """The key of a text layer's tensor in a file.
 
     Args:
-        layer: its name in this package.
+        layer: the layer's name in this package.
         role: ``DOWN``, ``UP``, ``ALPHA`` or the name of a factor.
         layout: ``diffusers``, ``kohya`` or ``comfy``; ``lycoris`` is spelt as kohya.
         single: whether the model has one text encoder, whose keys kohya's scripts do not number.
@@ -123,12 +123,12 @@ def style_of(key: str) -> str:
 
 
 def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Split values by layer into the denoiser's and the text encoders'."""
+    """Split values by layer into those of the denoiser and those of the text encoders."""
     text = {layer: update for layer, update in updates.items() if is_text(layer)}
     return {layer: update for layer, update in updates.items() if layer not in text}, text
 
 
 def encoders_in(layers: Iterable[str]) -> str:
-    """The text encoders of layers, in words: ``CLIP-L and CLIP-G``."""
+    """The text encoders that have these layers, in words: ``CLIP-L and CLIP-G``."""
     found = {encoder_of(layer)[0] for layer in layers}
     return " and ".join(title for encoder, title in TITLES.items() if encoder in found)

@@ -1,4 +1,4 @@
-"""The trained model of a family as the levers see it: its units, and the layer that tells its device."""
+"""A family's trained model as the levers see it: its units, and the device that it computes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load a model and a tokenizer of transformers from a folder, and refuse folders that are not whole.
+"""Load a model and a tokenizer of transformers from a folder, and refuse incomplete folders.
 
 Reads safetensors and JSON only, never pickles, and runs no code from a folder.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
 """Files that hold a tokenizer's words."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-CONFIG_BYTES, CONFIG_VALUES = 2**22, 200_000  # some name each of 20,000 labels
+CONFIG_BYTES, CONFIG_VALUES = 2**22, 200_000  # some list each of 20,000 labels
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ModelFolder:
 
     Args:
         folder: where its files are.
-        option: of the command line that named it, for messages.
-        what: the model is to the user, such as ``encoder``.
+        option: the command-line option that named it, for messages.
+        what: what the user calls the model, such as ``encoder``.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class ModelFolder:
     what: str
 
     def damaged(self, reason: str) -> UserError:
-        """An error that names the folder and the remedy."""
+        """Make an error that names the folder and the remedy."""
         return UserError(f"{self.option}: {self.folder} {reason}. Download it again, or name another {self.what}")
 
     def config(self) -> Json:
@@ -61,7 +61,7 @@ class ModelFolder:
         """Refuse a folder whose weights are pickles only.
 
         Raises:
-            UserError: they are.
+            UserError: its only weights are pickles.
         """
         pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
         if pickles and not any(self.folder.glob("*.safetensors")):
@@ -105,7 +105,7 @@ class ModelFolder:
         try:
             read = config.from_pretrained(self.folder, local_files_only=True)
             build = getattr(kind, "from_config", None) or kind
-            with no_init_weights():  # drawing truncated normals does not end with fake tensors
+            with no_init_weights():  # with fake tensors, drawing truncated normals never ends
                 model: PreTrainedModel = build(read, **options).eval().requires_grad_(False)
                 return model
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,7 +119,7 @@ class ModelFolder:
         """
         from transformers import AutoTokenizer
 
-        if not any((self.folder / name).is_file() for name in TOKENIZERS):  # transformers would make one without words
+        if not any((self.folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
             raise self.damaged(f"has no usable tokenizer (none of {', '.join(TOKENIZERS)})")
         with quiet():
             try:
@@ -135,8 +135,8 @@ def find_folder(name: str, option: str, what: str, example: str) -> ModelFolder:
 
     Args:
         name: a folder or a hub name.
-        option: of the command line that gave the name.
-        what: the model is to the user.
+        option: the command-line option that gave the name.
+        what: what the user calls the model.
         example: a hub name, for messages.
 
     Raises:

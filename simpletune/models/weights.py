@@ -39,7 +39,7 @@ class EmptyTensors:
     """Uninitialised tensors of given shapes, for simulation with fake tensors.
 
     Args:
-        shapes: of all tensors, by name.
+        shapes: the shapes of all tensors, by name.
     """
 
     def __init__(self, shapes: Mapping[str, Shape]):
@@ -108,7 +108,7 @@ def fill(
 
 
 def open_tensors(part: Part) -> TensorSource:
-    """Open a part's tensors: of a folder in diffusers' layout, or of a single file in the original layout."""
+    """Open a part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
     if part.file is not None:
         assert part.layout is not None
         return OriginalReader(part.file, part.layout)

@@ -70,7 +70,7 @@ class Ddpm(TrainingObjective):
             yield Problem("objective.zero_terminal_snr", f"true {NEEDS_V} Use objective.prediction v, or false")
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
-        """Check the model's schedule, and what it says that the network predicts."""
+        """Check the model's schedule, and what its scheduler config says the network predicts."""
         config = scheduler()
         predicted = config.get("prediction_type", "epsilon")
         if self.prediction == "auto" and predicted not in PREDICTIONS:
@@ -103,8 +103,8 @@ class Ddpm(TrainingObjective):
         return float(self.min_timestep + math.floor(quantile * (self.max_timestep + 1 - self.min_timestep)))
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
-        """Draw a sample's noise in fp32: one normal number per element, then, from the same stream, those of
-        ``offset_noise``, one per channel. So the former do not depend on the option."""
+        """Draw a sample's noise in fp32: first one normal number per element, then, from the same stream, one per
+        channel for ``offset_noise``. In this order the former do not depend on the option."""
         noise = super().noise(stream, shape)
         if self.offset_noise:
             noise += self.offset_noise * stream.standard_normal((shape[0], 1, 1), dtype="float32")
@@ -117,7 +117,7 @@ class Ddpm(TrainingObjective):
         return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
 
     def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
-        """Return the scheduler config of the trained model from that of its base, in diffusers' format."""
+        """Derive the trained model's scheduler config from its base's, in diffusers' format."""
         zero = ZERO_SNR if self._zero_snr(scheduler) else {}
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
@@ -138,7 +138,7 @@ class Ddpm(TrainingObjective):
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]]:
-        """Return diffusers' DPM-Solver++, with what this objective changes in the base's scheduler config."""
+        """Return diffusers' DPM-Solver++ and this objective's changes to the base's scheduler config."""
         changes: dict[str, object] = {}
         if self.prediction != "auto":
             changes["prediction_type"] = DIFFUSERS[self.prediction]
@@ -196,8 +196,8 @@ class DdpmProcess:
     Args:
         alphas_bar: abar of every timestep.
         v: whether the network predicts v, not the noise.
-        gamma: of min-SNR weights; None: no weights.
-        huber: form of the loss; None: squared errors.
+        gamma: gamma of the min-SNR weights; None: no weights.
+        huber: the pseudo-Huber loss; None: squared errors.
     """
 
     def __init__(self, alphas_bar: Sequence[float], v: bool, gamma: float | None, huber: Huber | None = None):
@@ -227,8 +227,7 @@ class DdpmProcess:
         return signal * noise - spread * z_0
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Compute the mean error over all elements in fp32, weighted by level and by [b, 1, h or 1, w or 1] if given: a
-        scalar."""
+        """The mean error, an fp32 scalar, weighted by level and, if given, by ``weight`` [b, 1, h or 1, w or 1]."""
         c = None
         if self.huber is not None:
             signal, spread, _ = self._at(level)

@@ -1,5 +1,5 @@
-"""Densities of a noise level in (0, 1) as quantile functions, in float64: one function gives draws, fixed levels of the
-evaluation, and the part of a density between two levels.
+"""Densities of a noise level in (0, 1) as quantile functions, in float64. One function serves random draws, the fixed
+levels of the evaluation, and the part of a density between two levels.
 
 q is a quantile, x a level; every density is positive within (0, 1).
 """
@@ -13,9 +13,9 @@ from statistics import NormalDist
 from typing import Protocol
 
 SMALLEST = 2.0**-54
-"""Quantiles are kept this far from 0 and 1, where a level would not lie within (0, 1)."""
+"""Quantiles are clamped this far from 0 and 1, where a level would not lie within (0, 1)."""
 STEEPEST = 2 / (math.pi - 2)
-"""The largest ``Mode.scale`` with which the quantile function still rises everywhere."""
+"""The largest ``Mode.scale`` for which the quantile function still rises everywhere."""
 
 
 class Density(Protocol):
@@ -46,8 +46,8 @@ class LogitNormal:
     """log(x / (1 - x)) is normal (arXiv:2403.03206, eq. 19).
 
     Args:
-        mean: of the logit.
-        std: standard deviation of the logit.
+        mean: the logit's mean.
+        std: the logit's standard deviation.
     """
 
     mean: float
@@ -66,7 +66,7 @@ class LogitNormal:
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): a bump in the middle, and no level is rare.
+    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): favours the middle without making any level rare.
 
     Args:
         scale: s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured.
@@ -85,7 +85,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class CosMap:
-    """Levels whose signal-to-noise ratios are those of the cosine schedule (arXiv:2403.03206, eq. 21)."""
+    """Levels with the signal-to-noise ratios of the cosine schedule (arXiv:2403.03206, eq. 21)."""
 
     def quantile(self, q: float) -> float:
         """1 - 1 / (tan(pi q / 2) + 1)."""
@@ -138,10 +138,10 @@ def inverse(rising: Callable[[float], float], y: float) -> float:
 
 
 def between(density: Density, q: float, low: float, high: float) -> float:
-    """The quantile of a density's part between two levels, which keeps its shape there.
+    """The quantile of a density restricted to the range between two levels, where it keeps its shape.
 
     Args:
-        density: of all levels.
+        density: the density of all levels.
         q: the quantile within the part.
         low: the lowest level.
         high: the highest level.

@@ -37,7 +37,7 @@ class Flow(TrainingObjective):
     """Rectified flow, the objective of Stable Diffusion 3."""
     sigma: Literal["logit_normal", "uniform", "mode", "cosmap", "beta"] = "logit_normal"
     """Density of the noise level sigma (timestep sampling, arXiv:2403.03206 section 3.1). logit_normal: the paper's
-    best; uniform; mode: favours the middle and keeps the ends; cosmap: that of the cosine schedule; beta: the Beta
+    best; uniform; mode: favours the middle and keeps the ends; cosmap: the cosine schedule's; beta: the Beta
     distribution."""
     logit_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Mean of the logit-normal density; positive values mean more noise."""
@@ -66,7 +66,7 @@ class Flow(TrainingObjective):
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
     def rules(self) -> Iterator[Problem]:
-        """Check the range of noise levels, and shapes of densities that are not drawn from."""
+        """Check the range of noise levels, and report shapes of densities that are not used."""
         if self.min_sigma >= self.max_sigma:
             yield Problem(
                 "objective.min_sigma",
@@ -140,7 +140,7 @@ class FlowProcess:
     """Rectified flow on tensors; a noise level is sigma in (0, 1).
 
     Args:
-        huber: form of the loss; None: squared errors.
+        huber: the pseudo-Huber loss; None: squared errors.
     """
 
     def __init__(self, huber: Huber | None = None):
@@ -201,7 +201,7 @@ def velocity_target(z_0: Tensor, noise: Tensor) -> Tensor:
 def flow_loss(
     velocity: Tensor, target: Tensor, weight: Tensor | None = None, c: Tensor | float | None = None
 ) -> Tensor:
-    """Compute the mean squared error over all elements in fp32, weighted by [b, 1, h or 1, w or 1] if given; with c,
-    of the pseudo-Huber errors."""
+    """The mean squared error over all elements in fp32 (with c, the mean pseudo-Huber error), weighted by [b, 1, h or
+    1, w or 1] if given."""
     found = errors(velocity, target, c)
     return (found if weight is None else weight * found).mean()

@@ -1,4 +1,4 @@
-"""The pseudo-Huber loss: squared errors, of which large ones count only linearly (arXiv:2403.16728)."""
+"""The pseudo-Huber loss: quadratic for small errors, linear for large ones (arXiv:2403.16728)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class Huber(Option):
     """Error above which the loss is linear rather than quadratic; with a schedule, its value at the highest noise
     level. 0.1 is common."""
     schedule: Literal["constant", "exponential", "snr"] = "snr"
-    """How c depends on the noise level. constant: it does not; exponential: falls from 1 without noise to c; snr: falls
-    with the signal-to-noise ratio, from 1 to c. kohya's huber_schedule."""
+    """How c depends on the noise level (kohya's huber_schedule). constant: not at all; exponential: c falls
+    exponentially, from 1 without noise to its value at the highest level; snr: c falls with the signal-to-noise ratio,
+    from 1 to its value."""
 
     def c_at(self, level: Tensor, signal: Tensor) -> Tensor | float:  # [b, 1, 1, 1]
-        """c of each sample.
+        """The c of each sample.
 
         Args:
             level: the noise level from 0 to 1 [b].
-            signal: the signal's part of signal + noise, from 1 to 0 [b]; the ratio of both squared is the SNR.
+            signal: the signal's share of signal + noise, from 1 to 0 [b]; the squared ratio of both shares is the SNR.
         """
         if self.schedule == "constant":
             return self.c

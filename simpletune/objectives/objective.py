@@ -1,4 +1,4 @@
-"""The base class of objectives, and what their noising processes offer.
+"""The base class of objectives, and the protocol of their noising processes.
 
 Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's).
 """
@@ -89,7 +89,7 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
-        """Return the class of diffusers' scheduler that draws as ``solver`` does, and what it sets beyond the base's
+        """Return the class of diffusers' scheduler that draws as ``solver`` does, and its changes to the base's
         scheduler config; None if it is the base's own scheduler."""
         return None
 
@@ -104,13 +104,13 @@ class Process(Protocol):
         """What the network should predict [b, c, h, w]."""
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The loss, an fp32 scalar: the mean over all elements of their errors times ``weight``.
+        """The loss, an fp32 scalar: the mean over all elements of error times ``weight``.
 
         Args:
-            prediction: of the network [b, c, h, w].
+            prediction: the network's prediction [b, c, h, w].
             target: what it should predict [b, c, h, w].
             level: the noise levels [b].
-            weight: of samples or places, [b, 1, h or 1, w or 1] in fp32; None: 1 everywhere.
+            weight: weights of samples or places, [b, 1, h or 1, w or 1] in fp32; None: 1 everywhere.
         """
 
     def time(self, level: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Solvers that draw pictures: each turns the network's predictions into steps from noise to latents.
+"""Solvers: each turns the network's predictions into steps from noise to latents.
 
 Shapes: b pictures, c channels, h and w an eighth of the picture's, s steps.
 """
@@ -14,10 +14,10 @@ from simpletune.objectives.flow import FlowProcess, interpolate
 
 
 class Solver(Protocol):
-    """One drawing's steps. It may keep earlier predictions, so a drawing needs a new one."""
+    """The steps of one drawing. Make a new solver for each: it may keep earlier predictions."""
 
     levels: Tensor
-    """[s], fp32, on the CPU: the noise level of each step as the objective defines it."""
+    """[s], fp32, on the CPU: the noise level of each step, in the objective's terms."""
     times: Tensor
     """[s], on the CPU: what the network receives as its timestep."""
 

@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235) by transformers; torch's reads from the device in every step."""
+"""transformers' Adafactor (arXiv:1804.04235); torch's own reads from the device in every step."""
 
 from __future__ import annotations
 

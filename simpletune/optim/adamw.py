@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) by PyTorch."""
+"""PyTorch's AdamW (arXiv:1711.05101)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton kernels for the updates of bf16 numbers: each reads and writes every number once.
 
 Called by ``bf16_updates.py`` on CUDA; importing this module needs Triton. ``enable_fp_fusion`` is off, so that the
-arithmetic is that of single fp32 operations, as on the CPU. All tensors of a call lie in order; n is their length.
+arithmetic equals single fp32 operations, as on the CPU. All tensors of a call are contiguous; n is their length.
 """
 
 # mypy: allow-incomplete-defs

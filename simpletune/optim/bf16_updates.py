@@ -20,10 +20,10 @@ from simpletune.fallback import Fallback
 from simpletune.optim.place import ShardGenerator
 
 PIECE = 1 << 20
-"""Elements that torch's operators update at once: their temporaries stay small and, on a CPU, in its cache."""
+"""How many elements torch's operators update at once; small enough for their temporaries to stay in a CPU's cache."""
 HALF = 1 << 15
 Draws = torch.Generator | ShardGenerator | None
-"""What random bits are drawn from; None: torch's global generator."""
+"""A source of random bits; None: torch's global generator."""
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()")
@@ -33,15 +33,15 @@ for _name in ("round_into", "adamw_bf16"):
 
 
 class Factors(NamedTuple):
-    """What one step of AdamW multiplies with, as plain numbers.
+    """The factors of one step of AdamW, as plain numbers.
 
     Args:
-        lerp: 1 - beta_1, by which the running mean approaches the gradient.
+        lerp: 1 - beta_1, the rate at which the running mean approaches the gradient.
         beta_2: decay rate of the running mean of squares.
-        root: square root of the correction of that mean's start at 0.
+        root: square root of that mean's bias correction.
         eps: added to the denominator.
-        decay: by which weights are multiplied: 1 - lr * weight_decay.
-        rate: lr over the correction of the mean's start at 0.
+        decay: the factor for the weights: 1 - lr * weight_decay.
+        rate: lr divided by the first mean's bias correction.
     """
 
     lerp: float
@@ -57,7 +57,7 @@ def draw(like: Tensor, generator: Draws) -> Tensor:
 
     Args:
         like: a tensor of the same shape, on the same device.
-        generator: on that device; of a shard, it draws for the whole parameter. None uses the global one.
+        generator: a generator on that device; a shard's draws for the whole parameter. None uses the global one.
     """
     noise = torch.empty(like.shape, dtype=torch.int16, device=like.device)
     if isinstance(generator, ShardGenerator):
@@ -96,8 +96,8 @@ def adamw_bf16(
         parameter: bf16 or fp32.
         gradient: in any floating type.
         state: running mean of the gradient and of its square, and the compensation of a bf16 parameter, all bf16.
-        generator: of the random bits, those of the mean first; None uses the global one.
-        factors: of this step.
+        generator: the generator of the random bits, those of the mean first; None uses the global one.
+        factors: this step's factors.
     """
     read = [gradient, draw(parameter, generator), draw(parameter, generator)]
     changed = [tensor for tensor in (parameter, *state) if tensor is not None]
@@ -164,7 +164,7 @@ def _adamw_piece(tensors: Sequence[Tensor], factors: Factors) -> None:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Cut tensors of one shape into pieces; those that do not all lie in order stay whole."""
+    """Cut tensors of one shape into pieces; if any is not contiguous, all stay whole."""
     if not in_order(tensors) or tensors[0].numel() <= PIECE:
         yield tensors
         return
@@ -172,7 +172,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 
 def in_order(tensors: Sequence[Tensor]) -> bool:
-    """Whether the elements of all tensors lie in order."""
+    """Whether all tensors are contiguous."""
     return all(tensor.is_contiguous() for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers with 8-bit state (arXiv:2110.02861) by bitsandbytes: 2 bytes per parameter for AdamW, 1 for Lion.
+"""bitsandbytes' optimizers with 8-bit state (arXiv:2110.02861): 2 bytes per parameter for AdamW, 1 for Lion.
 
 Tensors with fewer than 4096 elements keep fp32 state.
 """

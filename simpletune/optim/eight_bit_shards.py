@@ -1,7 +1,7 @@
-"""Join and cut 8-bit optimizer state, whose blocks of 256 numbers have a scale each (arXiv:2110.02861).
+"""Join and cut 8-bit optimizer state, which has a scale for each block of 256 numbers (arXiv:2110.02861).
 
-A shard's blocks begin at its own first element. Where the new shard's blocks are those of the old ones, numbers and
-scales stay as they are; where not, they are quantised once more.
+A shard's blocks begin at its own first element. Where the new shard's blocks coincide with the old ones', numbers and
+scales are copied; elsewhere they are quantised again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from simpletune.optim.place import StatePiece, joined_state
 BLOCK = 256
 SMALLEST = 4096  # elements; bitsandbytes keeps the state of smaller tensors in fp32
 SIGNED = {"state1": True, "state2": False}
-"""Tensors of numbers, and whether their table has negative ones; table and scales have the same last letter."""
+"""The tensors of 8-bit numbers, and whether their table is signed; table and scales end in the same digit."""
 
 
 def joined(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-    """Return the state of the elements ``start`` to ``stop`` of a parameter from that of saved shards.
+    """Return the state of a parameter's elements ``start`` to ``stop`` from the state of saved shards.
 
     Args:
         pieces: in order, together covering these elements.
@@ -64,7 +64,7 @@ def _tensor(piece: StatePiece, name: str) -> Tensor:
 
 
 def widened(values: Mapping[str, Tensor | int | float]) -> State:
-    """The state of a shard in fp32, as bitsandbytes keeps that of small tensors."""
+    """A shard's state in fp32, as bitsandbytes stores it for small tensors."""
     wide: State = {name: value for name, value in values.items() if not name.startswith(("qmap", "absmax"))}
     for name in SIGNED:
         if f"absmax{name[-1]}" in values:
@@ -75,7 +75,7 @@ def widened(values: Mapping[str, Tensor | int | float]) -> State:
 
 
 def narrowed(state: State) -> State:
-    """The fp32 state of a shard in 8 bits."""
+    """A shard's fp32 state in 8 bits."""
     from bitsandbytes.functional import create_dynamic_map
 
     narrow = dict(state)
@@ -88,13 +88,14 @@ def narrowed(state: State) -> State:
 
 
 def dequantised(numbers: Tensor, table: Tensor, scales: Tensor) -> Tensor:  # [n] uint8, [256], [n / 256] -> [n] fp32
-    """The numbers of a table, times the scale of their block."""
+    """Look up numbers in a table, and multiply them by their block's scale."""
     flat = numbers.reshape(-1)
     return table[flat.int()] * scales.repeat_interleave(BLOCK)[: flat.numel()]
 
 
 def quantised(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:  # [n] fp32, [256] -> [n] uint8, [n / 256]
-    """The nearest numbers of a table to those of each block over its largest absolute one, and these."""
+    """Divide each block by its largest absolute value; return indices of the nearest table entries, and these
+    values."""
     blocks = nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
     relative = blocks / torch.where(scales > 0, scales, 1)[:, None]

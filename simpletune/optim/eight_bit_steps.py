@@ -1,11 +1,11 @@
 """bitsandbytes' 8-bit optimizers, with a step that only queues work on the device.
 
 Their own step (bitsandbytes 0.50) calls ``torch.cuda.synchronize`` after the update of each parameter. Updates in the
-backward pass would then drain the device's queue hundreds of times, and copies of streamed blocks, for which the call
-waits too, would no longer overlap with the computation.
+backward pass would then drain the device's queue hundreds of times; copies of streamed blocks, which the call also
+waits for, would no longer overlap with the computation.
 
-The order of the stream suffices: updates, gradients and weights share the stream that bitsandbytes' kernels and
-prefetches are launched on, the default one. Only the host's reads of paged state need to wait (``state_to_tensors``).
+Stream order suffices: updates, gradients and weights share the default stream, on which bitsandbytes launches its
+kernels and prefetches. Only the host's reads of paged state need to wait (``state_to_tensors``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import bitsandbytes.optim
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-ENTRIES = 256  # of a table of 8-bit numbers
+ENTRIES = 256  # of a table for 8-bit numbers
 
 
 class QueuedStep:
@@ -39,7 +39,7 @@ class QueuedStep:
                 self.update_step(group, parameter, group_number, number)
 
     def fill_qmap(self: Any) -> None:
-        """Make the tables of 8-bit numbers; under fake tensors without values, which computing them would read."""
+        """Make the tables of 8-bit numbers; empty under fake tensors, because computing them would read values."""
         if isinstance(torch.empty(0), FakeTensor):
             self.name2qmap |= {name: torch.empty(ENTRIES) for name in ("dynamic", "udynamic")}
         else:

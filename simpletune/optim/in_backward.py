@@ -1,4 +1,5 @@
-"""Run the optimizer in the backward pass: update each parameter, and free its gradient, as soon as that is ready.
+"""Run the optimizer in the backward pass: update each parameter as soon as its gradient is ready, and free the
+gradient.
 
 At most one layer's gradients are in memory at a time. Exact, except that clipping must treat each parameter separately,
 because a global norm needs all gradients at once. PyTorch calls a parameter's hook once per backward pass, after all
@@ -43,7 +44,7 @@ def step_in_backward(
         optimizer: the optimizer, whose ``update`` is called for each parameter (looked up at each call).
         clip_norm: clip each parameter's gradient to this norm; None disables clipping.
         streamed: moves parameters that are stored in host memory.
-        scale: of the loss, if it is scaled.
+        scale: the loss scale, if the loss is scaled.
     """
 
     def take(parameter: nn.Parameter) -> None:

@@ -1,8 +1,8 @@
 """Scale the loss for fp16 products, and undo an update whose scaled gradients overflow, without a host read.
 
-torch.amp.GradScaler reads from the device to skip the step of any optimizer that does not do so itself. Here the scale
-follows GradScaler's own kernel, and an update is undone on the device: bit for bit, except for step counters that an
-optimizer keeps on the host, which count the step.
+torch.amp.GradScaler reads from the device to skip a step, unless the optimizer skips it itself. Here the scale is
+computed by GradScaler's own kernel, and an update is undone on the device: bit for bit, except that step counters on
+the host still count the step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from simpletune.optim.optimizer import State
 from simpletune.options import Json
 
-INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # those of torch.amp.GradScaler
+INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as in torch.amp.GradScaler
 SMALLEST = 1.0
-"""A step whose gradients overflow at this scale or less is not finite by itself."""
+"""A step whose gradients overflow at this scale or less would overflow without scaling, too."""
 PORTION = 1 << 22
-"""Parameters' elements that are updated, and can be undone, together: 48 MiB of copies for AdamW in fp32."""
+"""How many elements are updated, and can be undone, together: 48 MiB of copies for AdamW in fp32."""
 
 
 class LossScale:
@@ -45,7 +45,7 @@ class LossScale:
         torch._foreach_mul_(list(gradients), self.scale.reciprocal())
 
     def note(self, norm: Tensor) -> None:
-        """Decide from the norm of all unscaled gradients whether the step overflowed."""
+        """Determine from the norm of all unscaled gradients whether the step overflowed."""
         self.overflow = ~norm.isfinite()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,12 +94,12 @@ def portions(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
     """Undo, on the device, what an optimizer does to some parameters and their state in this context.
 
-    State that the update creates keeps what zero gradients make of it, with a step counter of 0.
+    State that the undone update created keeps the values that zero gradients give it, with a step counter of 0.
 
     Args:
         overflow: bool [], whether to undo.
         optimizer: updates only these parameters in the context.
-        parameters: all with a gradient, which is zeroed if the update is undone.
+        parameters: all must have a gradient, which is zeroed if the update is undone.
     """
     with torch.no_grad():
         for parameter in parameters:

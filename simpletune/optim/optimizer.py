@@ -49,7 +49,7 @@ class OptimizerOption(Option):
     """Why it cannot update a shard of a parameter by itself; None: it can."""
 
     def rules(self) -> Iterator[Problem]:
-        """Check the options by themselves."""
+        """Check the options on their own."""
         yield from ()
 
     def build(
@@ -64,8 +64,8 @@ class OptimizerOption(Option):
         Args:
             parameters: the parameters to train.
             in_backward: whether each is updated separately (``RoundedOptimizer.update``).
-            ratios: a factor on the learning rate of each parameter; None: 1 for all.
-            places: where each parameter lies in its whole, if the parameters are shards.
+            ratios: a factor on each parameter's learning rate; None: 1 for all.
+            places: the place of each parameter in the whole one, if the parameters are shards.
         """
         from simpletune.optim.rounding import RoundedOptimizer
 
@@ -80,7 +80,7 @@ class OptimizerOption(Option):
         return value if name == "step" else value.to(parameter.device)
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Return the state of the elements ``start`` to ``stop`` of a parameter, flat, from that of saved shards."""
+        """Return the flat state of a parameter's elements ``start`` to ``stop`` from the state of saved shards."""
         from simpletune.optim.place import joined_state
 
         return joined_state(pieces, start, stop)
@@ -91,13 +91,13 @@ class OptimizerOption(Option):
         raise NotImplementedError
 
     def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:
-        """Return the average of the weights that the built optimizer keeps, to draw, evaluate and export; or None."""
+        """Return the average of the weights that the optimizer keeps for drawing, evaluating and exporting, or None."""
         return None
 
 
 @runtime_checkable
 class BeginsSteps(Protocol):
-    """An optimizer whose updates of one step share something."""
+    """An optimizer whose updates of one step share a computation."""
 
     def begin_step(self) -> None:
         """Prepare for the updates of the next step."""

@@ -1,4 +1,4 @@
-"""Where a shard lies in its parameter: random bits and saved state do not depend on how many processes share it."""
+"""Where a shard lies in its parameter, so that random bits and saved state do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The place of a shard: a run of elements of its parameter, in the parameter's own order.
+    """The place of a shard: a contiguous range of its parameter's elements, in the parameter's own order.
 
     Args:
-        number: index of the parameter among all that train.
+        number: index of the parameter among all trained ones.
         start: first element.
         whole: number of elements of the whole parameter.
     """
@@ -28,15 +28,15 @@ class ShardGenerator(NamedTuple):
     """Draws the random numbers of a whole parameter, of which a shard takes its own.
 
     Args:
-        generator: of the whole parameter; None: the global one.
-        place: of the shard.
+        generator: the whole parameter's generator; None: the global one.
+        place: the shard's place.
     """
 
     generator: torch.Generator | None
     place: Place
 
     def draw(self, like: Tensor, low: int, high: int) -> Tensor:
-        """Draw integers of ``low`` to ``high - 1``.
+        """Draw integers from ``low`` to ``high - 1``.
 
         Args:
             like: the shard's numbers, in the type of the result.
@@ -83,7 +83,8 @@ def cut_out(pieces: Sequence[tuple[int, int, Callable[[], Tensor]]], start: int,
 
 
 def joined_state(pieces: Sequence[StatePiece], start: int, stop: int) -> dict[str, Tensor | int | float]:
-    """Join saved state whose tensors have an element for each of the parameter's; other values are equal in all pieces.
+    """Join saved state whose tensors have one element for each of the parameter's; other values must be equal in all
+    pieces.
 
     Args:
         pieces: in order, together covering the elements ``start`` to ``stop``.

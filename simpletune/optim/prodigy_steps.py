@@ -14,13 +14,13 @@ from simpletune.optim.optimizer import State
 class ProdigySteps(torch.optim.Optimizer):
     """Prodigy over Adam (arXiv:2306.06101, algorithm 4) with decoupled weight decay.
 
-    All updates of a step use the estimate d of its beginning, which ``begin_step`` computes from the state that the
-    steps before have left. So parameters may be updated in any portions, an update that is undone leaves no trace in
-    d, and the state of the parameters is all that a checkpoint needs.
+    All updates of a step use the estimate d that ``begin_step`` computes from the state left by earlier steps. So
+    parameters may be updated in any portions, an update that is undone leaves no trace in d, and a checkpoint needs
+    only the parameters' state.
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq``, ``s`` and ``p0`` in the parameter's type; ``step``; and on the
-    device, as fp32 scalars, its parts ``d_numerator`` and ``d_denominator`` of the estimate. The first parameter also
-    has the estimate itself, ``d``.
+    device, as fp32 scalars, its contributions ``d_numerator`` and ``d_denominator`` to the estimate. The first
+    parameter also stores the estimate itself, ``d``.
 
     Args:
         parameters: the parameters to train, on one device.
@@ -77,7 +77,7 @@ class ProdigySteps(torch.optim.Optimizer):
     def _update(self, parameters: Sequence[nn.Parameter], group: State, number: int) -> None:
         """Update parameters that all have taken ``number`` steps.
 
-        The estimate's sums are kept relative to d0, as by the authors, so that they do not underflow.
+        The estimate's sums are kept relative to d0, as in the authors' code, so that they do not underflow.
         """
         states = [self.state[parameter] for parameter in parameters]
         beta_1, beta_2, beta_3 = group["betas"]

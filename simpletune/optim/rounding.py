@@ -62,10 +62,10 @@ class Streaming(Protocol):
     """Moves parameters between host and device."""
 
     def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
-        """Surround the update of one parameter: bring its optimizer state to the device, then send it back."""
+        """The context for one parameter's update: bring its optimizer state to the device, then send it back."""
 
     def keep_state(self, parameter: nn.Parameter, state: State) -> None:
-        """Move the optimizer state of a parameter to where it stays between updates."""
+        """Move a parameter's optimizer state to where it stays between updates."""
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
@@ -82,10 +82,10 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     Args:
         parameters: the parameters to train.
-        make: builds the optimizer for some parameters, which must not depend on each other.
+        make: builds the optimizer for some parameters; their updates must be independent of each other.
         rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
-        ratios: a factor on the learning rate of each parameter; None: 1 for all.
-        places: where each parameter lies in its whole, if the parameters are shards.
+        ratios: a factor on each parameter's learning rate; None: 1 for all.
+        places: the place of each parameter in the whole one, if the parameters are shards.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data, shell.grad = parameter.detach().to(wide), parameter.grad.to(wide)
         generator = self._generator(number, parameter.device)
         self._step_inner([number], generator)
-        shell.grad = None  # its memory serves the random bits
+        shell.grad = None  # its memory is reused for the random bits
         if wide == torch.float32 and parameter.dtype == torch.bfloat16:
             round_into(parameter, shell.data, generator)
         elif wide != parameter.dtype:
@@ -159,7 +159,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         shell.data = shell.data.new_empty(0)
 
     def _groups(self) -> Iterator[list[nn.Parameter]]:
-        """Group the parameters that have a gradient: those that need no copy, and small ones, step together; others
+        """Group the parameters with a gradient: those without a copy step together, as do small ones; others step
         alone."""
         Home = tuple[torch.device, torch.device, float]
         open_groups: dict[Home, list[nn.Parameter]] = {}

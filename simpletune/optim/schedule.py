@@ -92,7 +92,8 @@ class CosineWithRestarts(_Schedule):
     def decay(self, progress: float) -> float:
         """(1 + cos(pi p)) / 2 at the fraction p of the current cycle.
 
-        A fraction that float64 puts just below a restart is the restart; else a step would have a learning rate of 0.
+        A fraction that float64 rounds to just below a restart counts as the restart; otherwise a step would have a
+        learning rate of 0.
         """
         return 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress + 1e-9) % 1.0)))
 

@@ -1,7 +1,7 @@
 """Schedule-free AdamW (arXiv:2405.15682): averages the weights while it trains, instead of lowering the learning rate.
 
 The step is our own: the authors' package (schedulefree 1.4) keeps its counters outside the state that a checkpoint
-saves, and counts once for each call, although parameters may be updated in portions. The tests compare the two.
+saves, and counts once per call, although parameters may be updated in portions. The tests compare the two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScheduleFreeAdamW(OptimizerOption):
     r: Annotated[float, Field(ge=0)] = 0.0
     """Weight of step k in the average is proportional to k^r; larger values favour later steps."""
     weight_lr_power: Annotated[float, Field(ge=0)] = 2.0
-    """Exponent of the learning rate in that weight, which leaves warm-up out."""
+    """Exponent of the learning rate in that weight; above 0, steps of the warm-up count less."""
 
     bytes_per_parameter: ClassVar[float] = 8
     averages: ClassVar[bool] = True

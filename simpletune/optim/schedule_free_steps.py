@@ -1,6 +1,6 @@
 """The steps of schedule-free AdamW, and its average in place of the weights that train.
 
-y are the weights that train and get gradients, z those of plain AdamW, x the average:
+y are the weights that train and get gradients, z the weights of plain AdamW, x the average:
 y = (1 - beta_1) z + beta_1 x (arXiv:2405.15682, eq. 3 to 5). Parameters are y, state is z, and x follows from both.
 """
 
@@ -20,7 +20,7 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
     """Schedule-free AdamW with the weight decay at y.
 
     State of each parameter: ``z`` and ``exp_avg_sq`` in its type; on the host ``step``, ``lr_max`` and ``weight_sum``,
-    of which a step that is undone on the device still counts.
+    which still count a step that is undone on the device.
 
     Args:
         parameters: the parameters to train.
@@ -58,7 +58,7 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
         return state["step"], weight, weight / state["weight_sum"]
 
     def _update(self, parameters: Sequence[nn.Parameter], group: State, step: float, share: float) -> None:
-        """Update parameters that have counted alike."""
+        """Update parameters with equal counters."""
         y: list[Tensor] = list(parameters)
         z, square = ([self.state[parameter][name] for parameter in parameters] for name in ("z", "exp_avg_sq"))
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
@@ -78,7 +78,7 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
 
 
 class ScheduleFreeAverage:
-    """The average x, which the optimizer's state and the weights contain, and which is drawn, evaluated and exported.
+    """The average x, derived from the optimizer's state and the weights, for drawing, evaluating and exporting.
 
     Args:
         optimizer: schedule-free, or one that rounds its weights.

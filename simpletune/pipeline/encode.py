@@ -42,7 +42,7 @@ class Prepared:
         requests: the validation pictures to draw.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
-        notes: what else to say of the data; a plan that lists no samples has nothing else to tell it from.
+        notes: further remarks on the data, for a plan that lists no samples to derive them from.
     """
 
     plan: Plan
@@ -84,14 +84,14 @@ class Prepared:
 def encode(
     config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
 ) -> Prepared:
-    """Fill the caches. Each process encodes its share, and waits at the end until all is there.
+    """Fill the caches. Each process encodes its share, then waits for the others.
 
     Args:
         config: the configuration, with folders resolved.
         data: the scanned data and its plan.
         accelerator: provides the processes and the device.
         stages: records the time and memory of each stage.
-        start: steps that are done. Of a stream, only what the others use is encoded.
+        start: the number of finished steps. For a stream, encodes only what the remaining steps use.
 
     Raises:
         UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
@@ -135,7 +135,7 @@ class Caches:
         """Encode the crops that are not cached, one part after the other.
 
         Returns:
-            What any process has rejected, equal in all of them.
+            What any process has rejected; equal in all processes.
         """
         found: list[Rejected] = []
         with self._stages.stage("latents"):
@@ -145,12 +145,12 @@ class Caches:
             return agreed(found, [view for views in parts for view in views], self._accelerator)
 
     def prepared(self, plan: Plan, requests: list[Request], captions: str, left_out: list[Rejected]) -> Prepared:
-        """The result, once all is there."""
+        """The result, once the caches are full."""
         return Prepared(plan, self.text, self.latents, self.masks, requests, captions, left_out)
 
 
 def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accelerator) -> list[Rejected]:
-    """What any process has rejected, one entry a picture in the order of the views, equal in all processes.
+    """What any process has rejected, one entry per picture in the order of the views; equal in all processes.
 
     Waits for all processes; afterwards the caches are full.
     """
@@ -171,13 +171,13 @@ def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> 
 
 
 def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
-    """The captions, and their prompts of the class if every micro-batch has a second pass with them."""
+    """The captions, and their class prompts if every micro-batch has a second pass with them."""
     of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
     return [*captions, *of_class]
 
 
 def prompts_beside(config: TrainConfig, requests: Sequence[Request]) -> list[str]:
-    """The prompts that are not of the data: of validation pictures, and those for which drift is measured."""
+    """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
     drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
     return [*drawn, *drift_prompts(config.validation)]
 

@@ -28,7 +28,7 @@ class LatentCache:
     Args:
         model: the model, with folders resolved.
         dtype: the type in which the autoencoder runs.
-        cache: where the cache lies; a path: a folder of single files.
+        cache: the cache's place; a path: a folder of single files.
         tile: ``memory.vae_tile``.
     """
 
@@ -43,11 +43,11 @@ class LatentCache:
         Args:
             views: the crops.
             device: where the autoencoder runs.
-            share: what this process encodes first, if others fill the cache too; all crops but the rejected ones are
-                there afterwards.
+            share: what this process encodes first, if others fill the cache too; afterwards the cache holds all crops
+                but the rejected ones.
 
         Returns:
-            How many this process has encoded, and the pictures that could not be decoded.
+            The number of crops that this process has encoded, and the pictures that could not be decoded.
         """
         by_key: dict[str, list[View]] = {}
         for view in views:
@@ -60,7 +60,7 @@ class LatentCache:
     ) -> tuple[int, list[Rejected]]:
         """Encode crops by key. Rejects pictures that cannot be decoded or whose latents are not finite."""
         encoded, rejected = 0, list[Rejected]()
-        vae: nn.Module | None = None  # loaded by a process that has something to encode
+        vae: nn.Module | None = None  # loaded only by a process that has something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
             for keys in self.cache.claimed(missing, share, PICTURES):
                 vae = self.model.load_vae(device, self.dtype, self.tile) if vae is None else vae

@@ -1,5 +1,4 @@
-"""Load the base model according to the memory options, for training and for drawing; one copy a machine of what stays
-in host memory."""
+"""Load the base model as the memory options say; keeps one copy per machine of what stays in host memory."""
 
 from __future__ import annotations
 
@@ -48,14 +47,14 @@ def load_base(
 def load_base_together(
     config: TrainConfig, accelerator: Accelerator, sizes: Collection[Size], cache: Path | None = None
 ) -> Transformer:
-    """Like ``load_base``, in all processes at once. Those of a machine share frozen weights that stay in host memory; a
-    process that cannot has its own copy, and the first process says why.
+    """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
+    memory; a process that cannot share loads its own copy, and the first process logs why.
 
     Args:
         config: the configuration, with folders resolved.
         accelerator: provides the processes and the device.
-        sizes: as for ``load_base``.
-        cache: as for ``load_base``.
+        sizes: see ``load_base``.
+        cache: see ``load_base``.
 
     Raises:
         UserError: the processes of a machine have loaded different weights.
@@ -85,21 +84,22 @@ def load_base_together(
 
 
 def leaves_weights_on_host(memory: Memory) -> bool:
-    """Whether a run of several processes leaves weights in host memory. None of them trains: a plan needs an adapter
-    that does not train the base, and to stream weights that train takes ``optimizer_in_backward``, which is refused."""
+    """Whether a run of several processes leaves weights in host memory. All of these are frozen: a modulation plan
+    needs an adapter that does not train the base, and streaming trained weights needs ``optimizer_in_backward``, which
+    is refused for several processes."""
     return memory.resident_blocks is not None or memory.modulation == "plan"
 
 
 def first_here(accelerator: Accelerator) -> int:
-    """The number of the first process of this machine."""
+    """The rank of this machine's first process."""
     return int(accelerator.process_index - accelerator.local_process_index)
 
 
 def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights | None, str]:
-    """Find the pages that this machine's processes share, which the first of them makes.
+    """Return the pages that this machine's processes share; the first process creates them, the others join.
 
     Returns:
-        The pages, or None and why there are none; a process that is alone on its machine needs none.
+        The pages, or None and the reason; a process that is alone on its machine needs none.
     """
     weights, why, offer = None, "", None
     if processes_here() > 1 and accelerator.local_process_index == 0:
@@ -119,18 +119,18 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
 
 
 def announce_copies(reasons: list[str], nbytes: int) -> None:
-    """Say what is shared, or how many processes have a copy of their own and why.
+    """Log what is shared, or how many processes have their own copy and why.
 
     Args:
-        reasons: of each process; empty if it shares or is alone on its machine.
-        nbytes: what is shared, in the first process.
+        reasons: each process's reason; empty if it shares or is alone on its machine.
+        nbytes: the number of shared bytes in the first process.
     """
     if nbytes:
         say(f"host    {nbytes / 2**30:.2f} GiB of frozen weights in host memory, once for all processes of a machine")
     if own := [why for why in reasons if why]:
         say(
             f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
-            f"host memory, which take as much memory again: {own[0]}"
+            f"host memory, which takes as much memory again: {own[0]}"
         )
 
 

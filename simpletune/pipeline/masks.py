@@ -1,4 +1,4 @@
-"""The cache of masks at the latents' resolution, beside that of latents: a new mask encodes no picture again."""
+"""The cache of masks at the latents' resolution, apart from the latents: a new mask needs no new encoding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MASKS = 64  # claimed together
 
 
 class MaskCache:
-    """Masks by crop, in a byte for each place.
+    """Masks by crop, with one byte for each position of the latent.
 
     Args:
-        cache: where the cache lies; a path: a folder of single files.
+        cache: the cache's place; a path: a folder of single files.
     """
 
     def __init__(self, cache: CachePlace | Path):
@@ -36,7 +36,7 @@ class MaskCache:
             share: what this process crops first, if others fill the cache too.
 
         Returns:
-            The pictures whose masks cannot be used.
+            The pictures whose masks are unusable.
         """
         wanted = {mask_key(view): view for view in masked(views)}
         missing = self.cache.lacking(wanted, share)

@@ -144,7 +144,7 @@ class MicroBatches(Protocol):
         """Passes of this process in a step."""
 
     def micro_batch(self, step: int, micro: int) -> list[Draw]:
-        """The draws of one of them."""
+        """The draws of one micro-batch."""
 
 
 class ModulationPlan:
@@ -155,10 +155,10 @@ class ModulationPlan:
 
     Args:
         modulation: the detached modulation of the transformer.
-        plan: gives the draws of each pass.
-        pooled: gives the pooled embedding [p] of a prompt.
-        apart: compute the rows of each pass of a step apart, so that their bits do not depend on how many of them a
-            process has.
+        plan: provides the draws of each pass.
+        pooled: returns the pooled embedding [p] of a prompt.
+        apart: compute the rows of each of a step's passes separately, so that their bits do not depend on how many
+            passes a process has.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ def _outputs(layer: nn.Module) -> int:
 
 
 def _keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous. Those in pages
+    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous. Tensors in pages
     that the machine's processes share are there already.
 
     Tensor subclasses (quanto's) cannot be pinned; their copies are slower but correct.

@@ -52,19 +52,19 @@ def plan_data(config: TrainConfig) -> PlannedData:
 
 
 def plan_sources(config: TrainConfig) -> PlannedData:
-    """Scan the data and plan the run over all that can be used.
+    """Scan the data and plan the run over everything usable.
 
     Args:
         config: the configuration, with folders resolved.
 
     Raises:
-        UserError: as ``plan_data``.
+        UserError: see ``plan_data``.
     """
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
         say(f"data    {note}")
-    for hint in scan.hints:  # before what is refused, which they may explain
+    for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
     usable = without(scan.pictures, small)
@@ -92,7 +92,7 @@ def plan_stream(config: TrainConfig) -> PlannedData:
 
 
 def hint_at_shares(plan: Plan) -> None:
-    """Say how many samples are for regularization, if they are far more or fewer than the others."""
+    """Log the number of regularization samples if it is far from the number of the others."""
     of_class = sum(plan.source_of(sample).regularization for sample in plan.samples)
     others = len(plan.samples) - of_class
     ratio = of_class / others
@@ -103,10 +103,11 @@ def hint_at_shares(plan: Plan) -> None:
 
 
 def require_token(config: TrainConfig, plan: Plan) -> None:
-    """The pictures to learn from have the token of ``text.embeddings`` in their captions; warn about those without it.
+    """Require the token of ``text.embeddings`` in the captions of the pictures to learn from; warn about those without
+    it.
 
     Raises:
-        UserError: none has it.
+        UserError: no caption has it.
     """
     option = config.text.embeddings
     if option is None:
@@ -125,7 +126,7 @@ def require_token(config: TrainConfig, plan: Plan) -> None:
 
 
 def require_positions(config: TrainConfig, plan: Plan) -> None:
-    """The model has positions for pictures of every size that the run has.
+    """Require that the model has positions for every picture size of the run.
 
     Raises:
         UserError: a bucket or a validation picture is too large.
@@ -162,5 +163,5 @@ def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
 
 
 def _of_source(each: Rejected, data: Data) -> str:
-    """Say where an entry is, if there are several sources."""
+    """Name an entry's source, if there are several."""
     return "" if len(data.members) == 1 else f" in {printable(data.members[each.source].path)}"

@@ -97,7 +97,7 @@ def drawn_as(file: Path) -> Json:
 
 
 def _of_version_0_1(text: dict[str, str]) -> Iterator[tuple[str, str | int]]:
-    """Prompt and seed of a picture by version 0.1, each in its own chunk."""
+    """The prompt and seed of a picture written by version 0.1, which used a chunk for each."""
     if "prompt" in text:
         yield "prompt", text["prompt"]
     if text.get("seed", "").isdecimal():

@@ -1,7 +1,7 @@
-"""Encoded prompts of drawing: with learned embeddings and updated text encoders, from the cache where they are there.
+"""Encoded prompts for drawing, with learned embeddings and updated text encoders, cached.
 
-A prompt that nothing changes has the key that training gives it, so both share its file. Every other one has a key with
-a digest of the vectors and updates that it was encoded with, so that no encoding outlives a change of either.
+A prompt that neither changes has the same key as in training, so both share its file. The key of any other prompt
+includes a digest of the vectors and updates that encoded it, so that no encoding outlives a change of either.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NOT_FINITE = "Its weights or a LoRA's may be damaged, or overflow in this precis
 
 
 class PromptStore:
-    """Encoded prompts with one text side, in the same folders as training's.
+    """Prompts encoded with one text side, in the same folders as training's.
 
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        cache: where the cache lies; a path: a folder of single files.
+        cache: the cache's place; a path: a folder of single files.
         side: embeddings and updates of the text encoders.
 
     Raises:
@@ -44,7 +44,7 @@ class PromptStore:
         """Encode the prompts that are not cached yet, one encoder at a time.
 
         Returns:
-            How many prompts at least one encoder has encoded.
+            The number of prompts that at least one encoder has encoded.
         """
         encoded: set[str] = set()
         wanted = list(dict.fromkeys(prompts))

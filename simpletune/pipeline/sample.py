@@ -44,8 +44,7 @@ class SampledModel(Protocol):
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
-        """A new solver for ``steps`` steps without the first, noisiest ``skipped`` of them, for weights that were
-        trained with an objective."""
+        """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
@@ -91,8 +90,8 @@ class Request:
 
 
 def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
-    """Draw a request's noise in fp32 on the CPU, so that it does not depend on the device or batch, and equals
-    diffusers' noise from a CPU generator with that seed.
+    """Draw a request's noise in fp32 on the CPU, so that it depends on neither device nor batch, and equals diffusers'
+    noise from a CPU generator with that seed.
 
     Returns:
         The sampler's noise, and with a starting picture also the autoencoder's, which is drawn first.
@@ -121,8 +120,8 @@ class Sampler:
             last bits of products depend on the number of rows.
         reuse_guidance: recompute the difference of the predictions for prompt and negative prompt only every this many
             steps. Values above 1 save passes and change the pictures.
-        attention: gives a context for the transformer's passes, which may restrict PyTorch's choice of an attention
-            kernel there; the autoencoder's is not restricted.
+        attention: returns a context for the transformer's passes, which may restrict PyTorch's choice of attention
+            kernel; the autoencoder runs outside of it.
         objective: what the weights were trained with, which may change the solver's schedule; None: the model's own.
     """
 
@@ -146,7 +145,7 @@ class Sampler:
         """Take the family's solver from noise to latents, with z in fp32.
 
         With guidance g the prediction is p_negative + g (p_positive - p_negative) (arXiv:2207.12598), with both halves
-        in one batch. In fp16, draws again with fp32 in the blocks that overflowed.
+        in one batch. In fp16, repeats the drawing with fp32 in the blocks that overflowed.
 
         Args:
             requests: requests with equal ``Request.batch_key``.
@@ -202,7 +201,7 @@ class Sampler:
 
         Args:
             requests: the pictures to draw.
-            embeddings: gives the embeddings of a prompt.
+            embeddings: returns the embeddings of a prompt.
             starts: the result of ``encode_starts``.
         """
         latents: dict[int, Tensor] = {}
@@ -222,8 +221,8 @@ def conditions_of(
     sigmas: Tensor,  # [s], fp32
     modulation: ModulationSource | None,
 ) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
-    """The pooled input of the transformer at each noise level: the pooled prompts, or if its modulation is detached,
-    its modulations, computed one window of levels at a time."""
+    """The transformer's pooled input at each noise level: the pooled prompts, or, if its modulation is detached, its
+    modulations, computed one window of levels at a time."""
     if modulation is None:
         yield from (pooled for _ in sigmas)
         return
@@ -242,7 +241,7 @@ def draw(
         vae: encodes starting pictures and decodes the latents.
         model: scales latents to and from the autoencoder.
         requests: the pictures to draw.
-        embeddings: gives the embeddings of a prompt.
+        embeddings: returns the embeddings of a prompt.
     """
     starts = encode_starts(vae, model, requests)
     return decode(vae, model, sampler.latents(requests, embeddings, starts))

@@ -16,15 +16,16 @@ from simpletune.pipeline.plan_data import report_rejected
 from simpletune.pipeline.stream_plan import FIRST, StreamPlan
 from simpletune.pipeline.stream_samples import StreamedSamples
 
-PORTION = 2**14  # samples whose prompts are encoded together, for each of which every text encoder is loaded once
+PORTION = 2**14  # samples whose prompts are encoded together; each portion loads every text encoder once
 
 
 def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: int = 0) -> Prepared:
-    """Fill the caches with what the run uses of a stream. Takes as much memory for a thousand rows as for a million.
+    """Fill the caches with the rows of a stream that the run uses. Takes as much memory for a thousand rows as for a
+    million.
 
     Args:
         config: the configuration, with folders resolved.
-        plan: of the run.
+        plan: the run's plan.
         caches: those of the run.
         start: steps that are done.
 
@@ -47,11 +48,11 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
 
 
 class Filling:
-    """Encodes rows, and takes those that cannot be used out of the plan.
+    """Encodes rows, and removes unusable ones from the plan.
 
     Args:
         config: the configuration, with folders resolved.
-        plan: of the run.
+        plan: the run's plan.
         caches: those of the run.
     """
 
@@ -63,25 +64,25 @@ class Filling:
         self._variants = plan.samples.source.variants
 
     def steps(self, start: int, steps: int, pictures: bool = True) -> None:
-        """Encode what some steps train on, or only their prompts."""
+        """Encode the samples that some steps train on, or only their prompts."""
         self._until_all(lambda: self.plan.used(start, steps), False, pictures)
 
     def evaluation(self, count: int) -> None:
         """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run.
 
-        The first one is always tried: it gives the validation prompt, and stands in the manifest.
+        Always tries the first one, which gives the validation prompt and is listed in the manifest.
         """
         if len(self.plan.drawn):
             self._until_all(lambda: self.plan.usable_drawn()[:count] * self._variants, True)
         self._until_all(lambda: self.plan.first(1 if len(self.plan.drawn) else max(1, count)) * self._variants, False)
 
     def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, pictures: bool = True) -> None:
-        """Encode samples, and what takes the place of those that cannot be used, until nothing is missing.
+        """Encode samples, and the replacements of unusable ones, until none is missing.
 
         Args:
-            wanted: returns place * variants + variant of each by the current plan.
+            wanted: returns place * variants + variant of each sample, by the current plan.
             held_out: whether they are held out.
-            pictures: whether to encode their pictures, beside their prompts.
+            pictures: whether to encode their pictures besides their prompts.
         """
         done = np.empty(0, np.int64)
         while len(todo := np.setdiff1d(wanted(), done)):
@@ -115,7 +116,7 @@ class Filling:
     def _made(
         self, samples: StreamedSamples, codes: np.ndarray
     ) -> tuple[list[tuple[Sample, int, int]], list[Rejected]]:
-        """Samples with their places and variants, and those whose captions cannot be used."""
+        """Samples with their places and variants, and those with unusable captions."""
         found, rejected = list[tuple[Sample, int, int]](), dict[int, Rejected]()
         for place, variant in zip(*(part.tolist() for part in divmod(codes, self._variants)), strict=True):
             try:

@@ -1,6 +1,6 @@
 """The plan of a run over a data set in shards: the same steps for any number of processes, and no list of samples.
 
-What a plan holds of a million rows are arrays of their numbers, blocks and buckets, and the order of two epochs.
+Even for a million rows, a plan holds only arrays of their numbers, blocks and buckets, and the order of two epochs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simpletune.options import Json, UserError, plural
 from simpletune.pipeline.stream_samples import StreamedSamples, split_samples, streamed_samples
 from simpletune.streams.order import Micros, epoch_order, substituted
 
-FIRST = 1024  # samples of a run that an evaluation without a split looks at, at most
+FIRST = 1024  # the most samples of a run that an evaluation without a split looks at
 PROMPT_FIELDS = (
     "prompt", "caption_column", "caption_lines", "caption_prefix", "caption_suffix", "shuffle_tags", "tag_dropout",
     "keep_tags", "tag_separator", "caption_dropout", "variants",
@@ -33,12 +33,12 @@ class StreamPlan(Plan):
 
     Args:
         samples: the rows to train on.
-        objective: gives the density of noise levels.
+        objective: provides the density of noise levels.
         seed: ``train.seed``.
         batch: the batch sizes of a step.
         drawn: rows that no step trains on.
-        unusable: places of samples, and in ``drawn``, that cannot be used: the place of each in an epoch goes to
-            the next usable row of its bucket.
+        unusable: places of unusable samples, and places in ``drawn``; in an epoch, the next usable row of its bucket
+            replaces each.
     """
 
     samples: StreamedSamples
@@ -56,22 +56,22 @@ class StreamPlan(Plan):
         super().__init__(samples, samples.source, objective, seed, batch, drawn.taken(self.usable_drawn()))
 
     def usable_drawn(self) -> np.ndarray:
-        """The places in ``drawn`` of rows that can be used, as far as is known."""
+        """The places in ``drawn`` of rows that are usable as far as is known."""
         return np.setdiff1d(np.arange(len(self.drawn)), self.unusable[1])
 
     def divided(self, batch: GlobalBatch) -> StreamPlan:
-        """The plan of the same samples in steps of another size."""
+        """The plan for the same samples with another step size."""
         return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, self.unusable)
 
     def without(self, trained: Sequence[int], held_out: Sequence[int]) -> StreamPlan:
-        """The plan without some rows that cannot be used.
+        """The plan without some unusable rows.
 
         Args:
             trained: places of samples.
             held_out: places in ``drawn``.
 
         Raises:
-            UserError: none of a bucket is left.
+            UserError: no row of a bucket is left.
         """
         more = [np.array(each, dtype=np.int64) for each in (trained, held_out)]
         first, second = (np.union1d(old, new) for old, new in zip(self.unusable, more, strict=True))
@@ -110,7 +110,7 @@ class StreamPlan(Plan):
         return self.samples.sizes[self.samples.bucket[index]]
 
     def used(self, start: int, steps: int) -> np.ndarray:
-        """The samples that the steps from ``start`` up to ``steps`` train on, each with each of its variants, once.
+        """The distinct pairs of sample and variant that the steps from ``start`` up to ``steps`` train on.
 
         Returns:
             place * data.variants + variant, ascending, which is the order of the shards: int64 [n].
@@ -142,7 +142,8 @@ class StreamPlan(Plan):
         return len(self.samples)
 
     def share(self, index: int, path: str) -> SourceShare:
-        """What the data set contributes to an epoch; prompts and crops are not counted: all would have to be read."""
+        """What the data set contributes to an epoch, without counting prompts and crops, which takes reading all
+        rows."""
         source = self.samples.source
         return SourceShare(
             path=path,
@@ -183,7 +184,7 @@ def stream_plan(config: TrainConfig) -> StreamPlan:
     """Open the data set and plan a run over it, without reading a row.
 
     Args:
-        config: with ``demo:`` names resolved.
+        config: the configuration, ``demo:`` names resolved.
 
     Raises:
         UserError: the data set is missing or damaged, or no rows are left to train on.

@@ -1,4 +1,4 @@
-"""The rows of a data set in shards as samples, made one by one."""
+"""Rows of a data set in shards as samples, made one by one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StreamedSamples(Sequence[Sample]):
         return replace(self, numbers=self.numbers[places], bucket=self.bucket[places], shapes=shapes)
 
     def uncaptioned(self) -> StreamedSamples:
-        """The same samples without their captions, which need not be read for them."""
+        """These samples without their captions, which saves reading them."""
         return replace(self, source=self.source.model_copy(update={"prompt": "-"}))
 
     def name(self, index: int) -> str:
@@ -78,10 +78,10 @@ class StreamedSamples(Sequence[Sample]):
         """Number the parts of samples whose pictures fit into memory together.
 
         Args:
-            places: of samples, in the order of their rows: int64 [n].
+            places: the samples' places, in the order of their rows: int64 [n].
 
         Returns:
-            The part of each: int64 [n].
+            Each sample's part: int64 [n].
         """
         blocks = self.rows.blocks_of(self.numbers[places])
         first = np.diff(blocks, prepend=-1) != 0
@@ -114,7 +114,8 @@ def streamed_samples(source: Stream, step: int, local: Path) -> StreamedSamples:
 
 
 def split_samples(samples: StreamedSamples, split: float | None, seed: int) -> tuple[StreamedSamples, StreamedSamples]:
-    """The rows to train on, and those to hold out: as many as ``validation.split`` says, drawn from the seed.
+    """Split rows into those to train on and those to hold out: ``validation.split`` gives their number, the seed the
+    draw.
 
     Raises:
         UserError: none are left.

@@ -1,4 +1,4 @@
-"""Copy what a run needs from another cache, of either form, instead of encoding it."""
+"""Copy what a run needs from another cache, in either form, instead of encoding it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOGETHER = 64  # samples claimed together
 
 
 def places_of(source: str) -> list[CachePlace]:
-    """Where samples of a cache may lie: in an object store, or in a folder in both forms.
+    """Where a cache's samples may lie: in an object store, or in a folder in either form.
 
     Raises:
         UserError: the folder does not exist.
@@ -40,13 +40,13 @@ def take_over(config: TrainConfig, plan: Plan, source: str, share: Share = ALONE
     """Copy the prompt embeddings, latents and masks that a run lacks.
 
     Args:
-        config: with folders resolved.
-        plan: of the run.
+        config: the configuration, folders resolved.
+        plan: the run's plan.
         source: the folder or the URL of another cache.
         share: what this process copies first, if others fill the cache too.
 
     Returns:
-        How many samples this process has copied.
+        The number of samples that this process has copied.
 
     Raises:
         UserError: the source does not exist or cannot be read, or the data is a stream.

@@ -1,4 +1,4 @@
-"""Cache the prompt embeddings of a run: each encoder's outputs in a folder of their own."""
+"""Cache a run's prompt embeddings, each encoder's outputs in a separate folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from simpletune.text.inputs import TextInputs, Tokens
 from simpletune.text.option import NO_TEXT, Text
 
 Parts = Mapping[str, Tensor]  # an encoder's outputs for a prompt
-PROMPTS = 512  # claimed together, for each of which the layers of T5 are loaded once
+PROMPTS = 512  # claimed together; each portion loads T5's layers once
 NOT_FINITE = (
     "Its weights may be damaged, or overflow in this precision. Download it again, or use precision.compute=fp32"
 )
@@ -39,15 +39,15 @@ def encode_prompts(
     """Encode prompts with one encoder into its cache.
 
     Args:
-        cache: of the encoder.
+        cache: the encoder's cache.
         encoder: its name.
         missing: the prompts by their keys.
         outputs: encodes prompts.
-        failure: what the prompts are called, and the remedy, for the message if an embedding is not finite.
+        failure: for the message if an embedding is not finite: what to call the prompts, and the remedy.
         share: what this process encodes first, if others fill the cache too.
 
     Returns:
-        The prompts that no other process has encoded.
+        The prompts that this process has encoded.
 
     Raises:
         UserError: an embedding is not finite.
@@ -75,9 +75,9 @@ class TextCache:
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        cache: where the cache lies; a path: a folder of single files.
-        text: what trains on the text side. The words of a new token stand in its place; encoders that run in every step
-            are not cached, and zeros stand for their embeddings.
+        cache: the cache's place; a path: a folder of single files.
+        text: what trains on the text side. A new token is encoded as its words; encoders that run in every step are not
+            cached, and zeros replace their embeddings.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, text: Text = NO_TEXT):
@@ -93,10 +93,11 @@ class TextCache:
         Args:
             prompts: the prompts.
             device: where the encoders run.
-            share: what this process encodes first, if others fill the cache too; all prompts are there afterwards.
+            share: what this process encodes first, if others fill the cache too; afterwards the cache holds all
+                prompts.
 
         Returns:
-            How many prompts at least one encoder has encoded in this process.
+            The number of prompts that at least one encoder has encoded in this process.
         """
         encoded: set[str] = set()
         wanted = list(dict.fromkeys(map(self.tokens.expanded, prompts)))
@@ -113,7 +114,7 @@ class TextCache:
         return {wanted[prompt] for cache in self.caches.values() for prompt in cache.lacking(wanted)}
 
     def _encode(self, encoder: Encoder, missing: list[str], device: torch.device, share: Share) -> set[str]:
-        """Encode prompts with one encoder, and return those that no other process has encoded.
+        """Encode prompts with one encoder, and return those that this process has encoded.
 
         Raises:
             UserError: an embedding is not finite.
@@ -130,11 +131,11 @@ class TextCache:
         return self.prompts.assemble({encoder.name: self.part(encoder, prompt) for encoder in self.prompts.encoders})
 
     def pooled(self, prompt: str) -> Tensor:
-        """Load the pooled embedding [p] of one prompt, reading only the encoders that give it."""
+        """Load the pooled embedding [p] of one prompt, reading only the encoders that contribute to it."""
         return self.prompts.pool({encoder.name: self.part(encoder, prompt) for encoder in self.prompts.pooling})
 
     def part(self, encoder: Encoder, prompt: str) -> dict[str, Tensor]:
-        """Load one encoder's output of one prompt; zeros for one that runs in every step."""
+        """Load one encoder's output for one prompt; zeros for an encoder that runs in every step."""
         if encoder.name in self.caches:
             return unpack(self.caches[encoder.name].load(self.tokens.expanded(prompt)), self.dtype)
         region, length = self._regions[encoder.name], self.tokens.length(encoder.name)
@@ -142,13 +143,13 @@ class TextCache:
         return {"hidden": torch.zeros(length, region.width, dtype=self.dtype), "pooled": pooled}
 
     def places(self, prompt: str, pooled: bool = False) -> Iterator[tuple[Cache, str]]:
-        """Where the outputs of one prompt are cached, or only those that ``pooled`` reads."""
+        """Where the outputs for one prompt are cached, or only those that ``pooled`` reads."""
         for encoder in self.prompts.pooling if pooled else self.prompts.encoders:
             if encoder.name in self.caches:
                 yield self.caches[encoder.name], self.tokens.expanded(prompt)
 
     def inputs(self, prompts: Sequence[str]) -> TextInputs | None:
-        """What the trained text side reads of a micro-batch's prompts; None if nothing trains there."""
+        """The trained text side's inputs for a micro-batch's prompts; None if nothing trains there."""
         return self.tokens.of(prompts) if self.tokens.text.trains else None
 
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:

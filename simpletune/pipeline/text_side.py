@@ -53,7 +53,7 @@ def load_text_side(
 
 
 def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
-    """T5's input embeddings of the token's words, which it read in training: ``t5`` [v, e]; empty without T5.
+    """T5's input embeddings of the words that stood for the token in training: ``t5`` [v, e]; empty without T5.
 
     A file without them would make other tools leave the token out of T5's prompt.
     """
@@ -73,9 +73,9 @@ def first_rows(encoder: nn.Module, ids: Sequence[int]) -> Tensor:  # fp32 [v, wi
 
 
 def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) -> dict[str, Tensor]:
-    """The means over all captions of the encoders' outputs where the token's words stand: fp32 [v, width] each.
+    """The mean, over all captions, of the encoders' outputs at the token's words: fp32 [v, width] each.
 
-    One set of vectors is closest to the words' own outputs, which differ with the caption, in the squared error.
+    The words' outputs differ between captions; their mean is the one set of vectors with the smallest squared error.
     """
     tokens, regions = cache.tokens, config.model.text_regions()
     sums = {n: torch.zeros(tokens.vectors[n], regions[n].width, dtype=torch.float64) for n in tokens.with_vectors}
@@ -93,8 +93,8 @@ def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) ->
 
 
 def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | None:
-    """Build what trains on the text side like ``load_text_side``, without values, on the CPU: T5 then has one piece for
-    each word, and CLIP as many tokens as its configuration says."""
+    """Like ``load_text_side``, but without values, on the CPU: assumes one piece per word for T5, and as many tokens
+    for CLIP as its configuration says."""
     if not config.text.trains:
         return None
     model, dtype = config.model, config.precision.encoder_dtype()
@@ -110,7 +110,7 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
 
 
 def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> TextInputs | None:
-    """Inputs of a micro-batch of b prompts without values; None if nothing trains on the text side."""
+    """Inputs without values for a micro-batch of b prompts; None if nothing trains on the text side."""
     if not config.text.trains:
         return None
     model = config.model

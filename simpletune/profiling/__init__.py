@@ -4,7 +4,7 @@
 TensorBoard; ``events``, ``aggregate``, ``kinds``, ``summary``: content of the summary; ``epochs``: the windows of a
 run. A failure of the profiler never fails the run. Importing this imports no torch.
 
-May import memory, cards and system. Config and the rooms above may import it.
+May import memory, cards and system. Config and the packages above may import it.
 """
 
 from simpletune.profiling.epochs import EpochTraces, Facts

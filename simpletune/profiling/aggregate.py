@@ -17,8 +17,8 @@ OTHER = "other"
 def figures(recording: Recording, count: int) -> Json:
     """Compute figures per recorded step.
 
-    Without a device, a phase's time is that of its range minus nested phases. With a device, it runs from the end of
-    the preceding device work to the end of the last work that the phase launched.
+    Without a device, a phase's time is its range minus nested phases. With a device, it runs from the end of the
+    preceding device work to the end of the last work that the phase launched.
 
     Args:
         recording: the events.
@@ -80,7 +80,7 @@ class Phases:
     """Look up the innermost phase at a time.
 
     Args:
-        ranges: of phases; any two are nested or disjoint.
+        ranges: the ranges of phases; any two are nested or disjoint.
     """
 
     def __init__(self, ranges: Iterable[Span]):

@@ -59,9 +59,9 @@ class EpochTraces:
     Args:
         option: the window and the number of epochs.
         folder: parent of the ``epoch-NNN`` folders.
-        steps: of the run.
-        steps_per_epoch: of the run.
-        facts: of the run.
+        steps: the run's steps.
+        steps_per_epoch: steps of one epoch.
+        facts: facts about the run.
         warn: prints one line.
     """
 
@@ -100,7 +100,7 @@ class EpochTraces:
             self._guard(self._leave, window)
 
     def announce(self, start: int) -> None:
-        """Print before the first step what will be recorded if epochs are too short for the window.
+        """Before the first step, print what will be recorded if epochs are too short for the window.
 
         Args:
             start: first step of the run.

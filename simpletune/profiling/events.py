@@ -24,7 +24,7 @@ class Span:
     track: int
     """The thread; on the device, the stream."""
     id: int = 0
-    """For an operation, its number; for device work, the number of the operation that launched it; 0: unknown."""
+    """An operation's number; for device work, the number of the operation that launched it; 0: unknown."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def kind_of(chain: Chain) -> str:
 
 
 def is_work(name: str) -> bool:
-    """Whether a name is that of an operation, not of a range, an autograd node or a Python function."""
+    """Whether a name is an operation's, not a range's, an autograd node's or a Python function's."""
     return "::" in name and not name.startswith("autograd::")
 
 

@@ -68,7 +68,7 @@ def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
 
     Args:
         file: summary.json.
-        snapshots: of the step, in order.
+        snapshots: the step's snapshots, in order.
     """
     values = json.loads(file.read_text())
     values["memory"] = memory_over(snapshots, values["phases"])

@@ -25,7 +25,7 @@ def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) ->
 
     Args:
         export: writes the raw trace to a path.
-        folder: of the epoch.
+        folder: the epoch's folder.
         max_mb: maximum size of the file, in MB of 10^6 bytes.
 
     Returns:

@@ -46,8 +46,8 @@ class Int8Conv2d(nn.Conv2d):
     """A frozen ``nn.Conv2d`` with int8 weight [o, i / groups, kh, kw], fp32 ``scale`` [o] and an optional bias [o].
 
     PEFT wraps it like any convolution and builds the factors by calling the layer's class (peft/tuners/lora/layer.py,
-    ``_ConvNd.update_layer``). So one that ``from_conv`` has not made is a plain convolution. ``to(dtype)`` does not
-    cast the int8 weight.
+    ``_ConvNd.update_layer``). So an instance that ``from_conv`` has not made is a plain convolution. ``to(dtype)`` does
+    not cast the int8 weight.
     """
 
     scale: Tensor
@@ -61,7 +61,7 @@ class Int8Conv2d(nn.Conv2d):
             dtype: the type of the bias.
 
         Raises:
-            ValueError: its padding is not a number of zeros.
+            ValueError: its padding is not numeric zero padding.
         """
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ValueError(
@@ -81,7 +81,7 @@ class Int8Conv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:  # [b, i, h, w] -> [b, o, h', w']
         """Convolve with the dequantised weight in the input's type."""
-        if self.weight.is_floating_point():  # a factor of a LoRA
+        if self.weight.is_floating_point():  # a LoRA's factor
             return super().forward(x)
         geometry = self.stride, self.padding, self.dilation, self.groups
         return _FrozenInt8Convolution.apply(x, self.weight, self.scale, self.bias, geometry)

@@ -5,10 +5,9 @@ GELU(h) for down; nothing else needs GELU(h), which is four times as wide as x, 
 gradients, the gradient of h exists only as int8 rows, too. Autograd sees a placeholder of GELU(h), a single element
 expanded to its shape, which nothing reads.
 
-Both ways of quantising are custom operators (``simpletune::int8_gelu_rows``, ``simpletune::int8_gelu_gradient_rows``),
-so that fake tensors, memory accounting and predictions see what CUDA allocates and moves. GELU is the approximation by
-tanh. The CPU computes what torch's GELU and ``int8_rows`` do one after the other; the kernel's exponential may differ
-in the last bits.
+Both quantisations are custom operators (``simpletune::int8_gelu_rows``, ``simpletune::int8_gelu_gradient_rows``),
+so that fake tensors, memory accounting and predictions see what CUDA allocates and moves. GELU is the tanh
+approximation. The CPU runs torch's GELU, then ``int8_rows``; the kernel's exponential may differ in the last bits.
 
 Shapes: m rows (samples x tokens), i inputs, f features of h, o outputs, k the length of a row.
 """
@@ -34,8 +33,8 @@ from simpletune.quant.rotation import rotated
 from simpletune.system.console import say
 
 TOLERANCE = 1e-5
-"""By how much a kernel's scales may differ from torch's, relatively, on fp32 rows with positive numbers: of negative
-ones torch computes GELU to 6e-8 of the number, the kernel to 6e-8 of GELU."""
+"""The relative difference allowed between a kernel's scales and torch's on fp32 rows with positive numbers. For
+negative numbers, torch's GELU is accurate to 6e-8 of the number, the kernel's to 6e-8 of GELU."""
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("int8_gelu_rows(Tensor x, int block) -> (Tensor, Tensor)")
@@ -121,7 +120,7 @@ def _gradient_rows_on_cuda(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Te
 
 @lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
-    """Why a device that multiplies in int8 cannot quantise GELU in one launch, by trying and logged once; None if it
+    """Why a device that multiplies in int8 cannot quantise GELU in one launch, tried and logged once; None if it
     can."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = int8_products.outcome(_tried, device)
@@ -144,7 +143,7 @@ def _tried(device: torch.device) -> str | None:
         int8_gelu_kernel.gelu_rows(x.to(device), grad.to(device), columns.to(device), 0, int8_products.LEAST),
     ]
     expected = [_rows_by_torch(x, 0), _rows_by_torch(x, 256), _gradient_rows_by_torch(grad, x, columns)]
-    return None if all(map(_are_close, found, expected)) else "the kernel's rows are not those of torch"
+    return None if all(map(_are_close, found, expected)) else "the kernel's rows differ from torch's"
 
 
 def _are_close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
@@ -154,10 +153,9 @@ def _are_close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) ->
 
 
 def fuse_feed_forwards(modules: Iterable[nn.Module]) -> None:
-    """Let the feed-forward networks within modules quantise GELU's output in one launch, where they can.
-
-    Each pass finds out whether they can: layers may get an update, and devices differ. Where they cannot, the
-    network's own forward pass runs.
+    """Let the feed-forward networks within modules quantise GELU's output in one launch, where they can. Each pass
+    checks whether they can: layers may get an update, and devices differ. Where they cannot, the network's own forward
+    pass runs.
 
     Args:
         modules: changed in place.
@@ -194,7 +192,7 @@ def _fused(network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _down_of(network: nn.Module) -> Int8Linear | None:
-    """A network's second layer, if the network is of a kind that can be fused now."""
+    """A network's second layer, if the network can be fused now; otherwise None."""
     net = network.net
     assert isinstance(net, nn.ModuleList)
     if len(net) != 3 or getattr(net[0], "approximate", "none") != "tanh":
@@ -206,12 +204,12 @@ def _down_of(network: nn.Module) -> Int8Linear | None:
 
 
 def _is_plain(layer: Int8Linear) -> bool:
-    """Whether a layer multiplies in int8, and nothing watches its calls."""
+    """Whether a layer multiplies in int8 and has no hooks."""
     return layer.int8_products and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _serves(layer: Int8Linear, x: Tensor) -> bool:
-    """Whether a layer multiplies as many rows as x has in int8, on x's device."""
+    """Whether a layer multiplies x in int8, given x's number of rows and device."""
     device = x.device
     return (
         int8_products.serves(x)
@@ -226,13 +224,13 @@ def _placeholder(h: Tensor) -> Tensor:
 
 
 def _gradient_in_place(grad: Tensor, h: Tensor) -> Tensor:
-    """The gradient of h in the memory of GELU(h)'s gradient, which the second layer made and nothing else has."""
+    """The gradient of h, written over GELU(h)'s gradient, which the second layer made and nothing else holds."""
     result: Tensor = torch.ops.aten.gelu_backward.grad_input(grad, h, approximate="tanh", grad_input=grad)
     return result
 
 
 class _Gelu(torch.autograd.Function):
-    """A placeholder of GELU(h), whose gradient is that of GELU."""
+    """A placeholder of GELU(h) with GELU's gradient."""
 
     @staticmethod
     def forward(ctx: Context, h: Tensor) -> Tensor:
@@ -246,7 +244,7 @@ class _Gelu(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """h = up(x) by quantised rows, and a placeholder of GELU(h), through which the gradient of x comes."""
+    """h = up(x) from quantised rows, and a placeholder of GELU(h), through which the gradient of x flows."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A Triton kernel for the input's gradient in int8: multiply int8 rows with a weight that lies transposed.
+"""A Triton kernel for the input's gradient in int8: multiply int8 rows with a transposed weight.
 
 Called by ``int8_products.py`` on CUDA; importing this module needs Triton. Tensor cores take four consecutive numbers
 of the sum in a register, but in memory the four numbers of a word belong to neighbouring columns. So the kernel reads
@@ -62,7 +62,7 @@ def _transposed(a, b, c, d):
 
 @triton.jit
 def _paired(a, b, SHIFT: tl.constexpr):
-    """Two bytes of a and of b by turns, from bit ``SHIFT`` on."""
+    """Interleave two bytes each of a and b, from bit ``SHIFT`` on."""
     first, second = (a >> SHIFT) & 0xFF, (b >> SHIFT) & 0xFF
     third, fourth = (a >> (SHIFT + 8)) & 0xFF, (b >> (SHIFT + 8)) & 0xFF
     return first | (second << 8) | (third << 16) | (fourth << 24)
@@ -131,7 +131,7 @@ _tuned = tuner_of(_gradient, TILES, ["bucket", "n", "k", "multiprocessors"])
 
 
 def reads_words(weight: Tensor) -> bool:
-    """Whether the kernel can read a weight [n, k]: its columns lie in order, and words begin where rows do."""
+    """Whether the kernel can read a weight [n, k]: its columns are contiguous, and its rows are aligned to words."""
     (n, k), places = weight.shape, (weight.stride(1), weight.data_ptr())
     return weight.stride(0) == 1 and not any(each % 4 for each in (n, k, *places))
 

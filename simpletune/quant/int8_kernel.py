@@ -1,4 +1,4 @@
-"""Triton kernels for the int8 products: quantise rows, and multiply int8 x int8 with scales and bias in the epilogue.
+"""Triton kernels for int8 products: quantise rows, and multiply int8 x int8 with scales and bias in the epilogue.
 
 Called by ``int8_products.py`` on CUDA; importing this module needs Triton. A sum of k products is exact in int32, and
 nothing wider than the output is written to memory. Shapes: m rows of activations, n output features, k the length of
@@ -224,13 +224,13 @@ def run_tuned(
     given: Sequence[object],
     shape: tuple[object, ...],
 ) -> bool:
-    """Launch a kernel with its fastest tile; returns False if none runs, which is said once for a shape.
+    """Launch a kernel with its fastest tile; returns False if none runs, which is logged once per shape.
 
     Args:
-        tuned: from ``tuner_of``.
-        grid: of programs, by the tile.
+        tuned: the result of ``tuner_of``.
+        grid: the grid of programs, by the tile.
         given: arguments, the first of which is a tensor.
-        shape: power of two of rows, columns, length of the sum, and what else the kernel is tuned for.
+        shape: power of two of rows, columns, length of the sum, and anything else that the kernel is tuned for.
     """
     if shape in _untunable:
         return False
@@ -249,7 +249,7 @@ def run_tuned(
 
 
 def bucket_of(rows: int) -> int:
-    """The power of two that stands for a number of rows in tunings."""
+    """The power of two that represents a number of rows in tunings."""
     return 1 << (rows - 1).bit_length()
 
 

@@ -39,10 +39,11 @@ def quantise_rows(
 class _FrozenInt8Product(torch.autograd.Function):
     """y = x W^T + bias, W = q * scale; saves only references to q and scale for the backward pass.
 
-    Scaling the weight instead of the output, and adding the bias in the product itself, spares a pass each over the
+    Scaling the weight instead of the output, and adding the bias in the product itself, each save a pass over the
     activations; W is rounded to the input's type.
 
-    ``block``: of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are rotated.
+    ``block``: block size of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are
+    rotated.
     """
 
     @staticmethod
@@ -73,7 +74,7 @@ class Int8Linear(nn.Linear):
     block = 0
     """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
     turns_weight = True
-    """Whether many rows may be multiplied by the weight rotated back, in place of rotating them."""
+    """Whether many rows may be multiplied by the weight rotated back, instead of being rotated."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, rotation: Rotation = "none") -> Int8Linear:
@@ -82,7 +83,7 @@ class Int8Linear(nn.Linear):
         Args:
             linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
-            rotation: of its inputs.
+            rotation: the rotation of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         twin.block = block_of(rotation, linear)

@@ -16,7 +16,7 @@ from simpletune.quant.int8_rotated import int8_rotated_rows
 from simpletune.quant.rotation import rotated
 
 Context = Any
-"""An autograd function's, whose saved tensors and needs have no useful types."""
+"""An autograd function's context, whose saved tensors and ``needs_input_grad`` have no useful types."""
 
 
 class _Quantised(NamedTuple):
@@ -35,9 +35,9 @@ class _Last:
 
 
 def shared_rows(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
-    """``int8_rotated_rows`` of a tensor, computed once for consecutive layers that receive this very tensor.
+    """``int8_rotated_rows`` of a tensor, computed once for consecutive layers that receive the same tensor.
 
-    Caches only the last result, no longer than its tensor exists, and quantises again if the tensor has been modified.
+    Caches only the last result, only while its tensor exists, and quantises again if the tensor has been modified.
     Recomputed activations are different tensors. A compiled block caches nothing: the compiler merges equal calls when
     it partitions a graph for gradients.
     """
@@ -59,7 +59,7 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
 
 
 class Int8Product(torch.autograd.Function):
-    """A product with the quantised rows of x, which itself is not read: only its gradient is computed.
+    """A product with the quantised rows of x. Does not read x itself, only computes its gradient.
 
     Saves only references to q and scale for the backward pass.
     """
@@ -104,6 +104,6 @@ def multiply(
 
     Args:
         int8_gradient: whether to compute that gradient in int8 as well.
-        block: of the rotation that the weight is stored in; 0: none.
+        block: the block size of the rotation that the weight is stored in; 0: none.
     """
     return Int8Product.apply(x, *shared_rows(x, block), q, scale, bias, int8_gradient, block)

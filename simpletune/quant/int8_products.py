@@ -27,7 +27,7 @@ from simpletune.system.devices import sm
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
 LEAST = 2.0**-100
-"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be no normal fp32 number."""
+"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be subnormal or infinite."""
 LONGEST_SUM = (2**31 - 1) // 127**2
 OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 
@@ -173,7 +173,7 @@ def input_gradient(
     """Compute the gradient of x with the dequantised weight, in the gradient's type.
 
     Args:
-        block: of the rotation that the weight is stored in, and the gradient is not.
+        block: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
     """
     weight = dequantised(q, scale, grad_y.dtype)
     if block and turns_weight(grad_y, grad_y.shape[-1]):
@@ -220,7 +220,7 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def outcome(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
-    """What a trial of a kernel finds, or why it fails; None: nothing is wrong."""
+    """What a trial of a kernel finds wrong, or why it fails; None if nothing is wrong."""
     try:
         return tried(device)
     except ImportError as error:
@@ -240,7 +240,7 @@ def _tried(device: torch.device) -> str | None:
 
         rows = int8_kernel.rows(weight.to(device).float(), None, LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
-            return "the kernel's rows are not those of the CPU"
+            return "the kernel's rows differ from the CPU's"
     ones = torch.ones(33, device=device)
     for laid in (weight, weight.t().contiguous().t()):
         found = _plain_product(numbers.to(device), ones, laid.to(device))

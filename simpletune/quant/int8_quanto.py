@@ -1,8 +1,8 @@
-"""int8 weights by optimum-quanto (qint8), an alternative back end to ``int8``.
+"""int8 weights by optimum-quanto (qint8), an alternative backend to ``int8``.
 
 Its linear layer saves input and weight for the backward pass, so it needs more memory than ``int8`` without
-checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type: PEFT 0.21
-builds the factors of quanto's own as layers of quanto without a weight.
+checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type: for
+quanto's convolutions, PEFT 0.21 builds the factors as quanto layers without a weight.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ class Int8Quanto(QuantisedPrecision):
 
 
 def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Lay inputs out in memory as quanto's kernel for the CPU needs them; it crashes or refuses otherwise."""
+    """Lay out inputs in memory as quanto's CPU kernel needs them; it crashes or refuses otherwise."""
     return tuple(value.contiguous() for value in inputs)

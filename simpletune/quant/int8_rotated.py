@@ -56,7 +56,7 @@ def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
-    """Why a device that multiplies in int8 cannot rotate rows first, by trying and logged once; None if it can."""
+    """Why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = int8_products.outcome(_tried, device)
     if reason is not None:
@@ -77,5 +77,5 @@ def _tried(device: torch.device) -> str | None:
     for block in SIZES:
         rows = rotation_kernel.rotated_rows(numbers.to(device), block, int8_products.LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _by_torch(numbers, block), strict=True)):
-            return "the kernel's rotated rows are not those of the CPU"
+            return "the kernel's rotated rows differ from the CPU's"
     return None

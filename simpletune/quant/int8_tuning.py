@@ -1,4 +1,4 @@
-"""The tunings of the int8 kernels that a run's first step may wait for: counted, and made ahead of the run."""
+"""The int8 kernel tunings that a run's first step may have to wait for: count them, and run them ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_TEXT = (".add_", ".to_add_out", ".ff_context")  # layers of a block that see 
 
 
 class Tuning(NamedTuple):
-    """A product that a kernel is tuned for.
+    """A product for which a kernel is tuned.
 
     Args:
         rows: power of two of rows.
@@ -60,9 +60,9 @@ def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> 
     """Multiply random numbers of each shape once, which tunes the kernels and keeps the timings for later runs.
 
     Args:
-        shapes: from ``tunings``.
+        shapes: the result of ``tunings``.
         device: a CUDA device that multiplies in int8.
-        dtype: of the run's activations and biases.
+        dtype: the type of the run's activations and biases.
     """
     for m, n, k, transposed, bias in sorted(shapes):
         x, weight = (torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
@@ -77,7 +77,7 @@ def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int,
     """Log how much tuning the first step includes, if any layer multiplies in int8.
 
     Args:
-        model: as for ``tunings``, like the next two.
+        model: see ``tunings``; likewise the next two.
         device: a CUDA device.
     """
     shapes = len(tunings(model, image_rows, text_rows))

@@ -69,7 +69,8 @@ def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  #
 class _FrozenNf4Product(torch.autograd.Function):
     """y = x W^T + bias; saves only references to the quantised tensors for the backward pass.
 
-    ``block``: of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are rotated.
+    ``block``: block size of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are
+    rotated.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class Nf4Linear(nn.Linear):
     block = 0
     """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
     turns_weight = True
-    """Whether many rows may be multiplied by the weight rotated back, in place of rotating them."""
+    """Whether many rows may be multiplied by the weight rotated back, instead of being rotated."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool, rotation: Rotation = "none") -> Nf4Linear:
@@ -121,7 +122,7 @@ class Nf4Linear(nn.Linear):
             linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
             double: whether to quantise the scales too.
-            rotation: of its inputs.
+            rotation: the rotation of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         twin.block = block_of(rotation, linear)

@@ -1,4 +1,4 @@
-"""The base classes of weight precisions: what the loader and the rules of configurations can ask of them."""
+"""The base classes of weight precisions: what the loader and the configuration's rules use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WeightPrecision(Option):
     """Fields that affect only how weights are multiplied, not how they are stored."""
 
     def auto_compute(self, has_bf16: bool = True) -> str:
-        """What ``compute`` auto means: bf16, or fp16 on a card without it.
+        """What ``compute`` auto means: bf16, or fp16 on a card without bf16.
 
         Args:
             has_bf16: whether the device computes in bf16: the CPU does, and cards from sm_80 on do.
@@ -49,7 +49,7 @@ class WeightPrecision(Option):
 
     @property
     def settled(self) -> str:
-        """``compute``, or what auto means on a device with bf16 if no device has been chosen yet."""
+        """``compute``; for auto without a chosen device, what auto means on a device with bf16."""
         return self.auto_compute() if self.compute == "auto" else self.compute
 
     @property
@@ -75,7 +75,7 @@ class WeightPrecision(Option):
         return dtype
 
     def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: that of products, but fp32 in place of fp16.
+        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16.
 
         T5's feed-forward layers and SD3's autoencoder overflow in fp16.
         """
@@ -93,7 +93,7 @@ class WeightPrecision(Option):
         yield from ()
 
     def dequantise_count(self, forward: float) -> float:
-        """How often a step converts every weight to the type of products.
+        """How often a step converts every weight to the products' type.
 
         Args:
             forward: the number of forward passes, including recomputation; there is one backward pass.
@@ -152,7 +152,7 @@ class QuantisedPrecision(WeightPrecision):
         """Quantise linear layers and 2D convolutions.
 
         Layers outside the units stay in the compute type, because each of their errors would reach all tokens or
-        pixels: of SD3 the patch and text embedders, norm_out and proj_out (1% of the weights), of SD 1.5 conv_in,
+        pixels: in SD3 the patch and text embedders, norm_out and proj_out (1% of the weights), in SD 1.5 conv_in,
         conv_out and the time embedding (0.2%).
         """
         from torch import nn

@@ -1,7 +1,7 @@
-"""Rotate the inputs of frozen layers by a block Hadamard matrix, so that no weight or activation stands out.
+"""Rotate the inputs of frozen layers by a block Hadamard matrix, so that no weight or activation is an outlier.
 
-x W^T = (x H)(W H)^T for an orthogonal H. Rounding W H and x H errs less than rounding W and x where a few columns are
-large: H spreads each over its whole block. H is block diagonal with the Kronecker powers of the regular matrix
+x W^T = (x H)(W H)^T for an orthogonal H. Where a few columns are large, rounding W H and x H loses less than rounding W
+and x: H spreads each column over its whole block. H is block diagonal with the Kronecker powers of the regular matrix
 R4 = [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]] / 2 (ConvRot, arXiv:2512.03673). All rows of a regular
 matrix have the same sum, so it does not gather a constant row in one column, as Sylvester's would. H is symmetric and
 its own inverse, and its entries are powers of two, exact in every type.
@@ -39,10 +39,10 @@ def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
     """Multiply x by H in fp32 with the kernel's order of additions (rotation_kernel.py), on any device.
 
     Each pass multiplies one base-4 digit of the index by R4 (half the sum of four, minus the opposite one) and moves it
-    to the front; after all digits have passed, they stand in order.
+    to the front; after all passes, the digits are in order again.
 
     Args:
-        x: whose last dimension is a multiple of the block.
+        x: its last dimension must be a multiple of the block.
         block: a power of 4.
     """
     values, count = x.reshape(-1, block), 1
@@ -55,7 +55,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
 
 
 def folded(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i], or itself if the block is 0
-    """Rotate a weight, or rotate it back, in fp32, some rows at a time: the temporaries stay small."""
+    """Rotate a weight, or rotate it back, in fp32, some rows at a time to keep the temporaries small."""
     if not block:
         return weight
     if weight.is_meta:
@@ -82,12 +82,12 @@ def _rotated(x: Tensor, block: int) -> Tensor:
 
 
 def rotated(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
-    """x H in x's type, rounded once: an exact product summed in fp32. A block of 0 returns x itself; no gradient."""
+    """x H in x's type, rounded once: exact products summed in fp32. Returns x itself for block 0. Has no gradient."""
     return torch.ops.simpletune.rotated(x.contiguous(), block) if block else x
 
 
 class _Rotation(torch.autograd.Function):
-    """x H, whose gradient is that of the product times H^T = H; saves no tensor."""
+    """x H; its gradient is the output's gradient times H^T = H. Saves no tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: int) -> Tensor:

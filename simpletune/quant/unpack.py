@@ -1,4 +1,4 @@
-"""The weight of a frozen layer of any precision in fp32, a few rows at a time."""
+"""A frozen layer's weight in fp32, for any precision, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Unpacks(Protocol):
 
 
 def row_blocks(layer: nn.Module, outputs: int, rows: int = ROWS) -> Iterator[Tensor]:  # fp32 [rows, i]
-    """Yield the dequantised weight of a linear layer or 1x1 convolution, in order; the last block is what is left.
+    """Yield the dequantised weight of a linear layer or 1x1 convolution in blocks of rows, in order; the last may be
+    smaller.
 
     quanto's weights, and nf4 weights whose rows do not fill whole blocks of scales, are dequantised at once.
 
     Args:
         layer: the frozen layer.
         outputs: the number of its rows.
-        rows: in a block.
+        rows: the number of rows in a block.
     """
     if isinstance(layer, Unpacks):
         for first in range(0, outputs, rows):

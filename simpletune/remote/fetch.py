@@ -1,4 +1,4 @@
-"""Fetch a run's folder from an object store, where this machine's own is missing or older."""
+"""Fetch a run's folder from an object store if this machine's copy is missing or older."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from simpletune.system.signals import poll
 
 
 def fetch(store: Store, index: Index, folder: Path) -> None:
-    """Bring a run's folder to the state of the stored run, unless it has later checkpoints itself.
-
-    A checkpoint that is damaged in the store is said and left out; an older one is then the newest.
+    """Bring a run's folder to the state of the stored run, unless the folder has later checkpoints. Skips a damaged
+    checkpoint with a warning; an older one is then the newest.
 
     Args:
         store: the run's folder there.
@@ -63,7 +62,7 @@ def _fetch_checkpoint(store: Store, stored: StoredCheckpoint, target: Path, adva
     """Fetch a checkpoint whole or not at all.
 
     Raises:
-        Damaged: one of its files is missing or not the one that was uploaded.
+        Damaged: one of its files is missing or differs from what was uploaded.
         StoreError: the store does not answer.
     """
     with atomic_folder(target, "fetching a checkpoint") as part:
@@ -75,14 +74,14 @@ def _fetch_checkpoint(store: Store, stored: StoredCheckpoint, target: Path, adva
 
 
 class Damaged(StoreError):
-    """Report that a stored file is missing or not the one that was uploaded."""
+    """Report that a stored file is missing or differs from what was uploaded."""
 
 
 def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path) -> None:
     """Fetch a file of a checkpoint.
 
     Raises:
-        Damaged: it is not the one that was uploaded, each time.
+        Damaged: it differed from what was uploaded in every attempt.
         StoreError: the store does not answer.
     """
     known, key = stored.files[name], f"{stored.folder}/{name}"

@@ -1,8 +1,8 @@
-"""The index of a run in an object store: which process owns it, and which checkpoints are whole.
+"""A run's index in an object store: which process owns the run, and which checkpoints are complete.
 
-A checkpoint counts once the index names it. The index is replaced only if nobody else has replaced it since it was
-read, so two machines that continue the same run cannot mix their checkpoints: the first one learns that it has lost
-the run when it commits its next checkpoint.
+A checkpoint counts once the index names it. A process replaces the index only if nobody else has since it read it, so
+two machines that continue the same run cannot mix their checkpoints: the first one notices that it has lost the run
+when it commits its next checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoredFile(BaseModel):
 
 
 class StoredCheckpoint(BaseModel):
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Args:
         folder: its key prefix.
@@ -48,11 +48,11 @@ class Index(BaseModel):
     """The content of ``index.json``.
 
     Args:
-        run: identifies the run over all its attempts.
+        run: identifies the run across all its attempts.
         owner: identifies the process that may write.
         machine: where that process runs, for messages.
         since: when it took over.
-        checkpoints: the whole checkpoints by step.
+        checkpoints: the complete checkpoints by step.
         finished: whether the run's result is stored.
     """
 
@@ -97,7 +97,7 @@ def read_index(store: Store) -> tuple[Index, str | None] | None:
             index = Index.model_validate_json(content)
             break
         except ValidationError as error:
-            if not left:  # read again, for an answer may have been cut short
+            if not left:  # read again: an answer may have been cut short
                 reason = plural(error.error_count(), "error")
                 raise UserError(f"{place} is damaged ({reason}). Restore it, or use another name: name=...") from None
     if index.version != 1:
@@ -111,7 +111,7 @@ def put_index(store: Store, index: Index, known: str | None) -> str | None:
     Args:
         store: the run's folder.
         index: the new index.
-        known: the ETag of the index that this process has last read or written; None: there is none.
+        known: the ETag of the index that this process last read or wrote; None: there is none.
 
     Returns:
         Its new ETag.
@@ -134,11 +134,11 @@ def put_index(store: Store, index: Index, known: str | None) -> str | None:
 
 
 def take(store: Store, change: Callable[[Index | None], Index]) -> tuple[Index, str | None]:
-    """Replace the index, whoever owns it.
+    """Replace the index, regardless of its owner.
 
     Args:
         store: the run's folder.
-        change: makes the new index of the stored one, which is None if there is none.
+        change: makes the new index from the stored one, or from None if there is none.
 
     Returns:
         The new index and its ETag.
@@ -155,7 +155,7 @@ def take(store: Store, change: Callable[[Index | None], Index]) -> tuple[Index, 
             return index, store.replace(INDEX, content, found[1] if found else None)
         except Changed:
             continue  # another process has written it in between, or an answer was lost
-    raise StoreError(f"{store.url}/{INDEX} changes all the time: several processes start this run at once")
+    raise StoreError(f"{store.url}/{INDEX} keeps changing: several processes are starting this run at once")
 
 
 def stored_words(index: Index) -> str:

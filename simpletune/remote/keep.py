@@ -1,4 +1,4 @@
-"""Keep a run in an object store: fetch it, take it over, and upload while it trains."""
+"""Keep a run in an object store: fetch it, take it over, and upload it while it trains."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from simpletune.system.processes import is_first_process
 
 
 class Saves(Protocol):
-    """What a run tells of its checkpoints."""
+    """The protocol by which a run reports its checkpoints."""
 
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
 
 
 class OnlyHere:
-    """A run that is kept in its folder only."""
+    """For a run that is kept only in its folder."""
 
     def saved(self, step: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @contextmanager
 def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
-    """Keep a run in the object store that ``output.runs`` names, within this context; at its end the last files are
-    uploaded. Does nothing if ``output.runs`` is a folder.
+    """Within this context, keep a run in the object store that ``output.runs`` names; upload the last files at the end.
+    Does nothing if ``output.runs`` is a folder.
 
     Args:
         config: the configuration as the user gave it.
         resume: ``latest``, ``auto``, a checkpoint's folder, or None for a new run.
 
     Raises:
-        UserError: the store cannot be used, it has a run of this name already, or another process takes the run over.
+        UserError: the store cannot be used, already has a run of this name, or another process takes the run over.
     """
     url, folder = run_url(config), run_folder(config)
     if url is None:

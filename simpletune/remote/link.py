@@ -1,4 +1,4 @@
-"""Which stored run a run's folder belongs to, in its ``remote.json``."""
+"""Record which stored run a run's folder belongs to, in its ``remote.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def linked_run(folder: Path) -> str | None:
     """Return the identity of the stored run that a folder belongs to; None if it belongs to none."""
     try:
         return str(json.loads((folder / REMOTE).read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError, TypeError):  # without a sound record it belongs to none
+    except (OSError, ValueError, KeyError, TypeError):  # without an intact record it belongs to none
         return None
 
 

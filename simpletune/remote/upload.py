@@ -1,4 +1,4 @@
-"""Upload a run's folder in the background, one whole checkpoint after another."""
+"""Upload a run's folder in the background, one complete checkpoint after another."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from simpletune.system.disk import in_words
 from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import Stopped
 
-STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a left one is removed on resume
-LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints go by the index; wandb uploads its own files
+STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
+LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the next upload takes to the store, beside the run's other files.
+    """What the next upload sends to the store, besides the run's other files.
 
     Args:
-        step: of the checkpoint; None: no checkpoint.
+        step: the checkpoint's step; None: no checkpoint.
         staged: the folder with links to its files.
         finished: whether the run is finished.
     """
@@ -51,8 +51,8 @@ class Job:
 class Uploader:
     """Keeps a copy of a run's folder in an object store.
 
-    A thread uploads; training waits for it only at its end. While an upload takes longer than the time between two
-    checkpoints, the newest waiting checkpoint is uploaded next and those between are left out.
+    A thread uploads; training waits for it only at the end. If an upload takes longer than the time between two
+    checkpoints, the newest waiting checkpoint is uploaded next and the ones in between are skipped.
 
     Args:
         store: the run's folder there.
@@ -109,14 +109,14 @@ class Uploader:
             self._queue(Job(step, self._stage(step)))
 
     def _queue(self, job: Job) -> None:
-        """Let a job be the next, in place of a waiting one."""
+        """Make a job the next one; it replaces a waiting job."""
         if self._waiting is not None and self._waiting.staged is not None:
             remove(self._waiting.staged)
         self._waiting = job
         self._changed.notify_all()
 
     def _stage(self, step: int) -> Path:
-        """Link the files of a checkpoint into a folder of their own, for the run may soon remove the checkpoint."""
+        """Link a checkpoint's files into a separate folder, because the run may soon remove the checkpoint."""
         self._stagings += 1
         staged = self.folder / STAGED / f"{self._stagings}"
         staged.mkdir(parents=True)
@@ -134,14 +134,14 @@ class Uploader:
             if not said and time.monotonic() - began > 2:
                 said = True
                 say(f"upload  the rest to {self.store.url} (at most {duration(patience)})")
-            time.sleep(0.05)  # short, so that a signal is answered at once
+            time.sleep(0.05)  # short, so that signals are handled at once
 
     def _is_done(self) -> bool:
         with self._changed:
             return isinstance(self._failure, LostRun) or (self._waiting is None and not self._busy)
 
     def _require_all(self) -> None:
-        """Report what the last upload has come to.
+        """Report the outcome of the last upload.
 
         Raises:
             LostRun: another process has taken over the run.
@@ -158,7 +158,7 @@ class Uploader:
         say(f"upload  {self.store.url}: {in_words(self.uploaded)} in {duration(self.seconds)}, beside training")
 
     def _work(self) -> None:
-        """Upload what waits, and try again after a failure, until the run ends."""
+        """Upload waiting jobs, and retry after a failure, until the run ends."""
         pause = AGAIN
         while (job := self._next()) is not None:
             began = time.monotonic()
@@ -167,14 +167,14 @@ class Uploader:
             except LostRun as lost:
                 self._done(lost)
                 return
-            except Exception as error:  # no failed upload may fail a run; it is reported and tried again
+            except Exception as error:  # a failed upload must not fail the run; it is reported and retried
                 if self._failure is None and not self._ends:
-                    say(f"warning {error}. Training continues, and the upload is tried again")
+                    say(f"warning {error}. Training continues, and the upload is retried")
                 self._failed(error, job, pause)
                 pause = min(2 * pause, LONGEST)
             else:
                 if self._failure is not None:
-                    say(f"upload  {self.store.url} takes files again")
+                    say(f"upload  {self.store.url} accepts files again")
                 self.seconds += time.monotonic() - began
                 self._done(None)
                 pause = AGAIN
@@ -191,7 +191,7 @@ class Uploader:
             self._failure, self._busy = failure, False
 
     def _failed(self, error: Exception, job: Job, pause: float) -> None:
-        """Queue a failed job again, unless a newer checkpoint waits, and pause."""
+        """Queue a failed job again, unless a newer checkpoint is waiting, and pause."""
         with self._changed:
             self._failure = error
             if self._waiting is None:
@@ -202,7 +202,8 @@ class Uploader:
             self._changed.wait_for(lambda: self._ends, timeout=pause)
 
     def _upload(self, job: Job) -> None:
-        """Upload the run's files, then a checkpoint, then name it in the index; then remove what is no longer kept.
+        """Upload the run's files, then a checkpoint, then name it in the index; then remove checkpoints that are no
+        longer kept.
 
         Raises:
             LostRun: another process has taken over the run.
@@ -239,7 +240,7 @@ class Uploader:
                 if not file.is_file() or self._stored.get(key) == seen:
                     continue
                 self._put(file, key)
-            except FileNotFoundError:  # replaced or removed meanwhile; the next upload takes what is there then
+            except FileNotFoundError:  # replaced or removed meanwhile; the next upload sends what is there then
                 continue
             self._stored[key] = seen
 
@@ -269,7 +270,7 @@ class Uploader:
 
 
 def _link(file: Path, target: Path) -> None:
-    """Link a file, or copy it where the file system has no links."""
+    """Link a file, or copy it if the file system has no links."""
     try:
         os.link(file, target)
     except OSError:

@@ -30,11 +30,11 @@ def make_report(
     """Build the content of a report.
 
     Args:
-        folders: of one run, or of several to compare with the first.
-        price: of the machine, in dollars per hour.
-        title: of a comparison; the report of one run is titled by its name.
+        folders: the folders of one run, or of several to compare with the first.
+        price: the machine's price in dollars per hour.
+        title: the title of a comparison; the report of one run has the run's name as its title.
         lead: sentence under the title of a comparison.
-        names: of the runs; default: those of their folders.
+        names: the runs' names; default: their folders' names.
         more: further sections.
 
     Raises:
@@ -56,7 +56,7 @@ def write_report(report: Report, file: Path) -> list[Path]:
 
     Args:
         report: the content.
-        file: of the page; the Markdown version has the suffix ``.md``.
+        file: the page's file; the Markdown version has the suffix ``.md``.
 
     Returns:
         Both files.

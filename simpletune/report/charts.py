@@ -18,7 +18,7 @@ def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -
     Args:
         rows: ``name``, ``value``, ``label``; ``mark``: a second value, drawn as a tick.
         axis: name of the values.
-        colour: of the bars; ``@runs``: one per run.
+        colour: the colour of the bars; ``@runs``: one per run.
         marks: name of the ticks; empty: draw none.
 
     Returns:
@@ -54,7 +54,7 @@ def stacked(rows: list[Json], axis: str, colours: dict[str, int], format: str = 
         rows: ``name``, ``part``, ``value``.
         axis: title of the values' axis.
         colours: by part, in order; a part has the same colour in all charts.
-        format: of the values.
+        format: the format of the values.
 
     Returns:
         The figure's specification in Vega-Lite.
@@ -180,12 +180,12 @@ def line(name: str, title: str, field: str, axis: str, rows: list[Json], format:
     """Draw one value over the steps.
 
     Args:
-        name: of the chart.
-        title: above the chart.
-        field: of the rows.
+        name: the chart's name.
+        title: the title above the chart.
+        field: the field of the rows.
         axis: title of the value's axis.
-        rows: with ``step`` and the field.
-        format: of the value in the tooltip.
+        rows: rows with ``step`` and the field.
+        format: the format of the value in the tooltip.
     """
     x = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 5, "grid": False}}
     y = {

@@ -15,8 +15,8 @@ def checkpoint_sections(folder: Path, config: TrainConfig | None, drawn: Sequenc
     """List the checkpoints, and the steps with pictures but no checkpoint; yield nothing if there are neither.
 
     Args:
-        folder: of the run.
-        config: of the run, if it can be read.
+        folder: the run's folder.
+        config: the run's configuration, if it can be read.
         drawn: steps with validation pictures, in order.
     """
     steps = [step for step, _ in list_checkpoints(folder)]

@@ -13,8 +13,8 @@ class Fact:
     """One figure of the headline.
 
     Args:
-        name: of the figure.
-        value: with its unit.
+        name: the figure's name.
+        value: the value with its unit.
         note: details in a few words.
     """
 
@@ -29,9 +29,9 @@ class Chart:
 
     Args:
         name: letters and dashes; unique on the page.
-        title: above the chart.
+        title: the title above the chart.
         says: text alternative for screen readers.
-        spec: in Vega-Lite; strings that begin with @ name colours of the page's theme.
+        spec: the specification in Vega-Lite; strings that begin with @ name colours of the page's theme.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Table:
     """A table; the first column names the row.
 
     Args:
-        title: of the table.
-        head: of the columns.
+        title: the table's title.
+        head: the columns' headings.
         rows: cells as text.
         folded: collapse it on the page, because a chart shows the same data.
     """
@@ -83,7 +83,7 @@ class Report:
     """A whole report.
 
     Args:
-        title: of the page.
+        title: the page's title.
         lead: one sentence under the title.
         about: purpose of the run, in the user's words.
         status: what is unfinished or broken; shown first.

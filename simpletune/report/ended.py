@@ -20,7 +20,7 @@ def state_notes(run: RunRecord) -> list[str]:
     """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
 
     Args:
-        run: as read from its folder.
+        run: the run, read from its folder.
     """
     last = run.attempts[-1].ended if run.attempts else None
     if last == "finished" or (run.summary and not run.attempts):

@@ -23,7 +23,7 @@ NAMES = {
 
 
 def fidelity_sections(runs: Sequence[RunRecord]) -> Iterator[Section]:
-    """Show the evaluations with encoders of one or several runs; yield nothing if there are none."""
+    """Show the encoder evaluations of one or several runs; yield nothing if there are none."""
     section, points = Section("fidelity", "Fidelity"), list[Json]()
     for run in runs:
         result = _result(run, section)
@@ -111,7 +111,7 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
         x: the other figure's field, with ``_low`` and ``_high``.
         axis: its title.
         points: rows of ``points_of``.
-        several: whether they belong to several runs, which colour then tells apart.
+        several: whether they belong to several runs, distinguished by colour.
     """
 
     def of(field: str, title: str) -> Json:

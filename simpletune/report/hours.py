@@ -13,7 +13,7 @@ HEAD = ("", "predicted", "measured", "predicted / measured")
 
 
 def time_sections(run: RunRecord) -> Iterator[Section]:
-    """Show the predicted time of a step, of each stage and of the job beside what they took; nothing without it."""
+    """Compare predicted and measured time of a step, each stage and the job; yield nothing without a prediction."""
     time = run.summary.get("predicted_time")
     if not time:
         return
@@ -46,7 +46,7 @@ def _cells(pair: Json) -> tuple[str, str, str]:
 
 
 def _chart(stages: Json) -> Chart:
-    """Bars of the measured seconds, with the predicted ones as ticks."""
+    """Draw the measured seconds as bars, with the predicted ones as ticks."""
     rows: list[Json] = [
         {"name": name, "value": pair["measured"], "label": seconds(pair["measured"]),
          "mark": pair["predicted"], "mark_label": seconds(pair["predicted"])}

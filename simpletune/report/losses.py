@@ -91,7 +91,7 @@ def _table(run: RunRecord) -> Table:
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """Draw values as a line of block characters, each the mean of its part."""
+    """Draw values as a line of block characters, each showing the mean of its part."""
     many = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in (values[at : at + many] for at in range(0, len(values), many))]
     low, high = min(means), max(means)

@@ -31,8 +31,8 @@ def report_of(run: RunRecord, price: float | None) -> Report:
     """Build the report of one run.
 
     Args:
-        run: as read from its folder.
-        price: of the machine, in dollars per hour, if known.
+        run: the run, read from its folder.
+        price: the machine's price in dollars per hour, if known.
     """
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
     settings = [row for row in settings if row.path != "about"]  # shown under the title

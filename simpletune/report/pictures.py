@@ -22,10 +22,10 @@ class ValidationPicture:
     """A validation picture.
 
     Args:
-        prompt: of the picture.
-        seed: of its noise.
+        prompt: the picture's prompt.
+        seed: the seed of its noise.
         step: 0 for the base.
-        file: of the picture.
+        file: the picture's file.
     """
 
     prompt: str
@@ -38,7 +38,7 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
     """Find the validation pictures of a run's folder, ordered by prompt, then by step.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         notes: appended to for each damaged picture.
     """
     found = []
@@ -73,9 +73,9 @@ def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
     """Encode a picture as a WebP data URI; tiny ones losslessly, larger ones scaled down.
 
     Args:
-        file: of the picture.
+        file: the picture's file.
         largest: maximum of the longer side in pixels.
-        quality: of WebP, 0 to 100.
+        quality: WebP's quality, 0 to 100.
     """
     with Image.open(file) as image:
         picture = image.convert("RGB")

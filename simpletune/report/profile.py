@@ -94,7 +94,7 @@ def _of_kind(point: Json, kind: str) -> float:
 
 
 def phases_of(points: list[Json]) -> list[Json]:
-    """Find where each phase of a timeline begins and ends, and its peak: ``name``, ``from``, ``to``, ``peak``."""
+    """Find the start, end and peak of each phase in a timeline: ``name``, ``from``, ``to``, ``peak``."""
     found: list[Json] = []
     for point in points:
         name = point.get("phase") or ""

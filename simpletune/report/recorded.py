@@ -32,11 +32,11 @@ class RunRecord:
     """A run as read from its files.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         name: unique among the runs of one report.
         settings: raw content of config.json.
         config: parsed from ``settings``, if this version of the tool can read them.
-        metrics: a row for each step done.
+        metrics: a row for each finished step.
         evaluations: (step, evaluation loss).
         summary: summary.json; empty while the run is running, or if it was stopped.
         environment: machine and versions.

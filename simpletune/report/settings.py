@@ -16,9 +16,9 @@ class Setting:
     """One value of a configuration.
 
     Args:
-        path: dotted.
-        value: as text.
-        default: as text; empty if there is none.
+        path: the dotted path.
+        value: the value as text.
+        default: the default as text; empty if there is none.
         changed: whether the value differs from the default.
         says: the field's documentation.
     """

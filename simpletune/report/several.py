@@ -22,9 +22,9 @@ def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead:
     """Build the report of several runs, compared with the first.
 
     Args:
-        runs: as read from their folders; percentages refer to the first.
-        price: of the machine, in dollars per hour, if known.
-        title: of the page.
+        runs: the runs, read from their folders; percentages refer to the first.
+        price: the machine's price in dollars per hour, if known.
+        title: the page's title.
         lead: sentence under the title.
     """
     differences = differing(runs)

@@ -15,7 +15,7 @@ from simpletune.text.files import embeddings_in
 
 
 def source_sections(run: RunRecord) -> list[Section]:
-    """What each of several sources contributed; nothing for a single source, or a run of an earlier version."""
+    """List what each of several sources contributed; yield nothing for one source or a run of an earlier version."""
     found = read_object(run.folder / DATA, run.notes, expected=False).get("sources", [])
     try:
         shares = [SourceShare(**{**share, "path": _shared(share["path"])}) for share in found]
@@ -29,7 +29,7 @@ def source_sections(run: RunRecord) -> list[Section]:
 
 
 def text_sections(run: RunRecord) -> list[Section]:
-    """The vectors of a run's token and its updates of text encoders; nothing if the text side did not train."""
+    """List a run's token vectors and text encoder updates; yield nothing if the text side did not train."""
     if run.config is None or not run.config.text.trains:
         return []
     section = Section(
@@ -68,5 +68,5 @@ def _vector_rows(encoders: Json) -> list[tuple[str, ...]]:
 
 
 def _shared(path: str) -> str:
-    """A path as a page may show it, without the folders above."""
+    """A path as a page may show it, without its parent folders."""
     return f"…/{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else path

@@ -1,4 +1,4 @@
 """A run's folder: opening, resuming, checkpoints, summary, model card, and finding weights by name.
 
-May import pipeline, config, lora and what is below them. Report, estimate and the rooms above may import it.
+May import pipeline, config, lora and what is below them. Report, estimate and the packages above may import it.
 """

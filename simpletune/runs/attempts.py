@@ -1,7 +1,7 @@
 """Record a run's attempts, which are its first start and each resume: start, steps, time, memory and end of each.
 
-``attempts.json`` in the run's folder has a row for each and is rewritten at every checkpoint and evaluation. The
-metrics show later steps of a killed process. Time, cost and memory of a run cover all attempts.
+``attempts.json`` in the run's folder has a row for each attempt and is rewritten at every checkpoint and evaluation;
+the metrics show what a killed process did after that. A run's time, cost and memory cover all attempts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def attempts_of(folder: Path) -> list[Attempt]:
-    """Read the attempts of a run; none if the record is damaged."""
+    """Read the attempts of a run; empty if the record is damaged."""
     try:
         return read_attempts(folder)
     except (ValueError, OSError):
@@ -105,7 +105,7 @@ def known(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]
 def close_killed(folder: Path) -> None:
     """Record that the last process was killed if it recorded no end; the caller must hold the run's lock.
 
-    Sets a damaged record aside; then the time of earlier processes is not counted.
+    Sets a damaged record aside, so that the time of earlier processes is not counted.
     """
     try:
         attempts = read_attempts(folder)

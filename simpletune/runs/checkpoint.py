@@ -82,7 +82,7 @@ class SavedState:
     processes: int
     """Number of processes that trained together."""
     micro_batches: int | None = None
-    """Micro-batches of a step; None: written by a version in which each process had ``gradient_accumulation``."""
+    """Micro-batches of a step; None: written by a version in which ``gradient_accumulation`` counted per process."""
     fp16: Json | None = None
     """State of a run with products in fp16: the scale of the loss and the blocks in fp32."""
 
@@ -114,7 +114,7 @@ def save(run: Path, state: TrainingState) -> Path:
 
 
 def save_own_part(run: Path, state: TrainingState) -> None:
-    """Write this process's part of a checkpoint of a divided model, which the first process saves at this moment."""
+    """Write this process's part of a sharded model's checkpoint, while the first process saves the rest."""
     sharding = sharding_of(state.model)
     assert sharding is not None
     part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(state.config, state.step)
@@ -209,7 +209,7 @@ def read(folder: Path) -> SavedState:
 
     Raises:
         DamagedCheckpoint: a file is missing or damaged, or the folder's name does not match the step.
-        UserError: the folder is not a checkpoint, is from an older version, or is not readable.
+        UserError: the folder is not a checkpoint, is from an older version, or cannot be read.
     """
     older = "Use an older checkpoint: --resume PATH"
     named = NAME.match(folder.name)
@@ -288,7 +288,8 @@ def restore(
 ) -> None:
     """Restore a checkpoint's weights, average and optimizer state, bit for bit.
 
-    Any number of processes may have written it. State in 8 bits is quantised anew where its blocks lie otherwise.
+    Any number of processes may have written it. 8-bit state is quantised again where its blocks are divided
+    differently.
     """
     weights, states, averages = (saved_file(saved.folder, name) for name in (TRAINABLE, OPTIMIZER, AVERAGE))
     reader, names = WeightReader([weights]), set(trained_parameters(model))

@@ -21,7 +21,7 @@ NAME = re.compile(r"^step-(\d{6,})$")
 
 
 def saved_file(folder: Path, name: str) -> Path:
-    """Return a file of a checkpoint's tensors, or the index of those that several processes have written instead."""
+    """Return a checkpoint's tensor file, or the index of the files that several processes have written instead."""
     index = folder / f"{name.removesuffix('.safetensors')}{INDEX_SUFFIX}"
     return index if index.is_file() else folder / name
 
@@ -39,7 +39,7 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def last_saved(run: Path) -> str:
-    """State which checkpoint of a run is the last, for messages."""
+    """Describe a run's last checkpoint, for messages."""
     found = list_checkpoints(run)
     return f"The last checkpoint is {found[-1][1]}" if found else "There is no checkpoint yet"
 

@@ -1,11 +1,11 @@
 """Choose the best checkpoint of a run, and say why. Imports no torch.
 
-Fidelity, measured by ``simpletune evaluate``: the highest subject fidelity among those whose prompt fidelity is not
-below the base's by more than the error of their difference, prompt by prompt; if all are, among those that are not
-below the best of them.
+By fidelity, as ``simpletune evaluate`` measures it: the highest subject fidelity among the checkpoints whose prompt
+fidelity is not significantly below the base's (the 95% interval of the paired differences reaches 0). If all are below,
+then among those within two standard errors of the best of them.
 
-Held-out loss: an evaluation takes the place of the best so far if its loss is lower by more than the standard error of
-the differences sample by sample, so a later checkpoint must be better, not merely as good.
+By held-out loss: an evaluation replaces the best so far if its loss is lower by more than the standard error of the
+paired differences, so a later checkpoint must be better, not merely as good.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Choice:
         step: its step.
         by: what it was chosen by.
         why: the reason, in words.
-        strength: of a LoRA, at which it was chosen.
+        strength: the LoRA strength at which it was chosen.
     """
 
     step: int
@@ -43,11 +43,11 @@ class Choice:
 
     @property
     def suffix(self) -> str:
-        """What follows the run's name to use it: ``@200`` or ``@200:0.8``."""
+        """The suffix to the run's name that selects it: ``@200`` or ``@200:0.8``."""
         return f"@{self.step}" + (f":{self.strength:g}" if self.strength != 1 else "")
 
     def as_json(self) -> Json:
-        """The fields of the summary."""
+        """The choice as fields of the summary."""
         return {"step": self.step, "by": self.by, "why": self.why, "strength": self.strength}
 
 
@@ -83,13 +83,13 @@ def choose(run: Path) -> Choice | None:
 
 
 def best_step(run: Path) -> int | None:
-    """The step of the checkpoint to keep, whatever its age; None if the run has none."""
+    """The step of the checkpoint to keep regardless of its age; None if the run has none."""
     choice = choose(run)
     return None if choice is None else choice.step
 
 
 def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
-    """Choose by the run's evaluation with encoders; None if there is none, or it has no checkpoint that exists."""
+    """Choose by the run's evaluation with encoders; None if there is none, or if none of its checkpoints exists."""
     result = read_scores(run)
     if result is None:
         return None
@@ -111,14 +111,13 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
 
 
 def follows_prompts(point: Json, encoder: str) -> bool:
-    """Whether a model's prompt fidelity is not below the base's by more than the error of their difference."""
+    """Whether the 95% interval of a model's prompt fidelity minus the base's reaches 0."""
     difference = _score(point, "prompt_fidelity", encoder)["from_base"]
     return bool((difference["value"] if difference["high"] is None else difference["high"]) >= 0)
 
 
 def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
-    """The models whose prompt fidelity is not below the best one's by more than twice the standard error of their
-    difference, prompt by prompt."""
+    """The models whose prompt fidelity is within two standard errors (of the paired differences) of the best one's."""
     leader = max(points, key=lambda point: _score(point, "prompt_fidelity", encoder)["value"])
     own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
     found = []
@@ -130,13 +129,13 @@ def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
 
 
 def _score(point: Json, name: str, encoder: str | None) -> Json:
-    """A score of one model: value, and the limits of its interval."""
+    """One model's score: its value, and the limits of its interval."""
     found: Json = point["scores"][name][encoder]
     return found
 
 
 def held_out_rows(run: Path) -> list[Json]:
-    """The evaluations on held-out pictures in order of steps, all on as many samples; the base's is the first."""
+    """The evaluations on held-out pictures in order of steps, starting with the base's; all have as many samples."""
     rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
     rows.sort(key=lambda row: row["step"])
     return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
@@ -150,7 +149,7 @@ def since_best(run: Path) -> int:
 
 
 def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
-    """The evaluation that no later one is better than.
+    """The best evaluation: no later one is better.
 
     Args:
         rows: evaluations in order of steps.
@@ -164,13 +163,13 @@ def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
 
 
 def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether losses are lower by more than the standard error of their differences, sample by sample."""
+    """Whether losses are lower by more than the standard error of their paired differences."""
     difference, error = compared(losses, than)
     return difference < -error
 
 
 def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
-    """The mean difference of losses, sample by sample, and its standard error; of one sample the error is 0."""
+    """The mean of the paired differences of losses, and its standard error, which is 0 for a single sample."""
     differences = [one - other for one, other in zip(losses, than, strict=True)]
     return fmean(differences), standard_error(differences)
 
@@ -192,7 +191,7 @@ def _why(best: Json, rows: Sequence[Json]) -> str:
 
 
 def put_choice(run: Path, step: int | None) -> None:
-    """Record the checkpoint that the user takes; None: choose by the figures again.
+    """Record the checkpoint that the user chooses; None: choose by the figures again.
 
     Raises:
         UserError: the run has no such checkpoint.

@@ -1,7 +1,7 @@
-"""Ask a run that trains for a picture, a checkpoint or its end, by ``RUN/control.json``.
+"""Ask a training run, through ``RUN/control.json``, to draw a picture, write a checkpoint or stop.
 
-Commands and pages write the file, each time as a whole; the training loop only reads it, between two steps, and appends
-to ``control_answers.jsonl`` what became of each request. Pictures go to ``drawn/``, described in ``drawn/drawn.jsonl``.
+Commands and pages rewrite the whole file each time; the training loop only reads it, between two steps, and appends the
+outcome of each request to ``control_answers.jsonl``. Pictures go to ``drawn/``, described in ``drawn/drawn.jsonl``.
 Imports no torch.
 """
 
@@ -35,24 +35,24 @@ State = Literal["done", "refused", "failed"]
 
 
 class Request(Option):
-    """Something asked of a run."""
+    """A request to a run."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
     """Name of the request, by which it is answered once: letters, digits, _ and -."""
     asked: AwareDatetime | None = None
-    """Time of the request, such as 2026-11-22T17:00:00Z; one from before the run's last start is refused. null: when
-    the file was written."""
+    """Time of the request, such as 2026-11-22T17:00:00Z; a request from before the run's last start is refused. null:
+    the time the file was written."""
 
 
 class DrawRequest(Request):
     """Draw a picture between two steps."""
 
     ask: Literal["draw"] = "draw"
-    """Draw a picture from the weights of the moment."""
+    """Draw a picture with the current weights."""
     prompt: Annotated[str, Field(min_length=1, max_length=LONGEST)]
     """Prompt to draw."""
     negative_prompt: Annotated[str, Field(max_length=LONGEST)] | None = None
-    """Negative prompt for guidance; null: that of the run's validation."""
+    """Negative prompt for guidance; null: as in validation."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial noise."""
     strength: Annotated[float, Field(ge=0, le=STRONGEST)] = 1.0
@@ -88,14 +88,14 @@ class ControlFile(Option):
     """The content of ``control.json``."""
 
     requests: Annotated[list[Annotated[AnyRequest, Field(discriminator="ask")]], Field(max_length=WAITING)]
-    """Requests in the order in which they are answered; those answered already are passed over."""
+    """Requests, answered in this order; requests that have been answered are skipped."""
 
 
 def read_requests(folder: Path) -> list[AnyRequest]:
     """Read a run's control file; no requests if it does not exist.
 
     Raises:
-        UserError: it is not what ``ControlFile`` describes; the message lists every problem.
+        UserError: the file does not match ``ControlFile``; the message lists every problem.
     """
     file = folder / CONTROL
     try:
@@ -113,14 +113,14 @@ def read_requests(folder: Path) -> list[AnyRequest]:
 
 
 def ask(folder: Path, request: AnyRequest) -> AnyRequest:
-    """Add a request to a run's control file, besides those that wait.
+    """Add a request to a run's control file, keeping those that wait.
 
     Args:
         folder: run folder.
         request: new request; its time is set.
 
     Raises:
-        UserError: nothing trains the run, or too many requests wait.
+        UserError: the run is not training, or too many requests are waiting.
     """
     if not is_held(folder):
         raise UserError(
@@ -131,17 +131,17 @@ def ask(folder: Path, request: AnyRequest) -> AnyRequest:
     with wait_for_lock(folder / ".control.lock", f"waiting for another request to {folder}"):
         waiting = _waiting(folder)
         if len(waiting) >= WAITING:
-            raise UserError(f"{plural(len(waiting), 'request')} to {folder} wait already. Wait until one is answered")
+            raise UserError(f"{plural(len(waiting), 'request')} to {folder} already wait. Wait until one is answered")
         rows = [each.model_dump(mode="json", exclude_none=True) for each in (*waiting, request)]
         write_json(folder / CONTROL, {"requests": rows}, shared=True)
     return request
 
 
 def _waiting(folder: Path) -> list[AnyRequest]:
-    """The requests that are not answered yet; none of a damaged file, which is set aside."""
+    """The requests that are not answered yet; none if the file is damaged, which is then set aside."""
     try:
         requests = read_requests(folder)
-    except UserError:  # the training loop warns of it if it sees it first
+    except UserError:  # the training loop warns about it if it sees it first
         with suppress(FileNotFoundError):
             quarantine(folder / CONTROL)
         return []
@@ -150,20 +150,19 @@ def _waiting(folder: Path) -> list[AnyRequest]:
 
 
 def new_id(kind: str) -> str:
-    """A name for a new request."""
+    """Make a name for a new request."""
     return f"{kind}-{secrets.token_hex(6)}"
 
 
 def read_answers(folder: Path) -> list[Json]:
-    """Read what became of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``.
-
-    Skips lines that are damaged.
+    """Read the outcomes of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``.
+    Skips damaged lines.
     """
     return _rows(folder / CONTROL_ANSWERS, {"id": str, "state": str})
 
 
 def answered_ids(folder: Path) -> set[str]:
-    """The requests that need no answer any more."""
+    """The ids of requests that have been answered."""
     return {row["id"] for row in read_answers(folder)}
 
 

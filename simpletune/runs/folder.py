@@ -24,7 +24,7 @@ CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
 DRIFT, BEST, SCORES = "base_predictions.safetensors", "best.json", "evaluation.json"
 CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED = "control.json", "control_answers.jsonl", "drawn", "planned.json"
 PREDICTED = "predicted.json"  # time and price, before the first step
-REMOTE = "remote.json"  # which stored run the folder belongs to
+REMOTE = "remote.json"  # names the stored run that the folder belongs to
 # Files that a run writes before its first checkpoint; wandb keeps its own copy.
 WRITTEN_FIRST = {
     METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
@@ -39,7 +39,7 @@ WRITTEN_FILES = (
 NEEDED = {  # numbers in each row
     METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",), OVERFLOWS: ("step",),
 }  # fmt: skip
-OLD_SAMPLES = 16  # of an evaluation, before their losses were recorded one by one
+OLD_SAMPLES = 16  # of an evaluation, before per-sample losses were recorded
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -65,7 +65,7 @@ def open_fresh(config: TrainConfig) -> Path:
 
 
 def _is_free(folder: Path, traces: Path, number: int) -> bool:
-    """Tell whether a number is free for a run and its traces; a kill between the two moves leaves only traces."""
+    """Return whether a number is free for a run and its traces; a kill between the two moves leaves only traces."""
     taken = traces.exists() and traces.with_name(f"{traces.name}.{number}").exists()
     return not folder.with_name(f"{folder.name}.{number}").exists() and not taken
 
@@ -107,13 +107,13 @@ def read_evaluation(folder: Path) -> float | None:
 
 
 def evaluated_before(folder: Path) -> int | None:
-    """Return the number of samples that a run's evaluations have; None if it has made none."""
+    """Return the number of samples in a run's evaluations; None if it has made none."""
     rows = list(read_rows(folder / EVALUATIONS))
     return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
 
 
 def finished_steps(folder: Path) -> int | None:
-    """Return the steps of a completely finished run, card and report included; None if it is unfinished."""
+    """Return the steps of a run that is finished, including card and report; None if it is unfinished."""
     summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
@@ -203,7 +203,7 @@ def put_evaluation(folder: Path, row: Json) -> None:
 
 
 def was_evaluated(folder: Path, step: int) -> bool:
-    """Tell whether the evaluation loss after ``step`` steps is recorded."""
+    """Return whether the evaluation loss after ``step`` steps is recorded."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
@@ -227,7 +227,8 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
 
 
 def chosen_before(config: TrainConfig) -> Json:
-    """Read the choices of the run's last start: threads, blocks checkpointed and keeping, modulation, if valid."""
+    """Read the valid choices of the run's last start: threads, blocks that checkpoint and keep attention,
+    modulation."""
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}
     types = {"threads": int, "checkpointed": int, "keeping_attention": int, "modulation": str}
     sound = {key: saved[key] for key, kind in types.items() if type(saved.get(key)) is kind}
@@ -237,7 +238,7 @@ def chosen_before(config: TrainConfig) -> Json:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run that was finished last.
+    """Return the run that finished last.
 
     Raises:
         UserError: no run is finished.
@@ -267,7 +268,7 @@ def read_json_or_none(file: Path) -> Json | None:
 
 
 def read_scores(folder: Path) -> Json | None:
-    """Read what ``simpletune evaluate`` measured of a run; None if it has not been evaluated.
+    """Read what ``simpletune evaluate`` measured for a run; None if it has not been evaluated.
 
     Raises:
         UserError: the file is damaged.
@@ -276,7 +277,7 @@ def read_scores(folder: Path) -> Json | None:
 
 
 def overflow_words(summary: Json) -> str:
-    """Describe the steps that fp16 made undo, and the blocks that compute in fp32; empty if there are none."""
+    """Describe the steps undone because of fp16, and the blocks that compute in fp32; empty if there are none."""
     steps, blocks = summary.get("overflow_steps", 0), summary.get("fp32_blocks", [])
     wide = f", {plural(len(blocks), 'block')} in fp32 since ({', '.join(map(str, blocks))})" if blocks else ""
     return f"{plural(steps, 'step')} undone{wide}" if steps else ""

@@ -49,7 +49,7 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
 
 
 def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
-    """Build the text of a model card; arguments as for ``write_card``."""
+    """Build the text of a model card; see ``write_card`` for the arguments."""
     example = example_of(config, manifest[0]["caption"])
     pictures = pictures_in(manifest)
     sections = [
@@ -169,7 +169,7 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
 
 
 def _places(config: TrainConfig) -> str:
-    """Name the folders of the pictures, without where they are."""
+    """Name the pictures' folders without their locations."""
     return ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
 
 

@@ -70,7 +70,7 @@ class Named:
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether the base is unchanged but for embeddings."""
+        """Whether the base is unchanged except for embeddings."""
         return self.lora is None and self.transformer is None and self.trained is None
 
 
@@ -196,12 +196,12 @@ def run_config(run: Path, option: str = "") -> TrainConfig:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is a run's, finished or not."""
+    """Return whether a folder is a run's, finished or not."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Tell whether a folder is a run's that has no result."""
+    """Return whether a folder is a run's without a result."""
     return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
 
 

@@ -1,4 +1,4 @@
-"""A run's predicted time and price, kept when it starts, and what it took beside them."""
+"""A run's predicted time and price, stored when it starts, and their comparison with what it took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simpletune.system.console import duration
 
 
 def keep(folder: Path, time: Json) -> None:
-    """Keep a prediction of the whole run, as ``JobTime.as_json`` gives it.
+    """Store a prediction of the whole run, as returned by ``JobTime.as_json``.
 
     Args:
         folder: the run's.
@@ -24,16 +24,16 @@ def keep(folder: Path, time: Json) -> None:
 
 
 def beside_measured(folder: Path, summary: Json) -> Json | None:
-    """Compare what was predicted when the run started with what all its attempts took.
+    """Compare the prediction made when the run started with what all its attempts took.
 
     Args:
         folder: the run's.
-        summary: with ``steps``, ``seconds_per_step``, ``stages`` and ``seconds_total``.
+        summary: contains ``steps``, ``seconds_per_step``, ``stages`` and ``seconds_total``.
 
     Returns:
-        For a step, each stage, all of these stages and the price the fields ``predicted``, ``measured`` and ``ratio``,
-        the first over the second; None without a prediction. A stage that took no time, because its results were
-        cached, is left out; so is everything but the step if the run had another length than planned.
+        The fields ``predicted``, ``measured`` and ``ratio`` (predicted / measured) for a step, each stage, all of these
+        stages, and the price; None without a prediction. Omits a stage that took no time because its results were
+        cached, and everything but the step if the run's length was not as planned.
     """
     time = read_own(folder / PREDICTED, {"seconds_per_step": NUMBER, "seconds_by_stage": (dict,), "steps": (int,)})
     if time is None or not summary.get("seconds_per_step"):
@@ -52,7 +52,7 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
     found |= {"stages": stages, "seconds": whole}
     price = time.get("price")
     if price is not None:
-        # The start of the process is paid for too.
+        # Starting the process costs money, too.
         costs = (
             cost_of_picture(seconds, price["per_hour"]) for seconds in (whole["predicted"], summary["seconds_total"])
         )
@@ -61,15 +61,15 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
 
 
 def _pair(predicted: float, measured: float) -> Json:
-    """Two figures and their ratio."""
+    """A predicted and a measured figure, and their ratio."""
     return {"predicted": predicted, "measured": measured, "ratio": round(predicted / measured, 3)}
 
 
 def lines(time: Mapping[str, Json]) -> Iterator[str]:
-    """Print a comparison in two lines at most.
+    """Format a comparison as at most two lines.
 
     Args:
-        time: from ``beside_measured``.
+        time: the result of ``beside_measured``.
     """
     step = time["seconds_per_step"]
     text = f"time    predicted {step['predicted']:.3g} s a step, measured {step['measured']:.3g} ({step['ratio']:.2f})"

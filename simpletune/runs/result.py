@@ -1,4 +1,4 @@
-"""Write the result of a run: what the denoiser's method exports, and what trained on the text side."""
+"""Write a run's result: what the denoiser's method exports, and what trained on the text side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata:
     """Write the files of a result in formats that other tools read.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         model: trained denoiser, with the text side if that trains.
         folder: folder for the result.
         metadata: strings for the safetensors headers.
@@ -34,5 +34,5 @@ def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata:
 
 
 def result_files(config: TrainConfig, folder: Path) -> list[Path]:
-    """The files or folders of a run's result: the LoRA or denoiser first, then the embeddings."""
+    """List the files or folders of a run's result: the LoRA or denoiser first, then the embeddings."""
     return [folder / name for name in result_names(config.name, config.adapter, config.text, config.model.denoiser)]

@@ -60,7 +60,7 @@ def check_resumable(
 
 
 def _with_defaults(config: Json) -> Json:
-    """Add the defaults of newer fields to a saved configuration; they do not change the run."""
+    """Add the defaults of newer fields, which do not change the run, to a saved configuration."""
     try:
         return read_saved(json.dumps(config)).model_dump(mode="json", by_alias=True)
     except ValidationError:  # a field was removed since; the differences name it

@@ -1,5 +1,5 @@
-"""What a shared file or a model card says of its run: when it was trained, a thumbnail of what it draws, the words that
-call it, and how tools call its token."""
+"""What a shared file or a model card states about its run: when it was trained, a thumbnail, the trigger words, and how
+tools use its token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def trained_at(run: Path) -> str | None:
-    """When a run's last attempt ended, in UTC by ISO 8601; None if it is not recorded.
+    """When a run's last attempt ended, in UTC as ISO 8601; None if it is not recorded.
 
     Exports of one run have the same date, and so the same bytes.
     """
@@ -37,11 +37,11 @@ def trained_at(run: Path) -> str | None:
 
 
 def thumbnail(run: Path, step: int | None) -> str | None:
-    """A validation picture of a run as a small JPEG in a data URI; None if there is none.
+    """A run's validation picture as a small JPEG in a data URI; None if there is none.
 
     Args:
-        run: its folder.
-        step: of a checkpoint; None: the last step that pictures were drawn at.
+        run: the run's folder.
+        step: a checkpoint's step; None: the last step that pictures were drawn at.
     """
     states = sorted((run / SAMPLES).glob("step-*")) if step is None else [run / SAMPLES / f"step-{step:06d}"]
     for state in reversed(states):
@@ -53,7 +53,7 @@ def thumbnail(run: Path, step: int | None) -> str | None:
 def data_uri(file: Path) -> str | None:
     """A picture as a square JPEG of at most ``MOST`` characters; None if it cannot be read.
 
-    Without metadata: a PNG's texts hold the prompt, which stays behind.
+    Drops metadata, because a PNG's text chunks contain the prompt.
     """
     try:
         with Image.open(file) as image:
@@ -72,7 +72,7 @@ def data_uri(file: Path) -> str | None:
 
 
 def trigger_of(config: TrainConfig) -> str | None:
-    """The words that call what was learned: the prompt of all pictures, or what stands before every caption."""
+    """The trigger words: the prompt of all pictures, or what precedes every caption."""
     if config.data.prompt:
         return config.data.prompt
     prefixes = {source.caption_prefix.strip(" ,") for source in config.data.members if not source.regularization}
@@ -80,7 +80,7 @@ def trigger_of(config: TrainConfig) -> str | None:
 
 
 def tags_of(config: TrainConfig) -> Iterator[str]:
-    """Words to find the file by."""
+    """Tags for finding the file."""
     yield config.adapter.method
     yield config.model.diffusers.tag
     yield "simpletune"
@@ -92,7 +92,7 @@ def has_one_encoder(config: TrainConfig) -> bool:
 
 
 def titles_of(config: TrainConfig) -> str:
-    """What the result holds, in words."""
+    """The result's contents, in words."""
     found = [config.adapter.title] if config.adapter.trains else []
     found += ["LoRA of the text encoders"] if config.text.lora is not None else []
     found += [f"Embeddings of `{config.text.embeddings.token}`"] if config.text.embeddings is not None else []
@@ -100,7 +100,7 @@ def titles_of(config: TrainConfig) -> str:
 
 
 def loaded_tokens(config: TrainConfig) -> list[str]:
-    """The files of embeddings that diffusers loads."""
+    """The embedding files that diffusers loads."""
     option = config.text.embeddings
     if option is None or option.place == "output" or not has_one_encoder(config):
         return []
@@ -113,7 +113,7 @@ def loads_in_diffusers(config: TrainConfig) -> bool:
 
 
 def token_usage(config: TrainConfig) -> Iterator[str]:
-    """How tools call the token, as a list in Markdown; nothing for a run without embeddings."""
+    """How tools use the token, as a list in Markdown; empty for a run without embeddings."""
     option = config.text.embeddings
     if option is None:
         return

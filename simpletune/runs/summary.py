@@ -134,7 +134,7 @@ def _best_words(summary: Json, folder: Path) -> dict[str, str]:
 
 
 def left_out(run: Path, step: int) -> Json:
-    """Count the steps that changed nothing, and list the blocks that compute in fp32 because they overflow fp16."""
+    """Count the skipped steps, and list the blocks that compute in fp32 because they overflow fp16."""
     rows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= step]
     counts = {
         "skipped_steps": sum(row["step"] <= step for row in read_rows(run / SKIPPED)),
@@ -172,7 +172,7 @@ def _first_and_final(losses: list[float]) -> Json:
 
 
 def print_stopped(run: Path, steps: int) -> None:
-    """Print what a stopped run has saved, and what to do with it.
+    """Print what a stopped run has saved, and how to use it.
 
     Args:
         run: run folder.
@@ -210,7 +210,7 @@ def print_data(prepared: Prepared) -> None:
 
 
 def _notes_of(prepared: Prepared) -> Iterator[str]:
-    """What else to say of listed data: pictures that are scaled up, and long captions."""
+    """Remarks on listed data: pictures that are scaled up, and long captions."""
     plan = prepared.plan
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
     if small:

@@ -1,4 +1,4 @@
-"""The text side of weights to draw with: their embeddings, and what their LoRA files change in the text encoders."""
+"""The text side of weights to draw with: their embeddings, and their LoRA files' updates of the text encoders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def embedding_of(text: str) -> Embedding:
         text: a file or a run, with an optional ``:TOKEN``.
 
     Raises:
-        UserError: there is none, or the file holds none.
+        UserError: there is no such file or run, or it holds no embeddings.
     """
     path, token = Path(text), None
     if not path.exists() and ":" in text:
@@ -48,7 +48,7 @@ def embedding_of(text: str) -> Embedding:
         raise UserError(f"--embedding: {error}", error.code) from None
     if not held:
         raise UserError(
-            f"--embedding: {path} is no file of embeddings. Give one, such as runs/demo/demo_dots.safetensors"
+            f"--embedding: {path} is not an embedding file. Give one, such as runs/demo/demo_dots.safetensors"
         )
     return path, token
 
@@ -68,11 +68,11 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
     """Read the text side of weights.
 
     Args:
-        weights: to draw with.
-        stand_ins: words by token, for tokens that these weights have no embedding of.
+        weights: the weights to draw with.
+        stand_ins: words by token, for tokens without an embedding in these weights.
 
     Raises:
-        UserError: a file is damaged, or two embeddings have one token.
+        UserError: a file is damaged, or two embeddings have the same token.
     """
     from simpletune.lora.attach import holds_hypernetwork
     from simpletune.lora.header import open_lora
@@ -91,7 +91,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 
 @cache
 def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
-    """The updates of text encoders in a file with this digest, read once for all strengths."""
+    """The text encoders' updates in a file with this digest, read once for all strengths."""
     from simpletune.lora.read import read_lora
     from simpletune.models.text_layers import split_text
 
@@ -99,10 +99,10 @@ def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
 
 
 def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
-    """The words that embeddings began from, by token; models without an embedding read prompts with these.
+    """The words that embeddings were initialised from, by token; models without the embedding read these words instead.
 
     Args:
-        models: whose embeddings tell words.
+        models: the models whose embeddings provide words.
         text: what the run trained on the text side.
     """
     words = {each.token: each.words for weights in models for each in embeddings_of(weights) if each.words}
@@ -112,7 +112,7 @@ def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
 
 
 def with_embeddings(weights: Weights, given: Collection[Embedding]) -> Weights:
-    """Add embeddings to weights. One that is given for a token replaces the weights' own."""
+    """Add embeddings to weights. A given embedding replaces the weights' own for the same token."""
     if not given:
         return weights
     tokens = {each.token for file, token in given for each in read_embeddings(file, token)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Embedding = tuple[Path, str | None]
-"""A file of embeddings, and the token to call it by; None: its own."""
+"""An embedding file, and the token to use for it; None: the file's own."""
 
 
 @dataclass(frozen=True)

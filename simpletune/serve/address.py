@@ -34,7 +34,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Tell whether only this machine can reach a listening socket."""
+    """Return whether only this machine can reach a listening socket."""
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 

@@ -201,7 +201,7 @@ class RequestGuard:
     """ASGI middleware: check the Host header, add headers, log, count, and answer 500 if the app fails.
 
     Args:
-        app: to wrap.
+        app: the application to wrap.
         names: route names by path, for the metrics.
         metrics: counts responses.
         options: hosts and log.

@@ -34,9 +34,9 @@ class PromptCache:
     Each prompt is encoded alone, so its embedding does not depend on other requests.
 
     Args:
-        model: with folders resolved.
-        dtype: of the encoders.
-        device: of the encoders.
+        model: the model's configuration, folders resolved.
+        dtype: the encoders' type.
+        device: the encoders' device.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
@@ -71,7 +71,7 @@ class ImageGenerator:
     """Generate images, one at a time.
 
     Args:
-        config: with folders resolved.
+        config: the configuration, folders resolved.
         served: the models.
         device: to run on.
         side: width and height of the largest picture, in pixels.
@@ -102,7 +102,7 @@ class ImageGenerator:
             self.text.fill(prompts, side)
 
     def side_of(self, image: ImageRequest) -> TextSide:
-        """The embeddings and the updates of text encoders that an image is drawn with."""
+        """The embeddings and the text encoders' updates that an image is drawn with."""
         name, scale = image.lora, image.scale
         if (name, scale) not in self._sides:
             if len(self._sides) >= MAX_PROMPTS:
@@ -111,10 +111,10 @@ class ImageGenerator:
         return self._sides[name, scale]
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
-        """Generate one image; its prompts are encoded if they are not cached.
+        """Generate one image, encoding its prompts if they are not cached.
 
         Args:
-            image: to generate.
+            image: the image to generate.
             check_cancelled: called before every sampling step; raises to stop the work.
 
         Returns:

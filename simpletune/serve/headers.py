@@ -26,10 +26,11 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def has_known_host(scope: Scope, hosts: Collection[str] | None) -> bool:
-    """Tell whether the Host header is allowed; otherwise any site could reach a local server by DNS rebinding.
+    """Return whether the Host header is allowed; without this check, any site could reach a local server by DNS
+    rebinding.
 
     Args:
-        scope: of the request.
+        scope: the request's scope.
         hosts: allowed names without a port; None: any.
     """
     if hosts is None:
@@ -39,7 +40,7 @@ def has_known_host(scope: Scope, hosts: Collection[str] | None) -> bool:
 
 
 def with_headers(message: Message, headers: dict[str, str]) -> Message:
-    """Add headers to a response that starts; those that the response sets itself stay."""
+    """Add headers to the start of a response; headers that the response sets itself stay."""
     given = {name.lower() for name, _ in message.get("headers", [])}
     extra = [(name.encode(), value.encode()) for name, value in headers.items() if name.encode() not in given]
     return {**message, "headers": [*message.get("headers", []), *extra]}

@@ -19,7 +19,7 @@ class Limits:
         prompt: characters per prompt.
         body: bytes per request.
         queue: waiting requests; further ones get status 429.
-        seconds: from a request's arrival to its response.
+        seconds: seconds from a request's arrival to its response.
     """
 
     side: int = 1024

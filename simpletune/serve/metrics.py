@@ -36,9 +36,9 @@ class Metrics:
         """Count a response; only image requests with status 200 enter the histogram.
 
         Args:
-            route: from a fixed list, never text from a client.
+            route: one of a fixed list, never text from a client.
             status: HTTP status.
-            seconds: from arrival to response.
+            seconds: seconds from arrival to response.
         """
         self._responses.labels(route, str(status)).inc()
         if route == "predict" and status == 200:

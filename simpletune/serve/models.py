@@ -38,7 +38,8 @@ class ServedModels:
     Args:
         loras: LoRA files for the base, by name.
         tuned: name and weights of a run's full model.
-        embeddings: of the models with these names; a name that is no LoRA's or full model's is the base with them.
+        embeddings: embeddings by model name; a name that is neither a LoRA's nor a full model's is the base with its
+            embeddings.
         common: embeddings that every model but the base has.
     """
 
@@ -78,9 +79,9 @@ class Adapters:
     exactly as loaded, not with updates of zero.
 
     Args:
-        transformer: loaded; changed in place.
+        transformer: the loaded transformer, changed in place.
         files: LoRA files by name.
-        device: of the computation.
+        device: the device that computes.
     """
 
     def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
@@ -107,7 +108,7 @@ class Adapters:
         """Activate a LoRA at a strength, and no other.
 
         Args:
-            name: of a LoRA, or ``base`` for none.
+            name: a LoRA's name, or ``base`` for none.
             scale: 1 is the file's own strength.
         """
         if name != self._active:
@@ -121,7 +122,7 @@ class Adapters:
 
 
 class LoadedModel(NamedTuple):
-    """A transformer in memory, its modulation if that was detached, and its LoRAs."""
+    """A transformer in memory, its modulation if detached, and its LoRAs."""
 
     transformer: Transformer
     modulation: Modulation | None
@@ -132,7 +133,7 @@ class Models:
     """Load every model once at start, so that one that does not fit fails then.
 
     Args:
-        config: with folders resolved.
+        config: the configuration, folders resolved.
         served: models to load.
         device: to load onto.
         side: width and height of the largest picture, in pixels.
@@ -172,7 +173,7 @@ class Models:
             share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
 
     def use(self, name: str, scale: float) -> tuple[Transformer, Modulation | None]:
-        """Return the transformer of a served name, and its modulation if that was detached.
+        """Return a served name's transformer, and its modulation if detached.
 
         Args:
             name: a served name.

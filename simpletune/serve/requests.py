@@ -1,6 +1,6 @@
 """Parse a request's body into image requests: check every value, and report all problems at once.
 
-The format is that of Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
+The format follows Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
 ``{"instances": [{"prompt" or "text": ...}, ...], "parameters": {...}}``. Values in an instance override the parameters.
 """
 
@@ -36,7 +36,7 @@ class RequestError(Exception):
         status: HTTP status.
         message: what is wrong.
         problems: the invalid values, if any.
-        headers: of the response.
+        headers: the response's headers.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Capabilities:
 
     Args:
         loras: all names, ``base`` first, then the tuned model's.
-        defaults: for settings that a request leaves out.
-        limits: of every request.
+        defaults: values for settings that a request leaves out.
+        limits: the limits on every request.
         tuned: name of the run's full model, if one is served.
     """
 

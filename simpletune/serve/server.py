@@ -44,7 +44,7 @@ class Service:
     Args:
         server: answers requests; its socket already listens.
         worker: generates images.
-        socket: bound.
+        socket: the listening socket.
         capabilities: what the server offers.
     """
 
@@ -73,10 +73,10 @@ class Service:
 
 
 class Server(uvicorn.Server):
-    """A server that ends after its worker; until then it answers, if only to refuse.
+    """A server that ends after its worker; until then it answers, if only with errors.
 
     Args:
-        config: uvicorn's.
+        config: uvicorn's configuration.
         worker: generates images.
     """
 
@@ -186,7 +186,8 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
 
 
 def _served_models(session: InferenceSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
-    """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and what was given.
+    """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
+    option.
 
     Raises:
         UserError: a name is invalid or used twice, or a file is missing.

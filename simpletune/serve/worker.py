@@ -18,7 +18,7 @@ from simpletune.serve.requests import ImageRequest, RequestError
 from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
-LOOKAHEAD = 16  # prompts of waiting requests, two for each image, to encode together with those of the next one
+LOOKAHEAD = 16  # prompts of waiting requests, two per image, to encode together with the next request's
 STOPPING = "The server is stopping"
 FAILED = "The server failed; see its log"
 
@@ -41,8 +41,8 @@ class Job:
     """The images of one HTTP request.
 
     Args:
-        images: to generate, in order.
-        seconds: until the deadline.
+        images: the images to generate, in order.
+        seconds: seconds until the deadline.
     """
 
     def __init__(self, images: Sequence[ImageRequest], seconds: float):
@@ -55,7 +55,7 @@ class Job:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Do not start the job, or stop it before the next sampling step."""
+        """Keep the job from starting, or stop it before the next sampling step."""
         self._cancelled.set()
 
     def check_cancelled(self) -> None:
@@ -71,7 +71,7 @@ class Worker:
 
     Args:
         load: creates the generator; called in the worker's thread.
-        limits: of the queue and of time.
+        limits: limits on the queue and on time.
         metrics: counts images.
     """
 
@@ -205,7 +205,7 @@ class Worker:
             job.done.set_exception(RequestError(503 if full else 500, message))
 
     def _ahead(self, job: Job) -> list[ImageRequest]:
-        """Return a job's images and some of waiting jobs: the encoders are loaded once for all their prompts."""
+        """Return a job's images and some of the waiting jobs', so that the encoders load once for all their prompts."""
         with self._changed:
             others = [image for waiting in self._waiting for image in waiting.images]
         return [*job.images, *others[: LOOKAHEAD // 2]]

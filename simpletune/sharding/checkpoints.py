@@ -1,4 +1,4 @@
-"""Save a divided model's checkpoint together, and restore any checkpoint into a model, divided or not."""
+"""Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def write_together(
     average: Average | None,
     metadata: dict[str, str],
 ) -> None:
-    """Write the parts of all processes, each its own; the first one then writes the indices.
+    """Write every process's parts in that process; the first process then writes the indices.
 
     Args:
-        folder: of the checkpoint, under its temporary name; all processes see it.
-        sharding: of the model.
-        optimizer: of the parts.
-        average: of the parts, if enabled.
+        folder: the checkpoint's folder, under its temporary name; all processes see it.
+        sharding: the model's sharding.
+        optimizer: the optimizer of the parts.
+        average: the average of the parts, if enabled.
         metadata: strings for the headers of the weights.
 
     Raises:
-        UserError: in the first process: some process could not.
+        UserError: in the first process, if any process failed.
     """
     written: Json = {}
     try:
@@ -71,7 +71,7 @@ def _write_own(
     average: Average | None,
     metadata: dict[str, str],
 ) -> Json:
-    """Write the files of this process; their names and checksums by kind."""
+    """Write this process's files; return their names and checksums by kind."""
     held, of = sharding.held, (sharding.rank, sharding.processes)
     written: Json = {WEIGHTS: write_parts(folder, WEIGHTS, held, metadata, of)}
     failpoint("checkpoint.part")
@@ -86,7 +86,7 @@ def require_written(every: list[Json], folder: Path) -> None:
     """Check that all processes have written their parts.
 
     Raises:
-        UserError: names those that have not, and why.
+        UserError: lists the processes that have not, and why.
     """
     bad = list(dict.fromkeys(name for each in every for name in each.get("bad", [])))
     if bad:
@@ -101,7 +101,7 @@ class NonFinite(UserError):
     """Reports parameters that are not finite, in any process.
 
     Args:
-        names: of the parameters.
+        names: the parameters' names.
     """
 
     def __init__(self, names: list[str]):
@@ -115,11 +115,11 @@ def restore_parts(
     """Restore weights and optimizer state that any number of processes has written.
 
     Args:
-        model: divided or not.
-        optimizer: of what ``held_parameters`` returns.
+        model: the model, sharded or not.
+        optimizer: the optimizer of what ``held_parameters`` returns.
         option: built the optimizer.
-        files: of the weights and of the state: the indices, or the one file.
-        scalars: other values of the state, of a checkpoint in one file.
+        files: the files of the weights and of the state: the indices, or the one file.
+        scalars: other values of the state, for a checkpoint in one file.
     """
     held, whole = held_parameters(model), trained_parameters(model)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def restore_parts(
 
 
 def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load the rows that this process holds of each trained parameter, one after the other."""
+    """Load this process's rows of each trained parameter, one after the other."""
     sharding = sharding_of(model)
     for name, parameter in held_parameters(model).items():
         if sharding is None:
@@ -141,7 +141,7 @@ def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, tor
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """Where what this process updates lies in the whole parameters, by name."""
+    """The places, in the whole parameters, of the parts that this process updates, by name."""
     sharding = sharding_of(model)
     if sharding is not None:
         return dict(zip(sharding.held, sharding.places, strict=True))
@@ -150,11 +150,11 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 
 def require_shared(folder: Path, sharding: Sharding) -> None:
-    """Check that all processes see the folder of the run, into which each writes its part of a checkpoint.
+    """Check that all processes see the run's folder, into which each writes its part of a checkpoint.
 
     Args:
-        folder: exists in the first process.
-        sharding: of the model.
+        folder: the run's folder, which exists in the first process.
+        sharding: the model's sharding.
 
     Raises:
         UserError: a process does not see it.

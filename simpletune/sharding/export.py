@@ -1,4 +1,4 @@
-"""Write a divided model as one file, parameter by parameter: no process ever holds it whole."""
+"""Write a sharded model as one file, parameter by parameter, so that no process ever holds all of it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAME_OF = {f"torch.{about.torch}": name for name, about in TYPES.items()}
 def write_divided_folder(
     model: nn.Module, leading: Leading, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
 ) -> Path:
-    """Write a divided diffusers model as ``write_model_folder`` does, in the first process while it leads.
+    """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads.
 
     Args:
-        model: within ``own_class``.
+        model: the model; call within ``own_class``.
         leading: tells the other processes what to gather.
-        folder: of the result.
+        folder: the result's folder.
         metadata: strings for the header.
         instead: tensors that replace the model's own of the same names.
     """
@@ -43,7 +43,7 @@ def write_divided_folder(
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Give a divided model back its own class within this context: torch replaces it by one with another name."""
+    """Restore a sharded model's own class within this context; torch replaces it by one with another name."""
     divided = type(model)
     own = next((kind for kind in divided.__mro__ if kind.__module__.partition(".")[0] != "torch"), divided)
     model.__class__ = own

@@ -1,8 +1,8 @@
 """Write and read the parts of a checkpoint that each process holds: safetensors files, and an index of them.
 
-``KIND.shards.json`` lists the files with their checksums, and by parameter its shape and the first element of each
-file's part. A file holds its parts under the parameters' names, with as many rows as it has; a file of optimizer state
-holds them under ``PARAMETER/STATE``, with other values in its header. Any number of processes can read them.
+``KIND.shards.json`` lists the files with their checksums, and for each parameter its shape and the first element of
+each file's part. A file stores its rows of each parameter under the parameter's name; a file of optimizer state uses
+``PARAMETER/STATE`` and stores other values in its header. Any number of processes can read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from simpletune.system.safetensors_file import (
     write_safetensors,
 )
 
-VALUES = "simpletune_values"  # string of a header: plain values of optimizer state
+VALUES = "simpletune_values"  # header entry for plain values of optimizer state
 
 
 def file_of(kind: str, rank: int, processes: int) -> str:
@@ -43,11 +43,11 @@ def write_parts(
     """Write one process's parts.
 
     Args:
-        folder: of the checkpoint.
-        kind: what they are: ``trainable``, ``optimizer``, ``ema``.
-        tensors: by name.
+        folder: the checkpoint's folder.
+        kind: what they contain: ``trainable``, ``optimizer`` or ``ema``.
+        tensors: the parts by name.
         metadata: strings for the header.
-        of: number of the process, and how many there are.
+        of: the process's rank, and the number of processes.
 
     Returns:
         The file's name and its SHA-256.
@@ -60,8 +60,8 @@ def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[
     """Write the index of files that all processes have written.
 
     Args:
-        folder: of the checkpoint.
-        kind: what they hold.
+        folder: the checkpoint's folder.
+        kind: what they contain.
         files: what ``write_parts`` returned, in the order of the processes.
         shards: how each parameter is divided.
     """
@@ -74,11 +74,11 @@ def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state of an optimizer by ``PARAMETER/STATE``, and its other values as a string of the header.
+    """An optimizer's state by ``PARAMETER/STATE``, and its other values as a string for the header.
 
     Args:
-        optimizer: of the parts that this process holds.
-        names: of its parameters, in their order.
+        optimizer: the optimizer of the parts that this process holds.
+        names: the names of its parameters, in their order.
     """
     tensors, scalars = state_to_tensors(optimizer)
     renamed = {_renamed(key, names): tensor for key, tensor in tensors.items()}
@@ -95,12 +95,12 @@ def _renamed(key: str, names: Sequence[str]) -> str:
 
 
 class SavedStates:
-    """The optimizer state of a checkpoint, whatever number of processes wrote it; loads one parameter's at a time.
+    """A checkpoint's optimizer state, written by any number of processes; loads one parameter's at a time.
 
     Args:
         file: the index, or the one file.
         sizes: numbers of elements of the trained parameters, in the order of the model.
-        scalars: other values, of a checkpoint in one file.
+        scalars: other values, for a checkpoint in one file.
     """
 
     def __init__(self, file: Path, sizes: Mapping[str, int], scalars: Json):
@@ -122,7 +122,7 @@ class SavedStates:
         self._files = [_StateFile.opened(part) for part in files_of_index(file)]
 
     def pieces(self, name: str, start: int, stop: int) -> list[StatePiece]:
-        """The pieces that have some of a parameter's elements ``start`` to ``stop``; none if it has no state yet."""
+        """The pieces that overlap a parameter's elements ``start`` to ``stop``; empty if it has no state yet."""
         return [
             StatePiece(begin, end, values)
             for (begin, end), file in zip(self._parts[name], self._files, strict=True)
@@ -131,10 +131,10 @@ class SavedStates:
 
 
 class _StateFile:
-    """The state of the parts that one process had, by parameter.
+    """One process's part of the state, by parameter.
 
     Args:
-        reader: of its tensors.
+        reader: the reader of its tensors.
         named: the tensors' names in the file by ``PARAMETER/STATE``.
         about: ``values`` and ``shared`` tables by such names.
     """
@@ -166,13 +166,13 @@ class _StateFile:
 def restore_states(
     option: OptimizerOption, optimizer: torch.optim.Optimizer, places: Mapping[str, Place], saved: SavedStates
 ) -> None:
-    """Give each parameter or part of one its saved state.
+    """Restore the state of each parameter, or part of one.
 
     Args:
         option: built the optimizer.
         optimizer: its state is replaced.
-        places: of its parameters, by name and in their order.
-        saved: of a checkpoint.
+        places: the places of its parameters, by name and in their order.
+        saved: a checkpoint's state.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tables: dict[bytes, Tensor] = {}

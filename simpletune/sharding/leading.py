@@ -1,8 +1,8 @@
-"""Let one process evaluate, draw, save and export with a divided model, while the others do their part when told.
+"""Let one process evaluate, draw, save and export with a sharded model, while the others follow its instructions.
 
-Between two steps only the first process works, and any of its forward passes needs the weights of all. It leads: before
-each unit's pass it tells the others to gather that unit's weights with it; so nothing is computed twice, and whatever
-fails in the first process fails there alone, because the others always wait for the next word.
+Between two steps only the first process works, but its forward passes need every process's weights. So it leads: before
+each unit's pass it tells the others to gather that unit's weights with it. Nothing is computed twice, and an error in
+the first process stays there, because the others just wait for the next instruction.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ KEY = "_simpletune_leading"
 
 
 class Word(IntEnum):
-    """What the first process tells the others to do, with a number."""
+    """An instruction from the first process to the others, sent with a number."""
 
     END = 0
-    """Go on with training."""
+    """Continue training."""
     GATHER_UNIT = 1
-    """Gather the weights of the unit of this number."""
+    """Gather the weights of the unit with this number."""
     GATHER = 2
-    """Gather the parameter of this number."""
+    """Gather the parameter with this number."""
     SWAP_IN = 3
-    """Put the average in place of the weights."""
+    """Swap the average in for the weights."""
     SWAP_OUT = 4
-    """Put the weights back."""
+    """Swap the weights back in."""
     SAVE = 5
-    """Write the parts of the checkpoint after this number of steps."""
+    """Write this process's parts of the checkpoint after this number of steps."""
 
 
 class Leading:
-    """The way in which the first process leads the others.
+    """Lets the first process lead the others.
 
     Args:
-        sharding: of the model.
+        sharding: the model's sharding.
     """
 
     def __init__(self, sharding: Sharding):
@@ -63,10 +63,10 @@ class Leading:
             self._leads = False
 
     def follow(self, average: Average | None, save: Callable[[int], None]) -> None:
-        """Do what the first process tells, until it has done its work.
+        """Follow the first process's instructions until it has finished.
 
         Args:
-            average: of this process's parts of the weights.
+            average: the average of this process's parts of the weights.
             save: writes this process's parts of the checkpoint after a number of steps.
         """
         shards, swapped = list(self.sharding.shards.values()), ExitStack()
@@ -95,14 +95,14 @@ class Leading:
         distributed.broadcast(torch.tensor([word, number], device=self.sharding.device), 0)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather one parameter after the other, in the first process while it leads: names and whole tensors."""
+        """Gather one parameter after the other, in the first process while it leads; yield names and whole tensors."""
         assert self._leads
         for number, (name, shard) in enumerate(self.sharding.shards.items()):
             self.tell(Word.GATHER, number)
             yield name, whole_of(shard, self.sharding.group)
 
     def averaging(self, average: Average) -> Average:
-        """An average that is swapped in and out in all processes when the first one does so."""
+        """An average that is swapped in and out in all processes when the first process does so."""
         return LedAverage(average, self)
 
     @contextmanager
@@ -133,7 +133,7 @@ class Leading:
             self.tell(Word.GATHER_UNIT, number)
 
     def _gather_unit(self, number: int) -> None:
-        """Take part in the gathering of a unit's weights; those of no block stay, as they do in the first process."""
+        """Take part in gathering a unit's weights; weights outside of blocks stay gathered, as in the first process."""
         unit = self.sharding.units[number]
         unit.unshard()  # type: ignore[operator]
         if unit is not self.sharding.units[-1]:
@@ -141,10 +141,10 @@ class Leading:
 
 
 class LedAverage:
-    """An average of a divided model's weights.
+    """An average of a sharded model's weights.
 
     Args:
-        average: of this process's parts.
+        average: the average of this process's parts.
         leading: tells the other processes.
     """
 
@@ -171,8 +171,8 @@ class LedAverage:
 def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
     """Gather a parameter; all processes take part.
 
-    Not by ``DTensor.full_tensor``, which did not wait for the other processes in one that had run a simulation with
-    another group before (seen with torch 2.13.0).
+    Avoids ``DTensor.full_tensor``: after a simulation with another process group, it did not wait for the other
+    processes (seen with torch 2.13.0).
     """
     most, held = shard.starts[1], shard.held.detach().reshape(-1)  # only the last parts may have fewer
     sent = torch.zeros(most, dtype=held.dtype, device=held.device)
@@ -183,6 +183,6 @@ def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
 
 
 def leading_of(model: nn.Module) -> Leading | None:
-    """The way in which the first process leads the others with a model; None if it is not divided."""
+    """A model's ``Leading``; None if the model is not sharded."""
     found: Leading | None = model.__dict__.get(KEY)
     return found

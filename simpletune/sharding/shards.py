@@ -1,10 +1,11 @@
-"""Divide a model's parameters among processes with torch's ``fully_shard`` (FSDP2; arXiv:2304.11277), block by block.
+"""Shard a model's parameters over processes with torch's ``fully_shard`` (FSDP2; arXiv:2304.11277), block by block.
 
-Each process holds some rows of every parameter, of its gradient and of its optimizer state. A block's whole weights
-exist while it computes: they are gathered before its forward pass and again before its backward pass, and its gradients
-are summed in fp32 and divided among the processes when that ends.
+Each process holds some rows of every parameter, its gradient and its optimizer state. A block's whole weights exist
+only while it computes: they are gathered before its forward pass and again before its backward pass, after which its
+gradients are summed in fp32 and scattered to the processes.
 
-torch gives the rows as ``DTensor``. Optimizers, averages and checkpoints get them as plain tensors of the same memory.
+torch holds the rows in a ``DTensor``. Optimizers, averages and checkpoints get them as plain tensors in the same
+memory.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 @dataclass(frozen=True)
 class Shard:
-    """What a process holds of a parameter: a run of its elements, namely whole rows.
+    """A process's part of a parameter: a contiguous range of its elements, made of whole rows.
 
     Args:
-        whole: the model's parameter, a ``DTensor`` of the whole shape.
+        whole: the model's parameter, a ``DTensor`` with the whole shape.
         held: this process's rows, in the same memory; it may have none.
-        starts: the first element of each process's part, and the number of all.
-        place: of this process's part.
+        starts: the first element of each process's part, then the total number of elements.
+        place: the place of this process's part.
     """
 
     whole: nn.Parameter
@@ -48,13 +49,13 @@ class Shard:
 
 
 class Sharding:
-    """A model whose parameters are divided among all processes of the default group.
+    """A model whose parameters are sharded over all processes of the default group.
 
     Args:
-        model: with parameters that all train; changed in place. They may lie in host memory: each unit is moved to the
-            device only while it is divided.
+        model: all of its parameters must train; changed in place. They may lie in host memory: each unit is moved to
+            the device only while it is sharded.
         units: modules whose weights are gathered together, in the order of the forward pass.
-        device: where the model is to run.
+        device: the device that the model will run on.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], device: torch.device):
@@ -62,7 +63,7 @@ class Sharding:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.processes, self.rank = distributed.get_world_size(), distributed.get_rank()
-        with _disable_current_modes():  # the mesh is of plain numbers, in a simulation too
+        with _disable_current_modes():  # the mesh consists of real tensors, even in a simulation
             mesh = init_device_mesh(device.type, (self.processes,))
         self.group = mesh.get_group()
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -86,7 +87,7 @@ class Sharding:
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
-        """The parts of parameters that this process holds, by name; without empty ones."""
+        """This process's parts of parameters by name, without empty ones."""
         return {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
 
     @property
@@ -95,10 +96,10 @@ class Sharding:
         return [shard.place for shard in self.shards.values() if shard.held.numel()]
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """Move the gradients, summed over the processes, to the parts that are held.
+        """Move the gradients, summed over the processes, to this process's parts.
 
         Returns:
-            The whole parameters that have one, equally in all processes.
+            The whole parameters that have a gradient; the same in all processes.
         """
         found = []
         for shard in self.shards.values():
@@ -108,10 +109,10 @@ class Sharding:
         return found
 
     def norms(self, trained: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The norms of whole parameters' gradients, fp32, which take one exchange.
+        """The fp32 norms of whole parameters' gradients, computed with one exchange.
 
         Args:
-            trained: those that ``take_gradients`` returned.
+            trained: the parameters that ``take_gradients`` returned.
         """
         held = {shard.whole: shard.held for shard in self.shards.values()}
         own = [held[parameter].grad for parameter in trained]
@@ -123,7 +124,7 @@ class Sharding:
         return list(squares.sqrt_())
 
     def clip_each(self, trained: Sequence[nn.Parameter], norms: Sequence[Tensor], limit: float) -> None:
-        """Clip each parameter's gradient to a norm, of which every process knows only a part.
+        """Clip each parameter's gradient to a norm; every process holds only a part of the gradient.
 
         Args:
             trained: the whole parameters that have a gradient.
@@ -137,14 +138,15 @@ class Sharding:
                 gradient.mul_((limit / (norm + CLIP_EPS)).clamp(max=1.0))
 
     def reshard(self) -> None:
-        """Free gathered weights, and forget passes without a backward pass, whose order the next one would go by."""
+        """Free gathered weights, and forget passes without a backward pass, so that the next one ignores their
+        order."""
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
         self.units[-1].reset_iter_state()  # type: ignore[operator]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows of a ``DTensor`` that this process holds."""
+    """This process's rows of a ``DTensor``."""
     from torch.distributed.tensor import DTensor  # takes half a second
 
     assert isinstance(tensor, DTensor)
@@ -152,8 +154,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def starts_of(shape: Sequence[int], processes: int) -> tuple[int, ...]:
-    """The first element of each process's part of a parameter, and the number of all: equal numbers of rows, except at
-    the end, where processes may have fewer or none."""
+    """The first element of each process's part of a parameter, then the total number of elements. All parts have
+    equally many rows, except the last ones, which may have fewer or none."""
     each, width = -(-shape[0] // processes), math.prod(shape[1:])
     return tuple(min(number * each, shape[0]) * width for number in range(processes + 1))
 
@@ -164,12 +166,12 @@ def parts_of(starts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How a model's parameters are divided; None if they are not."""
+    """A model's ``Sharding``; None if it is not sharded."""
     found: Sharding | None = model.__dict__.get(KEY)
     return found
 
 
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters that this process updates, by name: of a divided model its parts."""
+    """The trained parameters that this process updates, by name: for a sharded model, its parts."""
     sharding = sharding_of(model)
     return trained_parameters(model) if sharding is None else sharding.held

@@ -1,4 +1,4 @@
-"""Fetch what coming steps will read from a remote cache, in the order of the plan, while the current one computes."""
+"""Prefetch what coming steps will read from a remote cache, in the plan's order, while the current step computes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STEPS = 256  # coming steps, at most
 class ReadAhead:
     """Fetches samples of coming steps into the local part.
 
-    A fetch that fails is not reported: the step that needs the sample tries again, and reports that.
+    Does not report a failed fetch: the step that needs the sample tries again, and reports its own failure.
 
     Args:
         needs: the samples that a step reads, as pairs of a cache and a key.
         steps: the run's number of steps.
-        limit: bytes of the local part.
+        limit: the local part's limit in bytes.
     """
 
     def __init__(self, needs: Callable[[int], Iterable[tuple[Cache, str]]], steps: int, limit: int):
         self._needs, self._steps, self._most = needs, steps, min(AHEAD, limit // 4)
         self._threads = ThreadPoolExecutor(THREADS, "read-ahead")
         self._next = 0
-        self._bytes: dict[int, int] = {}  # of the steps from the current one on
+        self._bytes: dict[int, int] = {}  # sizes for the current step and later ones
 
     def at(self, step: int) -> None:
-        """Begin to fetch for a step and those after it, as far as the limits allow."""
+        """Start fetching for a step and later ones, as far as the limits allow."""
         self._next = max(self._next, step)
         self._bytes = {known: size for known, size in self._bytes.items() if known >= step}
         while self._next < min(self._steps, step + STEPS) and (
@@ -41,7 +41,7 @@ class ReadAhead:
             self._next += 1
 
     def _begin(self, cache: Cache, key: str) -> int:
-        """Begin to fetch a sample, and return its size."""
+        """Start fetching a sample, and return its size."""
         if not isinstance(cache, ShardedCache):
             return 0
         size = cache.size_of(key)
@@ -50,5 +50,5 @@ class ReadAhead:
         return size
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Stop fetching."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
 """A cache whose samples lie in shards, in a folder or in an object store.
 
-Processes encode into single files first (``staged``), exactly as in the cache of single files: what one claims no other
-encodes, and a kill loses at most the sample that was being encoded. Once there are enough of them they become a shard,
-and are removed after it is stored; what a killed process has left is joined by the next one.
+Processes first encode into single files (``staged``), exactly as in the cache of single files: no other process encodes
+what one has claimed, and a kill loses at most the sample that was being encoded. Once there are enough files, they are
+joined into a shard and removed after it is stored; the next process joins what a killed one has left.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from simpletune.system.console import say
 if TYPE_CHECKING:
     from torch import Tensor
 
-READS = 3  # of a sample whose checksum does not match, before it counts as damaged
+READS = 3  # reads of a sample whose checksum does not match, before it counts as damaged
 
 
 class ShardedCache(Cache):
     """Content-addressed tensors in shards.
 
     Args:
-        folder: of this machine, for what is not in a shard yet.
+        folder: this machine's folder, for what is not in a shard yet.
         shelf: where the shards lie.
-        part: keeps what was read from a remote shelf; None: the shelf is a folder.
+        part: stores what was read from a remote shelf; None: the shelf is a folder.
         label: the folder of this cache's samples there.
     """
 
@@ -64,10 +64,9 @@ class ShardedCache(Cache):
             return self.file(key).stem in self.catalogue.index or super().__contains__(key)
 
     def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
-        """The keys that still have to be encoded. First joins what a killed process has left into shards.
-
-        Verifies the checksums of a folder's shards if these keys take at most ``READ_WHOLE`` bytes. Of others only the
-        presence of the shards is looked at; each sample is then verified when it is read.
+        """The keys that still have to be encoded. First joins what a killed process has left into shards. Verifies the
+        checksums of a folder's shards if these keys take at most ``READ_WHOLE`` bytes. Otherwise checks only that the
+        shards exist, and verifies each sample when it is read.
 
         Raises:
             UserError: the store does not answer.
@@ -95,9 +94,9 @@ class ShardedCache(Cache):
                 say(f"cache   {reason}: noted in {self._set_row_aside(key, row)}; encoding it again")
 
     def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
-        """Claim keys to encode, as ``Cache.claimed`` does; joins what was encoded into shards meanwhile and at the end.
-
-        Of a remote cache a process of several encodes its own share only: those of other machines cannot be claimed.
+        """Claim keys to encode, as ``Cache.claimed`` does; joins what was encoded into shards along the way and at the
+        end. With a remote cache and several processes, each process encodes only its own share: it cannot claim keys of
+        other machines.
 
         Raises:
             UserError: the store does not answer. What was encoded is kept, and the next start stores it.
@@ -113,7 +112,7 @@ class ShardedCache(Cache):
             self.joiner.join(everything=True, wait=True)
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store tensors under a key, in a file of its own until it is joined into a shard.
+        """Store tensors under a key, in a separate file until it is joined into a shard.
 
         Raises:
             UserError: the disk is full; no partial file remains.
@@ -153,12 +152,12 @@ class ShardedCache(Cache):
             ) from None
 
     def size_of(self, key: str) -> int:
-        """The bytes of a sample in a shard; 0 if it is in none."""
+        """The size in bytes of a sample in a shard; 0 if it is in none."""
         row = self._row(key)
         return 0 if row is None else row.size
 
     def bring(self, key: str) -> None:
-        """Fetch a sample from a remote shelf into the local part, unless it is there or in no shard.
+        """Fetch a sample from a remote shelf into the local part, unless it is already there or is in no shard.
 
         Raises:
             UserError: the store does not answer, or the sample is damaged.
@@ -174,20 +173,20 @@ class ShardedCache(Cache):
         """Read a sample.
 
         Raises:
-            Damaged: its checksum does not match, each time that it was read.
+            Damaged: its checksum did not match in any attempt.
             StoreError: the store does not answer.
         """
         if self.part is None:
             try:
                 read = self.shelf.read(row.shard, row.start, row.start + row.size)
-            except StoreError as error:  # of a folder: the shard is gone or cut
+            except StoreError as error:  # in a folder: the shard is gone or truncated
                 raise Damaged(str(error)) from None
             return self._checked(key, row, read)
         content = self.part.get(self._place(row))
         if content is not None:
             try:
                 return self._checked(key, row, content)
-            except Damaged:  # on this machine; the store may have it whole
+            except Damaged:  # damaged on this machine; the store may have an intact copy
                 self.part.remove(self._place(row))
         began = time.perf_counter()
         try:
@@ -201,7 +200,7 @@ class ShardedCache(Cache):
         """Fetch a sample and keep it in the local part.
 
         Raises:
-            Damaged: its checksum does not match, each time.
+            Damaged: its checksum did not match in any attempt.
             StoreError: the store does not answer.
         """
         for left in reversed(range(READS)):
@@ -218,10 +217,10 @@ class ShardedCache(Cache):
         raise AssertionError("unreachable")
 
     def _checked(self, key: str, row: Row, content: bytearray) -> dict[str, Tensor]:
-        """The tensors of a sample's bytes, whose checksum is verified once per process.
+        """The tensors in a sample's bytes; verifies the checksum once per process.
 
         Raises:
-            Damaged: it does not match.
+            Damaged: the checksum does not match.
         """
         try:
             tensors = tensors_of(content, row.layout)
@@ -236,7 +235,7 @@ class ShardedCache(Cache):
         return tensors
 
     def _place(self, row: Row) -> str:
-        """The name of a sample in the local part, which differs for every shard that has held it."""
+        """The name of a sample in the local part; it includes the shard."""
         return f"{self.label}/{row.name}.{zlib.crc32(row.shard.encode()):08x}"
 
     def _alone(self, row: Row) -> Lock:
@@ -247,7 +246,7 @@ class ShardedCache(Cache):
             return self._coming.setdefault(row.name, Lock())
 
     def quarantine(self, key: str) -> str:
-        """Set a sample aside, so that it is encoded again; return where that is noted."""
+        """Set a sample aside, so that it is encoded again; return where this is recorded."""
         row = self._row(key)
         if row is None:
             return super().quarantine(key)

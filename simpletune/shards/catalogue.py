@@ -1,4 +1,4 @@
-"""Which samples a shelf holds: its index, and the shards that the index does not name yet."""
+"""The samples that a shelf holds: its index, and the shards that the index does not list yet."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from simpletune.stores.store import READS, Changed, StoreError
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.console import say
 
-HEADER = 2**18  # bytes read of a shard at first, which its header usually fits into
-UNNAMED = 16  # shards that the index need not name, beside an eighth of all, before it is written again
+HEADER = 2**18  # bytes read first from a shard; its header usually fits into them
+UNNAMED = 16  # shards that the index may lack, besides an eighth of all, before it is rewritten
 
 
 class Catalogue:
@@ -39,11 +39,11 @@ class Catalogue:
         return self._index
 
     def is_stale(self) -> bool:
-        """Whether a process of this machine has stored shards since the last look."""
+        """Whether a process of this machine has stored shards since the last ``refresh``."""
         return self.shelf.stamp() != self._stamp
 
     def refresh(self) -> None:
-        """Look which shards there are, and read what the index does not name.
+        """List the shards, and read the headers of those that the index lacks.
 
         Raises:
             UserError: the index of a web server is missing or damaged.
@@ -64,7 +64,7 @@ class Catalogue:
         self._index, self._stamp = index, stamp
 
     def _read_index(self, required: bool) -> Index:
-        """Read the stored index; an empty one if there is none, or a damaged one, and the shards can be listed."""
+        """Read the stored index; return an empty one if it is missing or damaged and the shards can be listed."""
         for left in reversed(range(READS)):
             with self._local_index() as (file, known):
                 if known is None and required:
@@ -94,7 +94,7 @@ class Catalogue:
             if isinstance(parsed, int):
                 parsed = parse_header(bytes(self.shelf.read(shard, 0, min(parsed, size))), shard)
             if isinstance(parsed, int):
-                raise UserError(f"the shard {shard} is damaged: it ends in its header. Remove it")
+                raise UserError(f"the shard {shard} is damaged: it ends within its header. Remove it")
             rows = rows_of(shard, *parsed)
             if any(row.start + row.size > size for row in rows):
                 raise UserError(f"the shard {shard} is damaged: it is truncated. Remove it")
@@ -104,7 +104,7 @@ class Catalogue:
         return rows
 
     def add(self, shard: str, rows: Iterable[Row]) -> None:
-        """Note a shard that this process has stored."""
+        """Add a shard that this process has stored."""
         self.index.add(rows)
         self._unnamed += 1
 
@@ -119,7 +119,7 @@ class Catalogue:
             return
         try:
             self._write()
-        except StoreError as error:  # with rights to read only, for example
+        except StoreError as error:  # with read-only rights, for example
             say(f"warning {error}: {INDEX} stays as it is, and every start reads the headers of the other shards")
         self._unnamed, self._gone = 0, False
 
@@ -127,7 +127,7 @@ class Catalogue:
         """Write the index.
 
         Raises:
-            StoreError: the store does not take it.
+            StoreError: the store does not accept it.
         """
         for left in reversed(range(TRIES)):
             self.refresh()
@@ -139,12 +139,12 @@ class Catalogue:
                     return
                 except Changed:
                     if not left:
-                        raise StoreError(f"{self.shelf}: the index changes all the time") from None
+                        raise StoreError(f"{self.shelf}: the index keeps changing") from None
                 finally:
                     remove(target)
 
     def _all_rows(self, stored: Path | None) -> Iterator[Row]:
-        """The rows of the stored index that still count, then those of the shards that it does not name."""
+        """The rows of the stored index that still count, then the rows of the shards that it lacks."""
         index, named = self.index, set[str]()
         if stored is not None and _is_sound(stored):
             named = set(named_shards(stored))
@@ -166,7 +166,7 @@ def _is_same(known: Row | None, row: Row) -> bool:
 
 
 def _is_sound(file: Path) -> bool:
-    """Whether an index can be read to its end; a failure was reported at the first reading."""
+    """Whether an index can be read to its end; the first reading has reported any failure."""
     try:
         Index.read(file)
     except UserError:
@@ -175,7 +175,7 @@ def _is_sound(file: Path) -> bool:
 
 
 class _Fetched:
-    """The stored index as a file of this machine, within a context: the file and what identifies it, None if none."""
+    """A context with the stored index as a local file: the file and what identifies it, or None."""
 
     def __init__(self, shelf: Shelf, folder: Path):
         self.shelf, self.file = shelf, temporary_path(folder / INDEX, shared=True)

@@ -1,4 +1,4 @@
-"""What a store's failure and a damaged sample become."""
+"""Errors for a store's failure and for a damaged sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simpletune.stores.store import StoreError
 
 
 class Damaged(Exception):
-    """Report that a sample's bytes are not those that were stored."""
+    """Report that a sample's bytes differ from what was stored."""
 
 
 class Reached:

@@ -1,7 +1,7 @@
 """The index of a cache's shards: where each sample lies, in memory and as ``index.parquet``.
 
-In memory a sample takes 40 bytes and its key none: a million samples take 40 MB. The file also has the keys. It saves
-reading the headers of all shards; what it lacks is read from them.
+In memory a sample takes 40 bytes, without its key: a million samples take 40 MB. The file also has the keys. It saves
+reading all shards' headers; only the headers of shards that it lacks are read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T", str, Layout)
 
 
 class Numbered(Generic[T]):
-    """Values by their numbers, which are given in order."""
+    """Values numbered in the order in which they are added."""
 
     def __init__(self) -> None:
         self.values: list[T] = []
         self._numbers: dict[T, int] = {}
 
     def number(self, value: T) -> int:
-        """The number of a value, which is added if it is new."""
+        """Return a value's number; adds a new value."""
         if value not in self._numbers:
             self._numbers[value] = len(self.values)
             self.values.append(value)
@@ -45,7 +45,7 @@ class Numbered(Generic[T]):
 
 
 class Index:
-    """The samples of all shards by the names of their keys; of two samples with one name the first stays."""
+    """The samples of all shards by the names of their keys; of two samples with the same name, keeps the first."""
 
     def __init__(self) -> None:
         self._shards, self._layouts = Numbered[str](), Numbered[Layout]()
@@ -74,13 +74,13 @@ class Index:
         return set(self._shards.values) - self._lost
 
     def note(self, shards: Iterable[str]) -> None:
-        """Let shards count as known, although none of their samples may be in use."""
+        """Mark shards as known, even if none of their samples is in use."""
         for shard in shards:
             self._shards.number(shard)
             self._lost.discard(shard)
 
     def _columns(self, batch: RecordBatch) -> dict[str, np.ndarray]:
-        """A batch's columns by the fields in memory."""
+        """A batch's columns, by the names of the fields in memory."""
         names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
         shards = _renumbered(batch.column("shard"), self._shards.number)
         layouts = _renumbered(batch.column("tensors"), lambda text: self._layouts.number(parse_layout(text)))
@@ -93,7 +93,7 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """The memory of all samples that are sorted in."""
+        """The memory of all sorted samples, in bytes."""
         return sum(column.nbytes for column in self._sorted.values())
 
     def __contains__(self, name: str) -> bool:
@@ -101,12 +101,12 @@ class Index:
         return own in self._recent or self._place(own, self._sorted) is not None
 
     def find(self, name: str) -> Row | None:
-        """Where a sample lies, without its key; None if it is in no shard."""
+        """Where a sample lies, as a row without its key; None if it is in no shard."""
         own = numbers_of(name)
         recent = self._recent.get(own)
         if recent is not None:
             return self._row(*own, *recent)
-        columns = self._sorted  # which another thread may replace
+        columns = self._sorted  # another thread may replace it
         place = self._place(own, columns)
         return None if place is None else self._row(*(int(column[place]) for column in columns.values()))
 
@@ -145,7 +145,7 @@ class Index:
         self._sorted = {field: column[order] for field, column in columns.items()}
 
     def remove(self, shards: Iterable[str], samples: Iterable[tuple[str, str]] = ()) -> None:
-        """Forget all samples of some shards, and single samples, which are pairs of a name and its shard."""
+        """Forget all samples of some shards, and single samples, given as pairs of a name and its shard."""
         gone, samples = set(shards), list(samples)
         if not gone and not samples:
             return
@@ -207,14 +207,14 @@ def named_shards(file: Path) -> list[str]:
 
 def _damaged(file: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:120]
-    return UserError(f"{file.name} is damaged ({reason}). Remove it: it is made again from the shards")
+    return UserError(f"{file.name} is damaged ({reason}). Remove it: it is rebuilt from the shards")
 
 
 def write_rows(rows: Iterable[Row], file: Path, shards: Iterable[str]) -> None:
     """Write an ``index.parquet``, whole or not at all.
 
     Args:
-        rows: with their keys, each name once.
+        rows: rows with their keys, each name once.
         file: the target.
         shards: the names of all shards that it covers.
     """
@@ -247,17 +247,17 @@ def _portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _renumbered(column: object, number: Callable[[str], int]) -> np.ndarray:
-    """The numbers of a dictionary column's words."""
+    """Map a dictionary column's words to numbers."""
     words: list[str] = column.dictionary.to_pylist()  # type: ignore[attr-defined]
     indices: np.ndarray = column.indices.to_numpy()  # type: ignore[attr-defined]
     return np.array([number(word) for word in words], "u4")[indices]
 
 
 def parse_layout(text: str) -> Layout:
-    """The tensors of a sample, as ``write_rows`` has written them."""
+    """Parse a sample's tensors as written by ``write_rows``."""
     return tuple((str(name), str(kind), tuple(map(int, shape)), int(at)) for name, kind, shape, at in json.loads(text))
 
 
 def numbers_of(name: str) -> tuple[int, int]:
-    """A name of 32 hexadecimal digits as two numbers of 64 bits."""
+    """Convert a name of 32 hexadecimal digits to two 64-bit numbers."""
     return int(name[:16], 16), int(name[16:], 16)

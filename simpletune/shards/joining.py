@@ -1,4 +1,4 @@
-"""Join encoded samples, which are single files, into shards, and store them."""
+"""Join encoded samples, stored as single files, into shards, and store these."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from simpletune.system.atomic import remove
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges
 
-SAMPLES, BYTES = 256, 64 * 2**20  # of a shard, at most; whichever is reached first
+SAMPLES, BYTES = 256, 64 * 2**20  # limits of a shard; the first one reached closes it
 
 
 class Joiner:
     """Joins the files of one cache.
 
     Args:
-        cache: of the encoded samples.
+        cache: the cache of the encoded samples.
         shelf: where the shards go.
-        catalogue: what lies there.
+        catalogue: the samples that lie there.
     """
 
     def __init__(self, cache: Cache, shelf: Shelf, catalogue: Catalogue):
@@ -38,8 +38,8 @@ class Joiner:
         """Join encoded samples into shards, and store them.
 
         Args:
-            everything: also fewer than a shard usually has.
-            wait: for another process that is doing so; otherwise leave it to that one.
+            everything: whether to join even fewer samples than a shard usually has.
+            wait: whether to wait for another process that is doing so; otherwise leaves it to that one.
 
         Raises:
             StoreError: the store does not answer; the samples stay where they are.
@@ -58,7 +58,7 @@ class Joiner:
     def _store(self, files: list[Path]) -> None:
         """Store encoded samples as a shard, then remove their files."""
         new = [file for file in files if file.stem not in self.catalogue.index]
-        for file in set(files) - set(new):  # of a process that was killed before it removed them
+        for file in set(files) - set(new):  # left by a process that was killed before it removed them
             remove(file)
         try:
             for file in new:
@@ -67,7 +67,7 @@ class Joiner:
                 return
             shard, file = self._written(new)
         except FileNotFoundError:
-            return  # another process, which no lock excludes on this file system, has joined them
+            return  # another process has joined them, on a file system without locks
         with open(file, "rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             handle.seek(0)
@@ -82,7 +82,7 @@ class Joiner:
         failpoint("shard.cleared")
 
     def _written(self, files: list[Path]) -> tuple[str, Path]:
-        """Write a shard under a name that no damaged one has."""
+        """Write a shard under a name that no damaged shard has."""
         damaged, again = {shard for _, shard in self.shelf.damaged()}, 0
         while (written := write_shard(files, self.cache.folder.parent / "joined", again))[0] in damaged:
             again += 1
@@ -92,7 +92,7 @@ class Joiner:
         """Verify the checksum of an encoded sample, once per process.
 
         Raises:
-            UserError: it is damaged; it has been renamed.
+            UserError: it is damaged, and was renamed.
         """
         from safetensors import safe_open
 

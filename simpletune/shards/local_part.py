@@ -1,4 +1,4 @@
-"""The local part of a remote cache: samples that were read last, in a folder of bounded size."""
+"""The local part of a remote cache: recently read samples, in a folder of bounded size."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not 
 
 
 class LocalPart:
-    """Files in a folder, of which the least recently used are removed where they exceed a limit.
+    """Files in a folder; removes the least recently used ones when they exceed a limit.
 
     Processes of one machine may share the folder. Threads may share an object.
 
     Args:
         folder: the folder.
-        limit: bytes that the files may take.
-        processes: of this machine that share it, so that they stay within the limit together.
+        limit: the largest total size of the files, in bytes.
+        processes: how many processes of this machine share it, and stay within the limit together.
     """
 
     def __init__(self, folder: Path, limit: int, processes: int = 1):
         self.folder, self.limit = folder, limit
         self._room = limit // SPARE // max(processes, 1)
-        self._written = self._room  # so that the first file looks at what an earlier process has left
+        self._written = self._room  # so that the first ``put`` counts what an earlier process has left
         self._lock = threading.Lock()
 
     def get(self, name: str) -> bytearray | None:
-        """Read a file; None if it is not there. It then counts as used."""
+        """Read a file, and mark it as used; None if it is not there."""
         file = self.folder / name
         try:
             with open(file, "rb", buffering=0) as handle:
@@ -43,7 +43,7 @@ class LocalPart:
         return content if got == len(content) else None
 
     def __contains__(self, name: str) -> bool:
-        """Whether a file is there, which then counts as used."""
+        """Whether a file is there; marks it as used."""
         try:
             os.utime(self.folder / name)
         except FileNotFoundError:
@@ -51,7 +51,7 @@ class LocalPart:
         return True
 
     def put(self, name: str, content: bytes | bytearray) -> bool:
-        """Write a file; return whether it was kept: one that takes too much of the limit is not."""
+        """Write a file; return whether it was kept. Does not keep one that takes too much of the limit."""
         if len(content) > self._room:
             return False
         with self._lock:
@@ -78,10 +78,10 @@ class LocalPart:
         (self.folder / name).unlink(missing_ok=True)
 
     def trim(self, most: int) -> None:
-        """Remove the files that were not used for longest, until at most ``most`` bytes are left."""
+        """Remove the least recently used files until at most ``most`` bytes are left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with Ranges(self.folder / ".lock") as ranges, ranges.held(0, 0) as alone:
-            if not alone:  # another process is at it
+            if not alone:  # another process is trimming
                 return
             found = [(*_used(path), path) for path in self.folder.rglob("*") if path.name != ".lock"]
             total = sum(size for _, size, _ in found)
@@ -96,12 +96,12 @@ class LocalPart:
                 self._written = 0
 
     def size(self) -> int:
-        """The bytes of all files."""
+        """The total size of all files, in bytes."""
         return sum(_used(path)[1] for path in self.folder.rglob("*"))
 
 
 def _used(path: Path) -> tuple[int, int]:
-    """When a file was last used, in ns, and its size; for a folder or where it has gone (0, 0)."""
+    """When a file was last used, in ns, and its size; (0, 0) for a folder or a file that is gone."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where a run's cache lies, and in which form. Imports no torch."""
+"""Where a run's cache lies, and in what form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simpletune.data.cache import Cache
 
 GIB = 2**30
-REMOTE, PART = "remote", "part"  # folders: of caches in object stores, and in each of them of what was read
+REMOTE, PART = "remote", "part"  # folders: for caches in object stores, and in each of them for what was read
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class CachePlace:
     """The place of a cache.
 
     Args:
-        folder: of this machine.
+        folder: this machine's folder.
         form: single files, or shards.
-        url: of the object store or web server that has the shards; None: they lie in the folder.
-        limit: bytes that what was read from there may take in the folder.
+        url: the URL of the object store or web server that has the shards; None: they lie in the folder.
+        limit: the largest size, in bytes, of what was read from there and is kept in the folder.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class CachePlace:
 
     @property
     def local(self) -> Path:
-        """The folder for what is not yet in the object store, and what was read from it."""
+        """The folder for what is not yet in the object store, and for what was read from it."""
         if self.url is None:
             return self.folder
         return self.folder / REMOTE / hashlib.sha256(self.url.encode()).hexdigest()[:16]
@@ -43,7 +43,7 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     """Open a part of a cache.
 
     Args:
-        place: of the whole cache; a path: a folder of single files.
+        place: the place of the whole cache; a path: a folder of single files.
         kind: ``latents``, ``text`` or ``masks``.
         name: identifies the encoder.
 

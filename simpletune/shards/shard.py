@@ -1,9 +1,9 @@
 """A shard: the cached samples of many keys in one safetensors file, which any reader of the format opens.
 
 A sample's tensors are called ``NAME/tensor``, where NAME is the hash of its key as in the cache of single files. They
-lie next to each other, so that one range of bytes holds the sample. The header's metadata has for each NAME the CRC-32
-and the key: ``CRC32 KEY``. So every index can be made again from the shards. A shard's own name is the start of the
-SHA-256 of its content: written twice, it is the same shard.
+lie next to each other, so that one range of bytes holds the sample. The header's metadata maps each NAME to its CRC-32
+and key (``CRC32 KEY``), so that an index can always be rebuilt from the shards. A shard's own name is the start of the
+SHA-256 of its content, so the same samples always give the same shard.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 ALIGNED = 8  # bytes; the largest type of a tensor
-PADDING = "-"  # name of the bytes that follow a sample whose size is no multiple of ALIGNED
+PADDING = "-"  # name of the padding after a sample whose size is not a multiple of ALIGNED
 HEADER_BYTES = 2**27  # at most
 
 TensorPlace = tuple[str, str, tuple[int, ...], int]
-"""A tensor of a sample: its name, its safetensors type, its shape, and its first byte from the sample's start."""
+"""A tensor of a sample: its name, safetensors type, shape, and offset in bytes from the sample's start."""
 Layout = tuple[TensorPlace, ...]
 
 
@@ -41,10 +41,10 @@ class Row:
         name: the hash of its key, 32 hexadecimal digits.
         shard: the shard's name.
         start: its first byte in the shard.
-        size: its bytes, without padding.
-        crc32: of its tensors (``data.cache.checksum``).
+        size: its size in bytes, without padding.
+        crc32: the CRC-32 of its tensors (``data.cache.checksum``).
         layout: its tensors.
-        key: what the cache asks for it; empty where it was not read.
+        key: the cache's key for it; empty if it was not read.
     """
 
     name: str
@@ -61,8 +61,8 @@ def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[st
 
     Args:
         files: the samples.
-        folder: where the shard is written.
-        again: how many shards of the same samples are damaged; it changes the name.
+        folder: the folder to write the shard to.
+        again: how many shards of the same samples are damaged; changes the name.
 
     Returns:
         The shard's name and its file.
@@ -76,7 +76,7 @@ def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[st
         header = read_header(file)
         known = header.pop("__metadata__", None) or {}
         if not {"key", "crc32"} <= set(known):
-            raise UserError(f"{file} is no cached sample. Remove it")
+            raise UserError(f"{file} is not a cached sample. Remove it")
         name, end = file.stem, 0
         about[name] = f"{known['crc32']} {known['key']}"
         for tensor, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -100,7 +100,7 @@ def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[st
 
 
 def _content(file: Path) -> bytes:
-    """What follows a file's header, padded."""
+    """A file's content after its header, padded."""
     with open(file, "rb") as handle:
         handle.seek(8 + int.from_bytes(handle.read(8), "little"))
         content = handle.read()
@@ -116,7 +116,7 @@ def rows_of(shard: str, header: Mapping[str, object], start: int) -> list[Row]:
         start: the first byte after the header.
 
     Raises:
-        UserError: the header is not that of a shard.
+        UserError: the header is not a shard's.
     """
     about = header.get("__metadata__")
     places: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
@@ -136,7 +136,7 @@ def rows_of(shard: str, header: Mapping[str, object], start: int) -> list[Row]:
             layout = tuple((tensor, kind, shape, begin - first) for begin, _, tensor, kind, shape in found)
             rows.append(Row(name, shard, start + first, last - first, int(crc32, 16), layout, key))
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"the shard {shard} is damaged: its header is not one of a shard. Remove it") from None
+        raise UserError(f"the shard {shard} is damaged: its header is not a shard's. Remove it") from None
     return rows
 
 
@@ -157,12 +157,12 @@ def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | 
     try:
         header = json.loads(content[8 : 8 + length])
     except ValueError:
-        raise UserError(f"the shard {shard} is damaged: its header is no JSON. Remove it") from None
+        raise UserError(f"the shard {shard} is damaged: its header is not JSON. Remove it") from None
     return header, 8 + length
 
 
 def tensors_of(content: bytearray, layout: Iterable[TensorPlace]) -> dict[str, Tensor]:
-    """The tensors of a sample, which share the memory of ``content``.
+    """A sample's tensors, which share the memory of ``content``.
 
     Raises:
         ValueError: there are too few bytes, or the type is unknown.

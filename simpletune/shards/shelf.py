@@ -1,8 +1,8 @@
 """Where a cache's shards lie: a folder, or a prefix of an object store.
 
-index.parquet                where each sample lies; made again from the shards where it is missing or damaged
-shards/NAME.safetensors      a shard
-damaged/SAMPLE.SHARD         an empty file: this sample of this shard is damaged and no longer used
+index.parquet                where each sample lies; rebuilt from the shards if missing or damaged
+shards/NAME.safetensors      a shard damaged/SAMPLE.SHARD         an empty file: this shard's sample is damaged and no
+longer used
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from simpletune.stores.store import Changed, Store, StoreError, repeated
 from simpletune.system.atomic import atomic_file, write_text
 
 SHARDS, DAMAGED = "shards", "damaged"
-TRIES = 8  # attempts to replace an index that others replace too
+TRIES = 8  # attempts to replace an index that other processes replace, too
 
 
 class Shelf(Protocol):
     """A place for shards."""
 
     remote: bool
-    """Whether reading takes a request over a network."""
+    """Whether reading takes a network request."""
     read_only: bool
-    """Whether nothing can be stored; what is encoded then stays on this machine."""
+    """Whether nothing can be stored, so that encoded samples stay on this machine."""
 
     def names(self) -> dict[str, int] | None:
-        """The sizes of all shards by name; None where they cannot be listed."""
+        """The sizes of all shards by name; None if they cannot be listed."""
 
     def damaged(self) -> set[tuple[str, str]]:
-        """The samples that are no longer used: pairs of a sample's name and its shard."""
+        """The samples that are no longer used, as pairs of a sample's name and its shard."""
 
     def read(self, shard: str, start: int, end: int) -> bytearray:
         """Read bytes of a shard.
@@ -43,10 +43,10 @@ class Shelf(Protocol):
         """
 
     def put(self, shard: str, file: Path) -> None:
-        """Store a shard, whole or not at all; the file is moved or removed."""
+        """Store a shard atomically; moves or removes the file."""
 
     def set_aside(self, name: str, shard: str) -> str:
-        """Mark a sample as damaged, and return where that is noted."""
+        """Mark a sample as damaged, and return where this is recorded."""
 
     def fetch_index(self, file: Path) -> str | None:
         """Write the index to a file, if there is one; return what identifies it."""
@@ -56,10 +56,10 @@ class Shelf(Protocol):
 
         Args:
             file: the new index.
-            known: what identified the one that it was made from; None: there was none.
+            known: what identified the index that it was made from; None: there was none.
 
         Raises:
-            Changed: another process has replaced it meanwhile.
+            Changed: another process has replaced the index meanwhile.
         """
 
     def stamp(self) -> int:
@@ -121,7 +121,7 @@ class FolderShelf:
         return "there"
 
     def put_index(self, file: Path, known: str | None) -> None:
-        """Replace the index; what a concurrent one lacks is read from the shards again."""
+        """Replace the index; if concurrent writers lose rows, these are read from the shards again."""
         os.replace(file, self.folder / INDEX)
 
     def stamp(self) -> int:
@@ -130,11 +130,11 @@ class FolderShelf:
 
 
 class StoreShelf:
-    """Shards in an object store, or on a web server, which is only read.
+    """Shards in an object store, or on a web server (read-only).
 
     Args:
-        store: the folder there.
-        journal: a file of this machine whose time of change says when one of its processes has stored a shard.
+        store: the folder in the store.
+        journal: a local file whose modification time is when a process of this machine last stored a shard.
     """
 
     remote = True
@@ -210,7 +210,7 @@ class StoreShelf:
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:
-    """The names and sizes of the files in a folder, which need not exist, without hidden ones."""
+    """The names and sizes of a folder's files, without hidden ones; the folder need not exist."""
     try:
         with os.scandir(folder) as entries:
             return [(each.name, each.stat().st_size) for each in entries if not each.name.startswith(".")]

@@ -1,7 +1,7 @@
-"""Simulate two of a step's micro-batches, and count the others as the second.
+"""Simulate two of a step's micro-batches, and count the others like the second.
 
-The first one makes the gradients, the second adds to them. If that leaves nothing behind but its loss, all others do
-the same.
+The first one creates the gradients, the second adds to them. If the second leaves nothing behind but its loss, all
+others do the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simpletune.timing.repeated import Part
 
 
 def count_equal_passes(core: StepCore, recorder: Recorder | None) -> None:
-    """Let no more micro-batches of a step run than differ, within an accounting of fake tensors.
+    """In an accounting of fake tensors, run only those of a step's micro-batches that differ.
 
     Those that ``train.reduce`` ``exact`` sums as a tree all run, because each leaves gradients behind.
 
@@ -38,9 +38,9 @@ class _Pass:
 
     Args:
         peaks: the largest snapshots.
-        loss: the tensor that it left, and the kind of its memory.
-        left: bytes that it left.
-        part: of the recorded step.
+        loss: the tensor that it left behind, and the kind of its memory.
+        left: bytes that it left allocated.
+        part: the part of the recorded step.
         times: how often it has been counted again.
     """
 
@@ -59,7 +59,7 @@ class _Counted:
         self._known: _Pass | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Run or count one micro-batch; its part of the step's loss."""
+        """Run or count one micro-batch, and return its part of the step's loss."""
         counting = accounting.active()
         if not self._core.losses:
             self._known = None
@@ -69,7 +69,7 @@ class _Counted:
         return self._watch(counting, batch) if loss is None else loss
 
     def _watch(self, counting: Accounting, batch: Batch) -> Tensor:
-        """Run a micro-batch, and keep what it did if the next one will do the same."""
+        """Run a micro-batch, and store what it did if the next one will do the same."""
         before, on_host = counting.current, counting.host_bytes
         part = None if self._recorder is None else Part(self._recorder)
         with counting.apart() as peaks:
@@ -87,7 +87,7 @@ class _Counted:
         return loss
 
     def _again(self, counting: Accounting, known: _Pass) -> Tensor | None:
-        """Count a micro-batch as the one that ran; None if its work cannot be recorded again."""
+        """Count a micro-batch like the one that ran; None if its work cannot be recorded again."""
         if known.part is not None and not known.part.repeat():
             return None
         known.times += 1

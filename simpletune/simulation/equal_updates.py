@@ -1,7 +1,7 @@
-"""Simulate the update of a parameter once, and count those of equal parameters by what it did.
+"""Simulate the update of one of several equal parameters, and count the others by what it did.
 
-A model has hundreds of parameters and a few shapes. An update leaves nothing behind but the parameter's state, so it
-counts as an earlier one of a parameter, gradient and state of the same layouts (see memory/equal_blocks.py).
+A model has hundreds of parameters but few shapes. An update leaves nothing behind but the parameter's state, so it
+counts like an earlier update with the same layouts of parameter, gradient and state (see memory/equal_blocks.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class End(NamedTuple):
     """The state that an update leaves.
 
     Args:
-        names: of its tensors, in the order of the update's outputs.
-        shared: those of them that existed before: tables that all states share.
+        names: the names of its tensors, in the order of the update's outputs.
+        shared: the names of tensors that existed before, which are tables that all states share.
         plain: its other values.
     """
 
@@ -37,7 +37,7 @@ class End(NamedTuple):
 
 
 def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Let updates of equal parameters run once, within an accounting of fake tensors; others count as they did.
+    """In an accounting of fake tensors, run the update of one of several equal parameters, and count the others alike.
 
     Args:
         optimizer: changed in place, if it updates parameters one by one and independently of each other.
@@ -76,20 +76,20 @@ class _Counted:
     def _watch(
         self, counting: Accounting, key: Key, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
     ) -> None:
-        """Run an update, and keep what it does.
+        """Run an update, and store what it does.
 
         Args:
-            counting: that watches it.
-            key: everything that it depends on.
-            parameter: to update.
-            before: the tensors that it is given.
+            counting: the accounting that watches it.
+            key: everything that the update depends on.
+            parameter: the parameter to update.
+            before: the tensors given to the update.
         """
         existed = counting.storages()
         with counting.watching() as watched:
             self._plain(parameter)
         assert isinstance(parameter, FakeTensor)
         alive = [each() for each in before]
-        given = [parameter if each is None else each for each in alive]  # what was freed is no result
+        given = [parameter if each is None else each for each in alive]  # what was freed is not a result
         values = tensors_of(self._optimizer.state[parameter])
         later = counting.storages()
         shared = [
@@ -103,7 +103,7 @@ class _Counted:
             self._ends[key] = End(list(values), shared, plain)
 
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
-        """Everything that an update depends on; None if it may depend on more."""
+        """Everything that an update depends on, as a key; None if it may depend on more."""
         state = self._optimizer.state[parameter]
         values = tensors_of(state)
         given = None

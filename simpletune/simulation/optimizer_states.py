@@ -1,4 +1,4 @@
-"""The optimizer of a simulated run: its states as after a first update, and CUDA's way to update."""
+"""The optimizer of a simulated run: states as after a first update, and CUDA's default implementations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simpletune.step.core import StepCore
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:
-    """Create the optimizer states as a first update would, so that one simulated step includes them; those of streamed
-    weights in host memory."""
+    """Create the optimizer states as a first update would, so that one simulated step includes them; streamed weights'
+    states go to host memory."""
     with accounting.allocating("optimizer"):
         for parameter in core.parameters:
             parameter.grad = torch.zeros_like(parameter)
         if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.independent:
-            for parameter in core.parameters:  # leaves the states of a step, and equal ones are simulated once
+            for parameter in core.parameters:  # leaves states like a step's, and simulates equal ones once
                 core.optimizer.update(parameter)
         else:
             core.optimizer.step()

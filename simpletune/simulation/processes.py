@@ -1,6 +1,6 @@
-"""Simulate what the first of several processes does when these divide the weights among them (``train.sharding``).
+"""Simulate what the first of several processes does when they shard the weights (``train.sharding``).
 
-torch's group of processes that exchange nothing ("fake") gives its collectives the shapes that they would return.
+torch's "fake" process group exchanges nothing; its collectives return tensors of the right shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _processes = 1
 
 @contextmanager
 def one_of(processes: int) -> Iterator[None]:
-    """Predict one of this number of processes within this context."""
+    """Within this context, predict one of this many processes."""
     global _processes
     before, _processes = _processes, processes
     try:
@@ -30,20 +30,20 @@ def one_of(processes: int) -> Iterator[None]:
 
 
 def simulated_processes() -> int:
-    """How many processes the predicted run has."""
+    """The number of processes of the predicted run."""
     return _processes
 
 
 @contextmanager
 def fake_processes(processes: int) -> Iterator[None]:
-    """Make this process the first of a group that exchanges nothing. A real group is put back at the end."""
+    """Within this context, make this process the first of a fake group. Restores a real group at the end."""
     with _default(_fake_group(processes)):
         yield
 
 
 @contextmanager
 def counting_gathered() -> Iterator[None]:
-    """Count what torch gathers within this context as weights, and what it sums as gradients."""
+    """Within this context, count what torch gathers as weights, and what it sums as gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     kinds = {"unshard": "weights", "wait_for_unshard": "weights", "post_backward": "gradients"}
@@ -63,7 +63,7 @@ def _allocating(kind: str, method: Callable[..., object]) -> Callable[..., objec
 
 @contextmanager
 def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
-    """Make a group torch's default within this context; None: there is none."""
+    """Within this context, make a group torch's default; None: no default."""
     before = c10d._world.default_pg
     c10d._world.default_pg = group
     try:
@@ -74,7 +74,7 @@ def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
 
 @cache
 def _fake_group(processes: int) -> distributed.ProcessGroup:
-    """Make a group. It stays, because leaving one would make torch forget the names of all."""
+    """Make a fake group. Never destroys it, because torch would then forget the names of all groups."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with _default(None):

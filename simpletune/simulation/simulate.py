@@ -51,7 +51,7 @@ class StepReport:
     host_bytes: int
     """Host memory used by the levers."""
     shared_bytes: int
-    """How much of it the processes of a machine share: frozen weights."""
+    """The part of ``host_bytes`` that a machine's processes share: frozen weights."""
     trained: Mapping[str, Shape]
     """Names and shapes of the trained parameters."""
     trained_bytes: int
@@ -63,10 +63,10 @@ class StepReport:
     seconds: float
     """Duration of the simulation."""
     sections: Sequence[Section] = ()
-    """What the step makes host and device do, in order; empty if nothing recorded it."""
+    """The step's work on host and device, in order; empty if nothing recorded it."""
 
 
-L4 = (8, 9)  # whose kernels are counted where no device is named
+L4 = (8, 9)  # whose kernels are counted if no device is named
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class SimulatedRun:
     """A run after its steps on fake tensors.
 
     Args:
-        core: assembled.
+        core: the assembled step core.
         batches: its micro-batches.
         average: EMA of the trained parameters, if the run has one.
     """
@@ -93,11 +93,11 @@ def simulate(
     """Predict the training stage's peak memory without weights, data or a GPU.
 
     Args:
-        config: of the run, demo names resolved.
+        config: the run's configuration, demo names resolved.
         size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: of the CUDA device, for its attention and its libraries' workspaces; None: an L4's attention, and no
-            workspaces.
-        recorder: records the step's work, for a prediction of its time; None: one for a card.
+        capability: the CUDA device's compute capability, for its attention and its libraries' workspaces; None: an L4's
+            attention, and no workspaces.
+        recorder: records the step's work, to predict its time; None: a recorder for a GPU.
 
     Raises:
         UserError: the model's configuration cannot be read.
@@ -133,11 +133,11 @@ def account(
     """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
 
     Args:
-        config: of the run.
-        transformer: from the model's ``load_transformer`` or ``empty_transformer``.
+        config: the run's configuration.
+        transformer: the result of the model's ``load_transformer`` or ``empty_transformer``.
         size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: as for ``simulate``.
-        recorder: as for ``simulate``.
+        capability: see ``simulate``.
+        recorder: see ``simulate``.
     """
     on_cpu = recorder is not None and not recorder.cuda
     with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
@@ -149,12 +149,12 @@ def account(
 def accounting_like_cuda(
     config: TrainConfig, capability: tuple[int, int] | None = None, keep: bool = False
 ) -> Iterator[Accounting]:
-    """Count bytes as a CUDA device would take them: its attention, its autocast, its kernels' temporaries.
+    """Count bytes as a CUDA device would use them, with its attention, its autocast and its kernels' temporaries.
 
     Args:
-        config: of the run.
-        capability: of the device; None: an L4's.
-        keep: as for ``Accounting``.
+        config: the run's configuration.
+        capability: the device's compute capability; None: an L4's.
+        keep: see ``Accounting``.
     """
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
@@ -173,12 +173,12 @@ def take_steps(
     """Like ``account``, within an accounting that the caller opened and may continue.
 
     Args:
-        accounting: that counts.
-        config: as for ``account``, as the next three.
+        accounting: the accounting that counts.
+        config: see ``account``; likewise the next three.
         transformer: the loaded model.
-        size: of the pictures.
-        recorder: of the step.
-        limit: the live bytes above which the simulation ends; None: there is no limit.
+        size: the pictures' size.
+        recorder: the step's recorder.
+        limit: the number of live bytes above which the simulation ends; None: no limit.
 
     Returns:
         The report and the simulated run.
@@ -200,7 +200,7 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, transformer, core.optimizer)
-    accounting.limit = limit  # from here on: making the states takes more than any step
+    accounting.limit = limit  # only from here on: creating the states takes more than any step
     accounting.forget_peak()
     transformer.train()
     run = SimulatedRun(core, SyntheticBatches(config, core, size), average)
@@ -225,7 +225,7 @@ def take_steps(
 def take_watched_step(
     accounting: Accounting, run: SimulatedRun, transformer: Transformer, recorder: Recorder | None
 ) -> None:
-    """Take one step of a simulated run, whose modules, gradients and work are watched."""
+    """Take one step of a simulated run while watching its modules, gradients and work."""
     hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(transformer))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if run.core.sharding is None else counting_gathered():
@@ -238,7 +238,7 @@ def take_watched_step(
 
 
 def assembled(accounting: Accounting, config: TrainConfig, transformer: Transformer) -> StepCore:
-    """Assemble the step core of one process, and register what it holds."""
+    """Assemble one process's step core, and register what it holds."""
     processes = simulated_processes() if config.train.is_sharded(simulated_processes()) else 1
     text = empty_text_side(config, CPU)
     base = [*all_tensors(transformer), *frozen_tensors(text)]
@@ -273,17 +273,17 @@ def take_step(accounting: Accounting, run: SimulatedRun, recorder: Recorder | No
 
 
 def simulated_attention(config: TrainConfig) -> Kernel:
-    """The kernel to run in place of the configured one: all but math use as much memory as flash."""
+    """The kernel to run instead of the configured one: all but math use as much memory as flash."""
     return "math" if config.speed.attention == "math" else "auto"
 
 
 def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
-    """The tensors of the text side that were there before it trains."""
+    """The text side's frozen tensors."""
     return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
 
 
 def register_trained(accounting: Accounting, transformer: Transformer, base: list[Tensor]) -> None:
-    """Register as adapter every tensor that the model gained since it was loaded."""
+    """Register every tensor that the model has gained since it was loaded as ``adapter``."""
     known = {id(tensor) for tensor in base}
     gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]
     accounting.register(gained, "adapter")

@@ -1,6 +1,6 @@
 """Predict peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
 
-The project's own code runs on fake tensors, as in simulate.py. It needs configurations only; SD3 Medium's are bundled.
+Runs the project's own code on fake tensors, as simulate.py does. Needs only configurations; SD3 Medium's are bundled.
 cuDNN's workspaces for convolutions are an allowance (``device_terms.convolution_workspace``): their size depends on the
 algorithm that cuDNN chooses on the device.
 """
@@ -66,22 +66,21 @@ class JobReport:
     """Memory of the whole job."""
 
     stages: Mapping[str, MemorySnapshot]
-    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, if the run draws class pictures ``class``,
-    and if it validates ``validate``.
-    The snapshot of ``text`` is that of the largest encoder apart from those that run in every training step, and names
-    it as module; empty if there is none. The phase of ``validate`` is
+    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, ``class`` if the run draws class pictures,
+    and ``validate`` if it validates. ``text`` is the largest encoder's snapshot, not counting encoders that run in
+    every training step, and names the encoder as module; empty if there is none. The phase of ``validate`` is
     ``sample``, ``decode`` or ``evaluate``."""
     train: StepReport
     """The training stage."""
     part_bytes: Mapping[str, int]
     """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
     work: Mapping[str, Sequence[Section]] = field(default_factory=dict)
-    """What the parts of the job make host and device do: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for
-    one picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
+    """The job's work on host and device, by part: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for one
+    picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The largest snapshot of all."""
+        """The largest snapshot of all stages."""
         return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
 
 
@@ -91,9 +90,9 @@ def simulate_stages(
     """Predict each stage's peak memory on the device without weights, data or a GPU.
 
     Args:
-        config: of the run, demo names resolved.
+        config: the run's configuration, demo names resolved.
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: as for ``simulate``.
+        capability: see ``simulate``.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -107,13 +106,14 @@ def simulate_parts(
     capability: tuple[int, int] | None = None,
     trained: Trained | None = None,
 ) -> JobReport:
-    """Like ``simulate_stages``, without the libraries' workspaces: the same for all cards with the same attention.
+    """Like ``simulate_stages``, without the libraries' workspaces, so that the result holds for all cards with the same
+    attention.
 
     Args:
-        config: as for ``simulate_stages``, as the next two.
-        size: of the training pictures.
-        capability: of the CUDA device.
-        trained: the training stage of the same run, if it was simulated before. It serves once.
+        config: see ``simulate_stages``; likewise the next two.
+        size: the size of the training pictures.
+        capability: the CUDA device's compute capability.
+        trained: the training stage of the same run, if it was simulated before; can be used only once.
     """
     size = size or (config.data.resolution, config.data.resolution)
     recorders = Recorders()
@@ -146,13 +146,13 @@ def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobRe
 def predict_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
-    """Predict one of the stages beside training, for the square picture of ``data.resolution``.
+    """Predict one of the stages besides training, for the square picture of ``data.resolution``.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         stage: ``text``, ``class``, ``latents`` or ``validate``.
-        capability: as for ``simulate``.
-        recorders: for the parts of ``text``.
+        capability: see ``simulate``.
+        recorders: recorders of the parts of ``text``.
     """
     size = config.data.resolution, config.data.resolution
     with fake_tensors(), without_collection(), silent():
@@ -251,7 +251,7 @@ def of_class(
 
 
 class DrawingModels(NamedTuple):
-    """What draws a picture."""
+    """The models that draw a picture."""
 
     transformer: Transformer
     vae: nn.Module
@@ -266,7 +266,7 @@ def of_drawing(
     text: tuple[Tensor, Tensor],
     pictures: int = 1,
 ) -> MemorySnapshot:
-    """Draw pictures in one batch: the autoencoder is loaded before sampling begins, and decodes them one by one."""
+    """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
     transformer, vae, modulation = models
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")

@@ -1,4 +1,4 @@
-"""Predict the text stage: every encoder runs over two batches of prompts. Other stages without training count alike."""
+"""Predict the text stage: run every encoder over two batches of prompts. Also counts other stages without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from simpletune.timing.recorder import Recorder, Section
 
 
 class Recorders(dict[str, Recorder]):
-    """Recorders of the parts of a job on a card or a CPU, by name."""
+    """Recorders for the parts of a job, by name, on a GPU or a CPU."""
 
     def __init__(self, cuda: bool = True):
         super().__init__()
@@ -47,7 +47,7 @@ _TEXTS: dict[str, Texts] = {}
 
 
 def texts_of(config: TrainConfig) -> Texts:
-    """The text encoders' ``text_snapshots`` and their work, once for runs with the same encoders."""
+    """The text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
     model = config.model
     encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.encoders()]
     about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
@@ -70,7 +70,7 @@ def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
 
 @contextmanager
 def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
-    """Count a stage without training: everything that it allocates is activations."""
+    """Make the accounting of a stage without training, where everything allocated counts as activations."""
     layouts = CudaLayouts("flash").laid_out
     with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
@@ -108,7 +108,7 @@ def layers_of(encoder: nn.Module) -> list[nn.Module]:
 
 
 def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
-    """Run a CLIP encoder over two batches of prompts: the first batch's outputs live until the second's exist."""
+    """Run a CLIP encoder over two batches of prompts; the first batch's outputs live until the second's exist."""
     with accounting_of(all_tensors(clip), recorder) as accounting:
         count_equal(layers_of(clip))
         ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)

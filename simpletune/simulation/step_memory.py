@@ -17,12 +17,12 @@ def snapshots_of_step(
     """Record device memory after every allocation of a step with optimizer states.
 
     Counting every allocation would slow a real step many times over, so the step runs on fake tensors, as in
-    ``simulate``. The workspaces of the CUDA libraries are left out.
+    ``simulate``. Excludes the CUDA libraries' workspaces.
 
     Args:
-        config: of the run, demo names and ``checkpointing: auto`` resolved.
+        config: the run's configuration, demo names and ``checkpointing: auto`` resolved.
         size: (width, height) in pixels.
-        capability: of the CUDA device, for its attention; None: an L4's.
+        capability: the CUDA device's compute capability, for its attention; None: an L4's.
     """
     with fake_tensors(), without_collection():
         transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])

@@ -1,7 +1,7 @@
-"""A simulated training stage, and how a simulation goes on from it.
+"""A simulated training stage, from which a simulation can continue.
 
-Drawing and evaluating run with the training state still allocated. ``plan`` predicts the training stage of many
-settings and the whole job of few, so it keeps the stages that it may go on from.
+Drawing and evaluating run with the training state still allocated. ``plan`` predicts the training stage for many
+settings and the whole job for few, so it keeps the stages that it may continue from.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from simpletune.timing.recorder import Recorder
 
 @dataclass(frozen=True)
 class Trained:
-    """A run after its simulated steps. Going on changes it, so it serves once.
+    """A run after its simulated steps. Continuing changes it, so it can be used only once.
 
     Args:
-        report: of its training stage, without the libraries' workspaces.
+        report: the report of its training stage, without the libraries' workspaces.
         run: the run.
         transformer: its model.
-        accounting: that has counted it.
-        mode: that makes its tensors fake.
+        accounting: the accounting that has counted it.
+        mode: the mode that makes its tensors fake.
     """
 
     report: StepReport
@@ -43,7 +43,7 @@ class Trained:
 
     @contextmanager
     def counting(self, config: TrainConfig) -> Iterator[Accounting]:
-        """Go on counting, within ``fake_tensors(mode)``."""
+        """Continue counting; call within ``fake_tensors(mode)``."""
         with autocast_like_cuda() if config.precision.autocast else nullcontext(), self.accounting as accounting:
             yield accounting
 
@@ -55,14 +55,14 @@ def train(
     recorder: Recorder | None = None,
     limit: int | None = None,
 ) -> Trained:
-    """Simulate the training stage, within ``fake_tensors``.
+    """Simulate the training stage; call within ``fake_tensors``.
 
     Args:
-        config: of the run, demo names resolved.
+        config: the run's configuration, demo names resolved.
         size: width and height of the training pictures in pixels.
-        capability: as for ``simulate``.
-        recorder: as for ``take_steps``, as the next one.
-        limit: in bytes.
+        capability: see ``simulate``.
+        recorder: see ``take_steps``; likewise the next one.
+        limit: the limit in bytes.
 
     Raises:
         OutOfMemory: the step takes more than the limit.

@@ -1,4 +1,4 @@
-"""Stand-ins for what a simulated drawing would read values from: noise levels, and the modulation of a whole window."""
+"""Replacements for what a simulated drawing would read values from: noise levels and a window's modulation."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class ShapesOnlyModel:
     """A family for sampling whose noise levels have no values.
 
     Args:
-        family: the run's.
+        family: the run's model family.
     """
 
     def __init__(self, family: Model):
         self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
-        """Return a solver whose levels have no values; another one keeps at most two more latents."""
+        """Return a solver whose levels have no values; a real one keeps at most two more latents."""
         return Euler(torch.zeros(steps + 1 - skipped))
 
 
 class WholeWindowModulation:
-    """Compute the modulation of a whole window of sampling steps, and return that of the few simulated ones.
+    """Compute the modulation of a whole window of sampling steps, and return the part for the few simulated steps.
 
     Args:
-        modulation: of the transformer.
-        steps: of a validation picture.
-        simulated: number of steps that are simulated.
+        modulation: the transformer's modulation.
+        steps: the steps of a validation picture.
+        simulated: the number of simulated steps.
     """
 
     def __init__(self, modulation: ModulationSource, steps: int, simulated: int):

@@ -24,15 +24,15 @@ def attach(
     text: TextUpdate | None = None,
     place: torch.device | None = None,
 ) -> torch.optim.Optimizer:
-    """Attach the adapter to the loaded model, divide or wrap its blocks, and build the optimizer.
+    """Attach the adapter to the loaded model, shard or wrap its blocks, and build the optimizer.
 
     Args:
         config: the run's configuration.
         transformer: the loaded transformer.
         sizes: how many picture sizes the run has.
-        scale: of the loss, which updates in the backward pass must remove.
+        scale: the loss scale, which updates in the backward pass must remove.
         text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
-        place: device on which all processes divide the weights among them; None: each has all.
+        place: the device on which the processes shard the weights; None: each process has all weights.
     """
     assert config.text.trains == (text is not None)
     config.adapter.attach(transformer, config.train.seed)
@@ -57,6 +57,6 @@ def attach(
 
 
 def lr_ratio(config: TrainConfig, name: str) -> float:
-    """The factor on the learning rate of a trained parameter, by its name in the model."""
+    """The factor on a trained parameter's learning rate, by its name in the model."""
     own = name.removeprefix(f"{NAME}.")
     return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)

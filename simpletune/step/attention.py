@@ -1,6 +1,6 @@
 """Select PyTorch's kernel for the transformer's attention: the requested one, or PyTorch's own choice.
 
-The request concerns the transformer alone. The autoencoder's attention has one wide head (512 in SD3's), which flash
+The request applies only to the transformer. The autoencoder's attention has one wide head (512 in SD3's), which flash
 and cuDNN cannot compute, so PyTorch always chooses there and in the text encoders.
 """
 
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
         tokens: the number of tokens that attend.
         keys: the number of tokens that are attended to.
         width: the width of a head.
-        trained: whether there is a backward pass.
+        trained: whether it has a backward pass.
         what: what needs it, in words.
     """
 
@@ -81,7 +81,7 @@ def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
 
 
 def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """Find the kernel for the model's attention of a shape, by running it, with its backward pass if it has one.
+    """Find the kernel for one shape of the model's attention by running it, with its backward pass if it has one.
 
     Args:
         kernel: the requested kernel, or auto.
@@ -128,7 +128,7 @@ def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.d
         device: where it runs.
 
     Returns:
-        The kernel's name; for auto, that of the training's largest shape.
+        The kernel's name; for auto, the kernel of the training's largest shape.
 
     Raises:
         UserError: the kernel that ``speed.attention`` requests cannot run here.

@@ -40,15 +40,15 @@ class Batch:
     fillers: int = 0
     """The number of padding rows at the end, which the loss excludes."""
     parts: float = 1.0
-    """The divisor that turns its mean loss into its share of the step's loss; infinite if all rows are fillers."""
+    """The divisor from the batch's mean loss to its share of the step's loss; infinite if all rows are fillers."""
     weight: Tensor | None = None  # [b, 1, h or 1, w or 1]
-    """The weights of its samples or of their places in the loss; None: 1 everywhere."""
+    """The weights of samples, or of their positions, in the loss; None: 1 everywhere."""
     prior: Tensor | None = None  # [b, 1, h or 1, w or 1]
-    """Their weights in the loss against the base's own prediction; None: 0 everywhere, and it is not computed."""
+    """Their weights in the loss against the base's prediction; None: 0 everywhere; the prediction is not computed."""
     key: tuple[int, str, int, int] | None = None
-    """Of the random numbers that torch draws for it (LoRA dropout); None: the generators go on."""
+    """The key of the random numbers that torch draws for the batch (LoRA dropout); None: the generators continue."""
     text: TextInputs | None = None
-    """What the trained text side reads of the prompts; None: nothing trains there."""
+    """The trained text side's inputs; None: nothing trains there."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
@@ -94,10 +94,9 @@ class Batches:
         return self.place(step, self.fetch(step))
 
     def fetch(self, step: int) -> list[Batch]:
-        """Load a step's micro-batches into host memory, which may run ahead of and alongside the computation.
-
-        A step's loss is the mean over its samples in all processes, whose gradients are averaged, or with an exact
-        share added.
+        """Load a step's micro-batches into host memory; may run ahead of and alongside the computation. A step's loss
+        is the mean over its samples in all processes. The processes' gradients are averaged, or, with an exact share,
+        added.
         """
         samples = self.plan.samples_in(step) / (1 if self.share.exact else self.share.processes)
         found = []
@@ -111,8 +110,8 @@ class Batches:
         return found
 
     def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
-        """What a step reads of the caches, as pairs of a cache and a key; with a modulation plan also the pooled
-        embeddings of its window, unless an earlier call has named them."""
+        """What a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its window's
+        pooled embeddings, unless an earlier call returned them."""
         for micro in range(self.passes.count(step)):
             for draw in self.passes.micro_batch(step, micro):
                 yield self.latents.cache, view_key(draw.view)
@@ -136,7 +135,7 @@ class Batches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def trial(self, draws: list[Draw]) -> Batch:
-        """Load a micro-batch that takes as much memory as one of the first step, with modulations of that step."""
+        """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
         batch = self._placed(self._fetched(draws, self.passes.prior.second_pass))
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
 
@@ -176,8 +175,8 @@ class Batches:
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
 
     def _weights(self, draws: Sequence[Draw], second: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the draws, and of their places if one has a mask, in the loss against their targets, None if
-        all are 1, and in that against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each."""
+        """The weights of the draws (of their positions if any has a mask): in the loss against their targets, None if
+        all are 1, and in the loss against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each."""
         weights, masks = torch.tensor([draw.loss_weight for draw in draws]).view(-1, 1, 1, 1), None
         inside: Tensor = torch.ones(())
         if any(draw.view.picture.mask is not None for draw in draws):
@@ -202,8 +201,8 @@ class Batches:
 class Prefetcher:
     """Provides the batches of each step in order, while a thread fetches the next step's.
 
-    Leaving the context always ends the thread. An error in fetching is raised at its step. Batches depend only on the
-    step, so prefetching does not change them, and only one step's batches are on the device at a time.
+    Leaving the context always ends the thread. A fetching error is raised at its step. Batches depend only on the step,
+    so prefetching does not change them, and only one step's batches are on the device at a time.
 
     Args:
         batches: loads the batches.
@@ -220,7 +219,7 @@ class Prefetcher:
         if self._remote:
             self._ahead = ReadAhead(batches.needs, steps, min(cache.part.limit for cache in self._remote if cache.part))
         self.waited: float | None = None
-        """Seconds that the last step has waited for its samples; None if the cache is a folder."""
+        """Seconds that the last step waited for its samples; None if the cache is a folder."""
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -241,7 +240,7 @@ class Prefetcher:
         return self._batches.place(step, fetched)
 
     def _fetched(self, step: int) -> list[Batch]:
-        """One step's micro-batches in host memory."""
+        """Fetch one step's micro-batches into host memory."""
         known, self._coming = self._coming, None
         began, before = time.perf_counter(), sum(cache.waited for cache in self._remote)
         if known is not None and known[0] == step:

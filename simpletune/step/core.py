@@ -43,11 +43,11 @@ class StepCore:
     Args:
         config: the run's configuration.
         model: the transformer, wrapped in DDP if there are several processes, unless ``train.reduce`` is ``exact`` or
-            the weights are divided among them.
+            the weights are sharded.
         optimizer: updates the trained parameters.
         accelerator: synchronises processes.
         modulation: the detached modulation of the transformer; batches then carry modulations.
-        fp16: the scale of the loss and the blocks to watch, with products in fp16.
+        fp16: with products in fp16, the loss scale and the blocks to watch.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StepCore:
             self.tree.share_weights()
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What the network predicts for one micro-batch: [b, c, h, w] in the type of its products."""
+        """The network's prediction for one micro-batch: [b, c, h, w] in the type of its products."""
         precision = self.config.precision
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
@@ -111,7 +111,7 @@ class StepCore:
 
     @torch.no_grad()
     def _predicted_by_base(self, batch: Batch) -> Tensor:  # [b, c, h, w]
-        """What the base predicts for a micro-batch: the model with its adapter off, without DDP's bookkeeping."""
+        """The base's prediction for a micro-batch: the model with its adapter off, without DDP's bookkeeping."""
         base = unwrapped(self.model)
         with phase("prior"), untrained(self.config.adapter, base):
             return self.predict(base, batch)
@@ -135,8 +135,8 @@ class StepCore:
             allows_update: decides, from the returned loss and norm, whether to update the weights; None always does.
 
         Returns:
-            The loss, whose mean over processes is the mean over the step's samples (with ``train.reduce`` ``exact``
-            that mean itself), and the global norm of the gradients before clipping; both on the device.
+            The loss, whose mean over processes is the mean over the step's samples (with ``train.reduce`` ``exact``,
+            already that mean), and the global norm of the gradients before clipping; both on the device.
         """
         self.losses = []
         begin_step(self.optimizer)
@@ -190,7 +190,7 @@ class StepCore:
             self.text.constrain()
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients, whose scale it removes; not finite if any gradient is not."""
+        """Unscale the gradients and return their global norm, which is not finite if any gradient is not."""
         if self.config.memory.optimizer_in_backward:  # the gradients are freed, but their norms were recorded
             assert isinstance(self.optimizer, RoundedOptimizer)
             norms, self.optimizer.norms = self.optimizer.norms, {}
@@ -208,7 +208,7 @@ class StepCore:
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients by ``train.clip``.
 
-        A NaN norm does not scale them, so that NaN stays in the parameters that caused it, and these can be named.
+        A NaN norm does not scale them, so that NaN stays in the parameters that caused it and these can be reported.
         """
         option = self.config.train
         if option.clip_norm is None:
@@ -265,7 +265,7 @@ def assemble(
 
 
 def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
-    """Make DDP synchronise only trained parameters: each process has loaded the same base, possibly in host memory.
+    """Make DDP synchronise only trained parameters: each process has loaded the same base, possibly into host memory.
 
     PyTorch would broadcast every frozen weight once, and quantised ones, being buffers, again in each forward pass.
     """
@@ -275,7 +275,7 @@ def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
 
 
 def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
-    """Start the average of the weights that is drawn, evaluated and exported: the EMA or the optimizer's; or None."""
+    """Start the average of the weights to draw, evaluate and export: the EMA, the optimizer's, or None."""
     parameters = held_parameters(transformer)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 

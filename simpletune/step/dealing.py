@@ -1,8 +1,8 @@
 """Which micro-batches of a step each process computes, and in which order their gradients are summed.
 
-The n micro-batches of a step are ranked by the pixels of their pictures, the largest first. Process q of P computes
-the ranks q, q + P, q + 2P and so on: about as many of each size as any other. With ``train.reduce`` ``exact`` the
-gradient of a step is S(0, 1) of the tree
+The n micro-batches of a step are ranked by the pixels of their pictures, the largest first. Process q of P computes the
+ranks q, q + P, q + 2P and so on, so that all processes get about as many of each size. With ``train.reduce`` ``exact``
+a step's gradient is S(0, 1) of the tree
 
     S(r, m) = S(r, 2m) + S(r + m, 2m),  or the gradient of rank r if r + m >= n
 
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one process.
+    """One process's share of a step.
 
     Args:
-        process: its index.
+        process: its rank.
         processes: how many there are.
-        exact: it sums by the tree.
-        even: all processes compute as many passes, because each pass gathers weights from all of them.
+        exact: whether it sums by the tree.
+        even: whether all processes compute equally many passes, because each pass gathers weights from all of them.
     """
 
     process: int = 0
@@ -34,17 +34,17 @@ class Share:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all micro-batches of a step are computed one after the other, in their order."""
+        """Whether the process computes all micro-batches of a step, in their order."""
         return self.processes == 1 and not self.exact
 
     def of(self, areas: Sequence[int]) -> list[int]:
-        """The micro-batches that this process computes, by their places in the step, in the order in which it does.
+        """The micro-batches that this process computes, by their places in the step, in order of computation.
 
         Args:
-            areas: the pixels of a picture of each micro-batch of the step.
+            areas: for each micro-batch of the step, the pixels of one picture.
 
         Returns:
-            Their places; the number of micro-batches stands for one of fillers.
+            Their places; the number of micro-batches represents one made of fillers.
         """
         ranked = sorted(range(len(areas)), key=lambda place: -areas[place])
         own = ranked[self.process :: self.processes]

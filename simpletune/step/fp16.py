@@ -1,8 +1,8 @@
-"""A training step with products in fp16: the scale of the loss, and the blocks that overflow.
+"""A training step with products in fp16: the loss scale, and the blocks that overflow.
 
-A step whose gradients overflow is undone on the device and halves the scale. A block whose activations overflow is
-computed in fp32 from the second step after that on: the host reads the flags of a step when the next one has been
-launched, and the change must not depend on when exactly it does, so that a resumed run repeats it.
+A step whose gradients overflow is undone on the device and halves the scale. A block whose activations overflow
+computes in fp32 from the second step after that: the host reads a step's flags after launching the next step, and the
+change must not depend on when exactly it reads them, so that a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from simpletune.optim.loss_scale import SMALLEST, LossScale
 from simpletune.options import Json
 
 LATER = 2
-"""Steps from an overflow until its block is computed in fp32."""
+"""Steps from a block's overflow until the block computes in fp32."""
 
 
 @dataclass
 class Fp16:
-    """What a step with products in fp16 needs.
+    """State of training steps with products in fp16.
 
     Args:
-        scale: of the loss.
-        blocks: the transformer's, which watch their activations.
+        scale: the loss scale.
+        blocks: the transformer's blocks, which watch their activations.
         wide_from: the first step (counted from 0) at which a block computes in fp32, by block.
     """
 
@@ -36,18 +36,18 @@ class Fp16:
     blocks: Fp16Blocks
     wide_from: dict[int, int] = field(default_factory=dict)
     figures: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The last step's scale of the loss and flags of the blocks, fp32 [1 + blocks], on the device."""
+    """The last step's loss scale and the blocks' flags, fp32 [1 + blocks], on the device."""
 
     def at_step(self, step: int) -> None:
         """Choose the blocks that compute in fp32 in a step."""
         self.blocks.wide = frozenset(block for block, first in self.wide_from.items() if first <= step)
 
     def begin(self) -> None:
-        """Forget the flags of the last step."""
+        """Clear the last step's flags."""
         self.blocks.clear()
 
     def note(self, norm: Tensor) -> None:
-        """Note, on the device, whether the step overflowed, with its scale and flags.
+        """Record, on the device, whether the step overflowed, its scale and its flags.
 
         Args:
             norm: the norm of all unscaled gradients, fp32 [].
@@ -56,10 +56,10 @@ class Fp16:
         self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norm.device).float()])
 
     def widen(self, step: int, flags: Sequence[float]) -> list[int]:
-        """Compute flagged blocks in fp32, from ``LATER`` steps after ``step`` on.
+        """Compute flagged blocks in fp32, starting ``LATER`` steps after ``step``.
 
         Returns:
-            The blocks that will newly do so.
+            The blocks that were not in fp32 before.
         """
         new = [block for block in flagged(flags) if block not in self.wide_from]
         self.wide_from |= dict.fromkeys(new, step + LATER)
@@ -80,11 +80,11 @@ class Fp16:
 
 
 def is_overflow(loss: float, norm: float, figures: Sequence[float]) -> bool:
-    """Tell whether a step that is not finite overflowed only because of fp16, which the next steps mend.
+    """Return whether a non-finite step overflowed only because of fp16, which the next steps correct.
 
     Args:
-        loss: of the step.
-        norm: of its unscaled gradients.
+        loss: the step's loss.
+        norm: the norm of its unscaled gradients.
         figures: ``Fp16.figures``; empty if products are not in fp16.
     """
     if not figures or (math.isfinite(loss) and math.isfinite(norm)):

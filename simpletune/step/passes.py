@@ -1,4 +1,4 @@
-"""The passes of a step: a plan's micro-batches, and with a second pass each once more with the prompt of the class."""
+"""The passes of a step: a plan's micro-batches, and, with a second pass, each again with the class prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WHOLE = Share()
 
 
 class Passes:
-    """Selects the draws of each pass of one process, and what their targets are.
+    """Selects the draws of each pass of one process, and their targets.
 
-    A second pass follows its micro-batch: the same crops, noise and noise levels, with another prompt. So a step's
+    A second pass follows its micro-batch with the same crops, noise and noise levels, and another prompt. So a step's
     random numbers do not depend on it.
 
     Args:
@@ -37,7 +37,7 @@ class Passes:
         self.places = lru_cache(maxsize=128)(self._places)
 
     def _places(self, step: int) -> list[int]:
-        """The micro-batches of a step that this process computes, in their order; if none is left for it, one made of
+        """The micro-batches of a step that this process computes, in their order; if there is none, one made of
         fillers, because the processes exchange gradients."""
         count = self.plan.micros(step)
         if self.share.is_whole:
@@ -49,7 +49,7 @@ class Passes:
         return len(self.places(step)) * self._each
 
     def place(self, step: int, micro: int) -> int:
-        """The number of a pass among those of all processes; beyond the last one, a pass of fillers."""
+        """The number of a pass among all processes' passes; beyond the last one, a pass of fillers."""
         places = self.places(step)
         own = micro // self._each
         place = places[own] if own < len(places) else self.plan.micros(step)
@@ -63,7 +63,7 @@ class Passes:
         return draws
 
     def micro_batches(self, step: int) -> list[list[Draw]]:
-        """The draws of this process's micro-batches of a step, each once."""
+        """The draws of this process's micro-batches in a step, each once."""
         return [self.plan.micro_batch(step, place) for place in self.places(step)]
 
     def is_second(self, micro: int) -> bool:
@@ -71,10 +71,10 @@ class Passes:
         return micro % self._each == 1
 
     def shares(self, draws: Sequence[Draw], second: bool) -> tuple[Tensor, Tensor]:  # [b, 1, 1, 1] each
-        """The factors of draws in the loss against their targets, and in that against the base's predictions.
+        """The draws' factors in the loss against their targets, and in the loss against the base's predictions.
 
-        The base's predictions are the targets of a second pass and of sources for regularization. A second pass leaves
-        the latter out, for they have had their prompt.
+        The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the
+        latter, which have already had their prompt.
         """
         of_class = [self.plan.sources[draw.view.picture.source].regularization for draw in draws]
         predicted = [self.prior.predicts and each != second for each in of_class]

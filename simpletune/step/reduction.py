@@ -1,8 +1,8 @@
 """Sum the gradients of a step's micro-batches by a fixed tree, so that the sum does not depend on who computed them.
 
-``step/dealing.py`` describes the tree. Sums are in fp32. A process keeps one partial sum for each level of its part of
-the tree: log2 of its micro-batches, beside the gradients of the one that it computes. Processes then exchange what is
-left, each adding up one part of all numbers by the top of the tree: as much traffic as a ring all-reduce.
+``step/dealing.py`` describes the tree. Sums are in fp32. A process keeps one partial sum per level of its part of the
+tree (log2 of its micro-batches), besides the gradients that it is computing. The processes then exchange these sums,
+and each adds up a slice of all numbers by the top of the tree: as much traffic as a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from simpletune.step.batches import Batch
 
 BUCKET = 2**22  # numbers exchanged together; the buffers take three times as many
 Sums = list[Tensor | None]
-"""Of the losses [1], then of each parameter's gradients; None: no gradient. fp32."""
+"""The sum of the losses [1], then the sums of each parameter's gradients, in fp32; None: no gradient."""
 
 
 class TreeSum:
     """Sums losses and gradients over the micro-batches of a step.
 
     Args:
-        parameters: that train, equal in all processes.
-        processes: how many compute together: a power of two.
-        passes: how many batches make a micro-batch.
+        parameters: the trained parameters, equal in all processes.
+        processes: the number of processes, a power of two.
+        passes: the number of passes per micro-batch.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], processes: int = 1, passes: int = 1):
         self.parameters, self.processes, self.passes = list(parameters), processes, passes
 
     def share_weights(self) -> None:
-        """Give all processes the first one's weights."""
+        """Copy the first process's weights to all processes."""
         for parameter in self.parameters if self.processes > 1 else ():
             distributed.broadcast(parameter.data, 0)
 
@@ -42,7 +42,7 @@ class TreeSum:
         """Compute a step's micro-batches and leave the sum of all processes' gradients in ``grad``.
 
         Args:
-            batches: those of this process, in the order of ``dealing.leaves``.
+            batches: this process's batches, in the order of ``dealing.leaves``.
             compute: runs one forward and backward pass and returns its part of the loss.
 
         Returns:
@@ -61,7 +61,7 @@ class TreeSum:
     def _subtree(
         self, micros: Iterator[Sequence[Batch]], first: int, stride: int, count: int, compute: Callable[[Batch], Tensor]
     ) -> Sums:
-        """S(first, stride) of this process's micro-batches, which it takes in their order."""
+        """S(first, stride) of this process's micro-batches, computed in their order."""
         if first + stride >= count:
             return self._leaf(next(micros), compute)
         left = self._subtree(micros, first, 2 * stride, count, compute)
@@ -69,7 +69,7 @@ class TreeSum:
         return [_added(a, b) for a, b in zip(left, right, strict=True)]
 
     def _leaf(self, micro: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Sums:
-        """The loss and the gradients of one micro-batch. One of fillers alone only tells which gradients there are."""
+        """The loss and the gradients of one micro-batch. One made of fillers only shows which gradients exist."""
         loss = torch.stack([compute(batch) for batch in micro]).sum()[None].float()
         sums: Sums = [loss]
         for parameter in self.parameters:
@@ -77,7 +77,7 @@ class TreeSum:
             sums.append(None if gradient is None else gradient.float())
         accounting.register([each for each in sums if each is not None], "gradients")
         if all(batch.parts == math.inf for batch in micro):
-            return [None if each is None else each.fill_(-0.0) for each in sums]  # a + -0.0 is a, and that of 0.0 too
+            return [None if each is None else each.fill_(-0.0) for each in sums]  # a + -0.0 is a, also for a = 0.0
         return sums
 
 
@@ -88,7 +88,7 @@ def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def exchange(sums: Sums, processes: int) -> None:
-    """Replace each process's sums by those of all, which the top of the tree adds up."""
+    """Replace each process's sums by the sums over all processes, added up by the top of the tree."""
     waiting: list[Tensor] = []
     for tensor in [each for each in sums if each is not None]:
         if waiting and sum(each.numel() for each in waiting) + tensor.numel() > BUCKET:
@@ -99,7 +99,8 @@ def exchange(sums: Sums, processes: int) -> None:
 
 
 def _exchange(tensors: Sequence[Tensor], processes: int) -> None:
-    """Exchange tensors in portions of at most ``BUCKET`` numbers: each process adds up a part, and all gather them."""
+    """Exchange tensors in portions of at most ``BUCKET`` numbers: each process adds up a slice; all gather the
+    slices."""
     whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
     for portion in whole.split(BUCKET):
         sent = nn.functional.pad(portion, (0, -len(portion) % processes))

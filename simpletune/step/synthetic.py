@@ -1,4 +1,4 @@
-"""Batches without data and an accelerator for one process, with which simulations and benchmarks run training steps."""
+"""Batches without data, and an accelerator for one process, to run training steps in simulations and benchmarks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SyntheticBatches:
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
 
     def _trained(self) -> Batch:
-        """Make one micro-batch, with the base's predictions as targets beside the usual ones if the run has any."""
+        """Make one micro-batch, with the base's predictions as additional targets if the run has any."""
         batch = self.batch()
         kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
         return replace(batch, prior=kept) if self.config.prior.predicts else batch
@@ -91,7 +91,7 @@ class SyntheticBatches:
         )
 
     def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
-        """Weights as a run's batches have them: of places if a source has masks, of samples if one has a weight."""
+        """Make weights as in a run's batches: per position if a source has masks, per sample if one has a weight."""
         sources = self.config.data.members
         if any(source.mask for source in sources):
             return torch.ones((b, 1, *sides), device=self.device)
@@ -108,11 +108,11 @@ def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
 class SingleProcess:
     """The parts of accelerate's Accelerator that a step core uses, for one process that exchanges nothing.
 
-    accelerate's own class fixes the device for the rest of the process, including a training that follows.
+    accelerate's own class fixes the device for the rest of the process, including later training.
 
     Args:
         device: the device of the step.
-        processes: how many there would be, of which it is the first.
+        processes: the simulated number of processes, of which this is the first.
     """
 
     def __init__(self, device: torch.device, processes: int = 1):
@@ -123,7 +123,7 @@ class SingleProcess:
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """An empty context: there is nothing to synchronise."""
+        """Return an empty context: there is nothing to synchronise."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:

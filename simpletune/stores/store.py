@@ -1,4 +1,4 @@
-"""Read and write a folder of an object store (S3, Google Cloud Storage, Azure) by obstore.
+"""Read and write a folder of an object store (S3, Google Cloud Storage, Azure) with obstore.
 
 Credentials, region and endpoint come from the usual environment variables (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
 ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...) or from the machine itself.
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 PACKAGES = "'simpletune[remote]'"
 PART = 16 * 2**20  # bytes of a part of a large file
 PARTS_AT_ONCE = 4
-RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # of one request
-ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # limits of one request
+RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # within one request
+ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # timeouts of one request
 CHANGED = "the object has changed since it was read"
-READS = 3  # attempts, beside the client's own
+READS = 3  # attempts, besides the client's own
 T = TypeVar("T")
 
 
 class StoreError(OSError):
-    """Report that an object store could not do what was asked."""
+    """Report that a request to an object store failed."""
 
 
 class Changed(StoreError):
-    """Report that an object is not the one that was to be replaced."""
+    """Report that an object to be replaced has changed."""
 
 
 class Store:
     """A folder of an object store.
 
     Args:
-        url: of the folder, for example ``s3://bucket/runs/NAME``. ``http(s)://`` can only be read, by key.
-        field: of the configuration that names it, for messages.
+        url: the folder's URL, for example ``s3://bucket/runs/NAME``. ``http(s)://`` can only be read, by key.
+        field: the configuration field that names it, for messages.
 
     Raises:
         UserError: obstore is not installed, or the URL or its settings are invalid.
@@ -55,7 +55,7 @@ class Store:
         self._store = _open(self.url, field)
 
     def keys(self, prefix: str = "") -> dict[str, int]:
-        """List the objects under a prefix, which ends in ``/``: their sizes in bytes by key."""
+        """List the objects under a prefix that ends in ``/``: their sizes in bytes by key."""
         import obstore
 
         with self._errors(f"listing {prefix or 'the folder'}"):
@@ -63,7 +63,7 @@ class Store:
             return {meta["path"]: meta["size"] for chunk in chunks for meta in chunk}
 
     def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
-        """List the objects under a prefix, which ends in ``/``: their sizes in bytes and ETags by key."""
+        """List the objects under a prefix that ends in ``/``: their sizes in bytes and ETags by key."""
         import obstore
 
         with self._errors(f"listing {prefix or 'the folder'}"):
@@ -71,7 +71,7 @@ class Store:
             return {meta["path"]: (meta["size"], meta["e_tag"] or "") for chunk in chunks for meta in chunk}
 
     def upload(self, file: Path, key: str) -> None:
-        """Store a file under a key. The object appears whole or not at all.
+        """Store a file under a key atomically.
 
         Raises:
             StoreError: it could not be stored, or has another size there.
@@ -86,7 +86,7 @@ class Store:
             raise StoreError(f"{key} has {stored} bytes in {self.url} instead of {size}")
 
     def fetch(self, key: str, file: Path, size: int) -> None:
-        """Write an object of a known size to a file, whole or not at all.
+        """Write an object of a known size to a file atomically.
 
         Raises:
             StoreError: it could not be read, or has another size.
@@ -128,10 +128,9 @@ class Store:
                 return None
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        """Read the bytes of an object from ``start`` to ``end``, the latter excluded.
+        """Read an object's bytes from ``start`` to before ``end``.
 
-        A range that fails, or has another length than asked for, is read up to ``READS`` times. Threads may
-        share a store.
+        Retries a read that fails or returns another length, up to ``READS`` times in all. Threads may share a store.
 
         Raises:
             StoreError: there is no such object, it is shorter, or it could not be read.
@@ -151,10 +150,10 @@ class Store:
         return repeated(read)
 
     def replace(self, key: str, content: bytes, known: str | None) -> str | None:
-        """Store a small object, only if the stored one is still the known one.
+        """Store a small object if the stored one has not changed.
 
         Args:
-            key: of the object.
+            key: the object's key.
             content: its new content.
             known: the ETag of the stored object; None: there is none yet.
 
@@ -162,7 +161,7 @@ class Store:
             Its new ETag.
 
         Raises:
-            Changed: the stored object is another one, or there is one already.
+            Changed: the stored object has changed, or already exists.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -175,7 +174,7 @@ class Store:
                 raise Changed(CHANGED) from None
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that do not exist are no error."""
+        """Remove objects; ignores those that do not exist."""
         import obstore
 
         with self._errors("removing old files"):
@@ -187,7 +186,7 @@ class Store:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn every failure of the store into a ``StoreError`` that says what was being done."""
+        """Turn every failure of the store into a ``StoreError`` that names the operation."""
         from obstore.exceptions import BaseError
 
         try:
@@ -199,7 +198,7 @@ class Store:
 
 
 def repeated(call: Callable[[], T]) -> T:
-    """Ask a store up to ``READS`` times, until it answers.
+    """Send a request to a store, up to ``READS`` times, until it answers.
 
     Raises:
         Changed: at once.
@@ -216,7 +215,7 @@ def repeated(call: Callable[[], T]) -> T:
 
 
 def first_sentence(error: Exception) -> str:
-    """Shorten an error of a store to what a person needs; obstore adds its own state over many lines."""
+    """Shorten a store's error to its first sentence; obstore appends its own state over many lines."""
     return reason_of(error).partition("Debug source")[0].strip()[:300]
 
 

@@ -1,4 +1,4 @@
-"""The columns of a data set that are read."""
+"""The columns to read from a data set."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from simpletune.options import UserError
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a data set that are read.
+    """The columns to read from a data set.
 
     Args:
-        picture: of the pictures' bytes.
-        caption: of the captions; None: there is one prompt for all.
-        size: of the pictures' widths and heights in pixels; None: they are not needed.
+        picture: the column of the pictures' bytes.
+        caption: the column of the captions; None: there is one prompt for all.
+        size: the columns of the pictures' widths and heights in pixels; None: they are not needed.
     """
 
     picture: str
@@ -23,7 +23,7 @@ class Columns:
     size: tuple[str, str] | None = None
 
     def named(self) -> dict[str, str]:
-        """The columns by the field of the configuration that names them."""
+        """The columns, by the configuration field that names them."""
         found = {"image_column": self.picture}
         if self.caption is not None:
             found["caption_column"] = self.caption
@@ -34,12 +34,12 @@ def require_columns(columns: Columns, known: Sequence[str], where: str) -> None:
     """Check that a data set has the columns that are read.
 
     Args:
-        columns: those that are read.
-        known: those that it has.
+        columns: the columns to read.
+        known: the columns that it has.
         where: the file that lists them.
 
     Raises:
-        UserError: one is missing.
+        UserError: a column is missing.
     """
     for field, name in columns.named().items():
         if name in known:

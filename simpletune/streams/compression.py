@@ -1,4 +1,4 @@
-"""Decompress a file of which the index says how long it becomes, by the codecs of pyarrow and Python."""
+"""Decompress files whose decompressed size is known from the index, with the codecs of pyarrow and Python."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OTHERS = ("gz", "bz2")
 
 
 def decompressed(data: bytes, compression: str, size: int, name: str) -> bytes:
-    """Decompress a file. Never writes more than its announced size.
+    """Decompress a file; never writes more than its announced size.
 
     Args:
         data: the compressed file.
         compression: the algorithm, with or without a level: ``zstd:3``.
-        size: of the result, in bytes.
-        name: of the file, for messages.
+        size: the result's size in bytes.
+        name: the file's name, for messages.
 
     Raises:
         UserError: the algorithm is unknown, or the file is damaged.
@@ -35,7 +35,7 @@ def decompressed(data: bytes, compression: str, size: int, name: str) -> bytes:
             found = bz2.BZ2Decompressor().decompress(data, size + 1)
         else:
             known = ", ".join([*CODECS, *OTHERS])
-            raise UserError(f"data.path: {name} is compressed with {compression!r}, which is not read. Use {known}")
+            raise UserError(f"data.path: {name} is compressed with {compression!r}, which is unsupported. Use {known}")
     except (pa.ArrowException, OSError, ValueError, zlib.error) as error:
         raise UserError(f"data.path: {name} is damaged: it cannot be decompressed ({error}). Fetch it again") from None
     if len(found) != size:

@@ -1,4 +1,4 @@
-"""The files of a data set in shards, in a folder of this machine."""
+"""The files of a data set in shards, in a local folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Files(Protocol):
     """The files below a place, by their names relative to it."""
 
     place: str
-    """What messages call it."""
+    """The place's name in messages."""
 
     def sizes(self, suffix: str) -> dict[str, int]:
         """The sizes in bytes of the files whose names end so, by name, sorted.
@@ -25,7 +25,7 @@ class Files(Protocol):
         """
 
     def version(self, name: str) -> str | None:
-        """What changes with a file's content; None: not known."""
+        """A value that changes with a file's content; None if unknown."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read and seek in.
@@ -43,7 +43,7 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """Files of this machine.
+    """Local files.
 
     Args:
         place: a file, a folder, or a pattern such as ``pictures/*.parquet``.
@@ -75,7 +75,7 @@ class LocalFiles:
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
 
     def version(self, name: str) -> str | None:
-        """Not known without reading it."""
+        """None: unknown without reading the file."""
         return None
 
     def open(self, name: str) -> BinaryIO:
@@ -97,7 +97,7 @@ class LocalFiles:
 
 
 def required(data: bytes, count: int, what: str) -> bytes:
-    """The data, if it is as long as it has to be.
+    """Return the data if it has the required length.
 
     Raises:
         UserError: it is shorter or longer.

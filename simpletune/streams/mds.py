@@ -1,7 +1,7 @@
 """Rows of MDS data sets, the format of mosaicml-streaming: index.json and shards, plain or compressed, with hashes.
 
-A shard is uint32 n, uint32 offsets[n + 1], the columns as JSON, then n samples: a uint32 length of each column of
-variable size, and the columns' values, in the index's order. All numbers are little-endian.
+A shard consists of uint32 n, uint32 offsets[n + 1], the columns as JSON, then n samples. A sample has a uint32 length
+for each column of variable size, then the columns' values, in the index's order. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from simpletune.streams.rows import Block, Held, Shard, ShardedRows
 
 INDEX = "index.json"
 MOST_INDEX = 2**28  # bytes
-PIECE = 2**22  # bytes that are hashed at once
-PROBES, PROBE = 16, 4096  # places of a shard without hashes that its digest covers, and bytes of each
+PIECE = 2**22  # bytes to hash at once
+PROBES, PROBE = 16, 4096  # number of places that the digest of a shard without hashes covers, and bytes at each
 ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
 PICTURES = ("bytes", "jpeg", "png")
 CAPTIONS = ("str", "json")
@@ -38,8 +38,8 @@ class Stored:
     """A file that the index lists.
 
     Args:
-        name: relative to the index.
-        bytes: its length.
+        name: its path relative to the index.
+        bytes: its length in bytes.
         hashes: by algorithm, in hexadecimal digits.
     """
 
@@ -56,7 +56,7 @@ class Entry:
         raw: its content.
         zipped: its compressed file; None: the content is stored as it is.
         compression: how it is compressed, such as ``zstd:3``.
-        samples: how many there are.
+        samples: the number of samples.
         columns: (name, encoding, fixed size or None) in their order.
     """
 
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def file(self) -> Stored:
-        """What is stored."""
+        """The stored file: the compressed one, if any."""
         return self.zipped or self.raw
 
 
@@ -77,12 +77,12 @@ class MDSRows(ShardedRows):
 
     Args:
         files: where they are.
-        columns: those that are read.
+        columns: the columns to read.
         split: the folder that holds index.json; None: the data set's own.
 
     Raises:
-        UserError: the index is missing or damaged, a shard has another length, or a column is missing or of a kind that
-            cannot be read.
+        UserError: the index is missing or damaged, a shard has the wrong length, or a column is missing or has an
+            unsupported kind.
     """
 
     def __init__(self, files: Files, columns: Columns, split: str | None = None):
@@ -102,16 +102,16 @@ class MDSRows(ShardedRows):
         super().__init__(files.place, shards, blocks, columns)
 
     def notes(self) -> list[str]:
-        """What a user should know: hashes that are not verified."""
+        """Notes for the user: hashes that are not verified."""
         hashes = {name for entry in self._entries for name in entry.file.hashes}
         bare = sum(not verifiable(entry.file.hashes) for entry in self._entries)
         if not bare:
             return []
-        why = f"those of the kind {', '.join(sorted(hashes))} are not read" if hashes else "the index has none"
+        why = f"unsupported kinds: {', '.join(sorted(hashes))}" if hashes else "the index has none"
         return [f"{plural(bare, 'shard')} of {self.place} without hashes to verify ({why}): only lengths are checked"]
 
     def _require(self, entry: Entry, listed: dict[str, int], columns: Columns) -> None:
-        """Check that a shard is there in its full length, with columns that can be read."""
+        """Check that a shard exists in full length, with columns of supported kinds."""
         name = self._folder + entry.file.name
         if name not in listed:
             raise UserError(f"data.path: {name} is missing, which {INDEX} lists. Fetch it, or write the data set again")
@@ -130,7 +130,7 @@ class MDSRows(ShardedRows):
                 )
 
     def _digest(self, entry: Entry, columns: Columns) -> str:
-        """What tells a shard's content: its hashes, or without any its length and the bytes at some places."""
+        """Identify a shard's content by its hashes, or, if it has none, by its length and the bytes at some places."""
         file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
         about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
         name = self._folder + file.name
@@ -171,7 +171,7 @@ class MDSRows(ShardedRows):
         try:
             text = data.decode()
             return json.loads(text) if dict((n, kind) for n, kind, _ in entry.columns)[name] == "json" else text
-        except ValueError:  # no UTF-8, or no JSON
+        except ValueError:  # not UTF-8, or not JSON
             return data
 
     def _picture(self, block: int, row: int) -> object:
@@ -188,7 +188,7 @@ class MDSRows(ShardedRows):
         return found
 
     def _bytes(self, entry: Entry, start: int, end: int) -> bytes:
-        """Bytes of a shard's content, which has been verified."""
+        """Bytes of a shard's verified content."""
         if entry.zipped is None:
             return self._files.read(self._folder + entry.raw.name, start, end)
         return self._raw.get(entry.raw.name, lambda: (self._unzipped(entry), entry.raw.bytes))[start:end]
@@ -202,7 +202,7 @@ class MDSRows(ShardedRows):
         return raw
 
     def _offsets_of(self, shard: int) -> np.ndarray:
-        """Where the samples of a shard begin, and the last one ends; at first use its hashes are verified.
+        """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use.
 
         Raises:
             UserError: it is damaged.
@@ -232,7 +232,7 @@ class MDSRows(ShardedRows):
 
 
 def verifiable(hashes: Mapping[str, str]) -> list[str]:
-    """The algorithms among a file's hashes that Python has."""
+    """The algorithms of a file's hashes that Python supports."""
     return sorted(ALGORITHMS.intersection(hashes))
 
 
@@ -244,7 +244,7 @@ def verify(stored: Stored, pieces: Iterable[bytes]) -> None:
         pieces: its content.
 
     Raises:
-        UserError: one differs.
+        UserError: a hash differs.
     """
     running = {name: hashlib.new(name) for name in verifiable(stored.hashes)}
     for piece in pieces:
@@ -259,7 +259,7 @@ def verify(stored: Stored, pieces: Iterable[bytes]) -> None:
 
 
 def damaged(entry: Entry, why: str) -> UserError:
-    """The error of a shard whose content is not what its format says."""
+    """Make the error for a shard whose content violates its format."""
     return UserError(f"data.path: {entry.file.name} is damaged: {why}. Fetch or write it again")
 
 
@@ -271,12 +271,12 @@ def entries_of(data: bytes, place: str) -> list[Entry]:
         place: where it is, for messages.
 
     Raises:
-        UserError: it is no index of an MDS data set.
+        UserError: it is not the index of an MDS data set.
     """
     try:
         return [_entry(shard) for shard in json.loads(data)["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"data.path: {place} is no index of an MDS data set ({reason_of(error)})") from None
+        raise UserError(f"data.path: {place} is not the index of an MDS data set ({reason_of(error)})") from None
 
 
 def _entry(shard: Json) -> Entry:

@@ -1,4 +1,4 @@
-"""Open a data set in shards, of the kind that it says it is."""
+"""Open a data set in shards, of the configured kind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from simpletune.streams.rows import ShardedRows
 
 @dataclass(frozen=True)
 class Form:
-    """What a data set in shards is.
+    """The form of a data set in shards.
 
     Args:
-        kind: of its shards; ``auto``: mds if there is an index.json.
+        kind: the kind of its shards; ``auto``: mds if there is an index.json.
         split: text in the names of the parquet files, or the folder with index.json.
-        local_gib: room for shards that are fetched whole.
+        local_gib: GiB of disk space for shards that are fetched whole.
     """
 
     kind: Literal["auto", "parquet", "mds"] = "auto"
@@ -38,9 +38,9 @@ def open_rows(place: str, columns: Columns, form: Form = NO_FORM, local: Path | 
 
     Args:
         place: where it is: a file, a folder, a pattern, or a URL of one of them.
-        columns: those that are read.
-        form: of the data set.
-        local: keeps shards that are fetched whole; None: a temporary folder.
+        columns: the columns to read.
+        form: the data set's form.
+        local: the folder for shards that are fetched whole; None: a temporary folder.
 
     Raises:
         UserError: it is missing or damaged, or lacks a column.

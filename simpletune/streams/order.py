@@ -2,7 +2,7 @@
 
 Blocks are shuffled as wholes. Their rows, one block after another, form windows, and rows are shuffled within a window.
 So a stretch of the epoch touches few blocks, and any part of it can be computed from the seed and the epoch's number.
-tests/reference/stream_order.py says the same row by row.
+tests/reference/stream_order.py does the same row by row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def epoch_order(
     window: int,
     batch_size: int,
 ) -> np.ndarray:  # int64 [micro-batches, batch_size]
-    """The micro-batches of one epoch: numbers of samples, each once; -1 fills up a bucket's last one.
+    """The micro-batches of one epoch: sample numbers, each once; -1 pads a bucket's last micro-batch.
 
     Args:
         key: the run's seed and the epoch's number.
         block: the block of each sample.
         bucket: the bucket of each sample; a micro-batch has one bucket.
         window: how many rows are shuffled with each other.
-        batch_size: samples of a micro-batch.
+        batch_size: samples in a micro-batch.
     """
     seed, epoch = key
     present = np.unique(block)
@@ -40,7 +40,7 @@ def epoch_order(
     order = np.lexsort((stream(seed, "row-order", epoch).random(len(block)), window_of, bucket))
     micros = [_in_batches(members, batch_size) for members in np.split(order, _ends(bucket[order]))]
     batches = np.concatenate(micros)
-    last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch waits for its last row
+    last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch is in its last row's window
     return batches[np.lexsort((stream(seed, "pass-order", epoch).random(len(batches)), last))]
 
 
@@ -60,12 +60,12 @@ def substituted(
     bucket: np.ndarray,  # [n]
     unusable: np.ndarray,
 ) -> np.ndarray:
-    """An epoch's order in which the place of an unusable sample goes to the next usable one of its bucket.
+    """An epoch's order with each unusable sample replaced by the next usable one of its bucket.
 
     Args:
         batches: the epoch's order.
         bucket: the bucket of each sample.
-        unusable: numbers of samples; each bucket has a usable one.
+        unusable: sample numbers; each bucket must have a usable sample.
     """
     flat = batches.reshape(-1).copy()
     bad = np.isin(flat, unusable)
@@ -80,7 +80,7 @@ class Micros(Sequence[Sequence[int]]):
     """The micro-batches of an epoch, as lists of samples.
 
     Args:
-        batches: numbers of samples, -1 where a micro-batch is short: int64 [micro-batches, batch_size].
+        batches: sample numbers, -1 where a micro-batch is short: int64 [micro-batches, batch_size].
     """
 
     def __init__(self, batches: np.ndarray):

@@ -1,4 +1,4 @@
-"""Rows of parquet files: their footers say where each row group is, and a row group is read when one of its rows is."""
+"""Rows of parquet files. Footers locate the row groups; a row group is read when one of its rows is needed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ParquetRows(ShardedRows):
 
     Args:
         files: where they are.
-        columns: those that are read.
-        split: what their names have to contain.
+        columns: the columns to read.
+        split: text that the files' names must contain.
 
     Raises:
-        UserError: there are none, one is damaged, or a column is missing.
+        UserError: there is no file, one is damaged, or a column is missing.
     """
 
     def __init__(self, files: Files, columns: Columns, split: str | None = None):
@@ -57,7 +57,7 @@ class ParquetRows(ShardedRows):
         super().__init__(files.place, shards, blocks, columns)
 
     def _footer(self, name: str, size: int, columns: Columns) -> tuple[FileMetaData, str]:
-        """The footer of a file, and a digest of it, the file's length and the pictures' column."""
+        """A file's footer, and a digest of the footer, the file's length and the pictures' column."""
         with reading(name, "its footer"):
             opened = self._opened(name)
             if opened.metadata.num_rows:
@@ -75,7 +75,7 @@ class ParquetRows(ShardedRows):
         return pq.ParquetFile(self._files.open(name), page_checksum_verification=True)
 
     def _column(self, block: int, names: list[str]) -> tuple[list[ChunkedArray], int]:
-        """Columns of a row group, and their size in memory in bytes."""
+        """A row group's columns, and their size in memory in bytes."""
         name, number = self.shards[self._shard_of[block]].name, int(self._number_of[block])
         with self._lock, reading(name, f"its row group {number}"):
             table = self._open(name).read_row_group(number, columns=names, use_threads=False)
@@ -102,14 +102,14 @@ class ParquetRows(ShardedRows):
 
 @contextmanager
 def reading(name: str, what: str) -> Iterator[None]:
-    """Say which file is damaged if reading it fails.
+    """Name the damaged file if reading it fails.
 
     Args:
-        name: of the file.
-        what: is read.
+        name: the file's name.
+        what: what is read.
 
     Raises:
-        UserError: in place of what pyarrow raises.
+        UserError: instead of pyarrow's error.
     """
     import pyarrow as pa
 
@@ -122,7 +122,7 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 
 def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Columns) -> Block:
-    """A row group of the last shard, with the uncompressed size of its pictures.
+    """Make the block of a row group in the last shard, with the uncompressed size of its pictures.
 
     Raises:
         UserError: its captions are too large to read.

@@ -1,4 +1,4 @@
-"""The files of a data set in an object store or on the Hugging Face hub, read in ranges, or kept here up to a limit."""
+"""A data set's files in an object store or on the Hugging Face hub, read in ranges, or copied here up to a limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HUB = "hf://"
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """A URL as a folder and a pattern of the names in it: ``s3://b/x/*.parquet`` as ``s3://b/x`` and ``*.parquet``."""
+    """Split a URL into folder and name pattern: ``s3://b/x/*.parquet`` into ``s3://b/x`` and ``*.parquet``."""
     head, slashes, rest = url.rstrip("/").partition("://")
     parts = rest.split("/")
     first = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
@@ -41,7 +41,7 @@ class StoreFiles:
     """Files below a URL of an object store.
 
     Args:
-        url: of a folder, a file, or a pattern.
+        url: the URL of a folder, a file, or a pattern.
 
     Raises:
         UserError: obstore is not installed, the URL or its settings are invalid, or it cannot be listed.
@@ -63,7 +63,7 @@ class StoreFiles:
         return self._known[name][1]
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Read bytes from ``start`` up to ``end``, exclusively; what fails is tried again."""
+        """Read bytes from ``start`` to before ``end``; retries failures."""
         with reaching(name):
             pieces = range(start, end, PIECE)
             return b"".join(self._store.read_range(name, at, min(end, at + PIECE)) for at in pieces)
@@ -77,7 +77,7 @@ class HubFiles:
     """Files of a data set's repository on the hub.
 
     Args:
-        url: ``hf://datasets/OWNER/NAME``, with a folder, a file or a pattern behind it.
+        url: ``hf://datasets/OWNER/NAME``, optionally followed by a folder, a file or a pattern.
 
     Raises:
         UserError: it cannot be listed.
@@ -103,7 +103,7 @@ class HubFiles:
         return {name: size for name, (size, _) in self._known.items() if name.endswith(suffix)}
 
     def version(self, name: str) -> str | None:
-        """The hash under which the repository has a file."""
+        """The hash under which the repository stores a file."""
         return self._known[name][1] or None
 
     def read(self, name: str, start: int, end: int) -> bytes:
@@ -118,16 +118,16 @@ class HubFiles:
 
 
 def matching(known: Mapping[str, tuple[int, str]], pattern: str) -> dict[str, tuple[int, str]]:
-    """The files whose names match a pattern, sorted; all for an empty one."""
+    """The files whose names match a pattern, sorted; all files for an empty pattern."""
     return {name: known[name] for name in sorted(known) if not pattern or fnmatch.fnmatchcase(name, pattern)}
 
 
 @contextmanager
 def reaching(what: str) -> Iterator[None]:
-    """Say what could not be read if a store or the hub fails.
+    """Name what could not be read if a store or the hub fails.
 
     Raises:
-        UserError: in place of their errors.
+        UserError: instead of their errors.
     """
     try:
         yield
@@ -141,36 +141,36 @@ def reaching(what: str) -> Iterator[None]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file that reads what it is asked for by a request, without buffering.
+    """A file that sends a request for each read, without buffering.
 
     Args:
-        files: where it is.
-        name: of the file.
-        size: in bytes.
+        files: where the file is.
+        name: the file's name.
+        size: its size in bytes.
     """
 
     def __init__(self, files: Files, name: str, size: int):
         self._files, self._name, self._size, self._at = files, name, size, 0
 
     def readable(self) -> bool:
-        """It can be read."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """Any part of it can be read."""
+        """True."""
         return True
 
     def tell(self) -> int:
-        """The place of the next byte."""
+        """The position of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place."""
+        """Move to a position."""
         self._at = max(0, offset + (0, self._at, self._size)[whence])
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read bytes; fewer only at the end."""
+        """Read bytes; returns fewer only at the end."""
         end = self._size if size is None or size < 0 else min(self._size, self._at + size)
         data = self._files.read(self._name, self._at, end) if end > self._at else b""
         self._at += len(data)
@@ -178,14 +178,14 @@ class RangeFile(io.RawIOBase):
 
 
 class KeptFiles:
-    """Files of which whole copies are kept in a folder, up to a number of bytes; those used longest ago go first.
+    """Files with whole local copies in a folder of limited size; removes the least recently used copies first.
 
     Processes may share the folder.
 
     Args:
         files: where they come from.
-        folder: of the copies; None: a temporary one.
-        most: bytes.
+        folder: the folder for the copies; None: a temporary one.
+        most: the limit in bytes.
     """
 
     def __init__(self, files: StoreFiles | HubFiles, folder: Path | None, most: int):
@@ -199,11 +199,11 @@ class KeptFiles:
         return {name: size for name, size in self._sizes.items() if name.endswith(suffix)}
 
     def version(self, name: str) -> str | None:
-        """What tells a file's content."""
+        """A value that changes with a file's content."""
         return self._files.version(name)
 
     def open(self, name: str) -> BinaryIO:
-        """Open the copy of a file."""
+        """Open a file's copy."""
         with self._lock:
             copy = self._copy(name)
             try:
@@ -213,7 +213,7 @@ class KeptFiles:
                 return open(copy, "rb")
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Read bytes from ``start`` up to ``end``, exclusively, from a copy."""
+        """Read bytes from ``start`` to before ``end`` from a copy."""
         with self.open(name) as file:
             os.utime(file.fileno())
             file.seek(start)
@@ -224,7 +224,7 @@ class KeptFiles:
         return self._folder / hashlib.sha256(about.encode()).hexdigest()[:32]
 
     def _fetch(self, name: str, copy: Path) -> None:
-        """Copy a file, whole or not at all, and remove what is too much."""
+        """Copy a file atomically, and remove copies beyond the limit."""
         self._folder.mkdir(parents=True, exist_ok=True)
         size = self._sizes[name]
         with atomic_file(copy, needed=size) as part, open(part, "wb") as file:
@@ -232,7 +232,7 @@ class KeptFiles:
                 file.write(self._files.read(name, start, min(size, start + PIECE)))
         kept = []
         for entry in self._folder.iterdir():
-            with suppress(FileNotFoundError):  # another process removes, too
+            with suppress(FileNotFoundError):  # another process removes copies, too
                 about = entry.stat()
                 kept.append((about.st_mtime_ns, about.st_size, entry))
         room = self._most

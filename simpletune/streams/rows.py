@@ -1,4 +1,4 @@
-"""Rows of a data set in shards, addressed by their number: arrays say where each is, and a row is read when needed."""
+"""Rows of a data set in shards, addressed by number: arrays locate each row, which is read when needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from simpletune.options import UserError
 from simpletune.streams.columns import Columns
 
-HELD = 2**28  # bytes of blocks in memory; one block is held in any case
-MAX_BLOCK = 2**30  # bytes of a block: a row group's pictures, or a shard of an MDS data set, uncompressed
+HELD = 2**28  # bytes of blocks in memory; always holds at least one block
+MAX_BLOCK = 2**30  # limit in bytes of an uncompressed block: a row group's pictures, or a shard of an MDS data set
 
 Value = TypeVar("Value")
 
@@ -25,9 +25,9 @@ class Shard(NamedTuple):
     """A file of a data set.
 
     Args:
-        name: relative to the data set.
+        name: its path relative to the data set.
         rows: how many it has.
-        digest: SHA-256 of what tells its content: its hashes in the index, or its footer and length.
+        digest: SHA-256 of what identifies its content: its hashes in the index, or its footer and length.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Block(NamedTuple):
         shard: the number of its shard.
         number: its number within the shard.
         rows: how many it has.
-        bytes: what holding its pictures takes.
+        bytes: memory that its pictures take.
     """
 
     shard: int
@@ -52,17 +52,17 @@ class Block(NamedTuple):
 
 
 class Held(Generic[Value]):
-    """The blocks read last, up to a number of bytes. Safe for several threads, one of which reads a block at a time."""
+    """The most recently read blocks, up to a number of bytes. Thread-safe; only one thread reads a block at a time."""
 
     def __init__(self, most: int = HELD):
         self._most, self._lock = most, threading.Lock()
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
 
     def get(self, key: Hashable, read: Callable[[], tuple[Value, int]]) -> Value:
-        """A block's value, read if it is not held.
+        """Return a block's value, reading it if it is not held.
 
         Args:
-            key: of the block.
+            key: the block's key.
             read: returns the value and its size in bytes.
         """
         with self._lock:
@@ -75,10 +75,10 @@ class Held(Generic[Value]):
 
 
 class Notes:
-    """JSON values by row in a temporary file, so that what was read once is not read from the shards again.
+    """JSON values by row in a temporary file, so that nothing is read from the shards twice.
 
     Args:
-        rows: how many rows there are.
+        rows: the number of rows.
     """
 
     def __init__(self, rows: int):
@@ -87,7 +87,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def get(self, row: int, read: Callable[[], object]) -> object:
-        """A row's value, read and noted if it is not known. What JSON cannot hold is not noted."""
+        """Return a row's value, reading and storing it if it is unknown. Does not store what JSON cannot represent."""
         if (place := int(self._places[row])) >= 0:
             return self._noted(place)
         value = read()
@@ -115,8 +115,8 @@ class ShardedRows:
     Args:
         place: where the data set is, for messages.
         shards: its files, in order.
-        blocks: their blocks, in order; empty ones are left out.
-        columns: those that are read.
+        blocks: their blocks, in order; skips empty ones.
+        columns: the columns to read.
 
     Raises:
         UserError: it has no rows, or a block is too large to hold.
@@ -137,7 +137,7 @@ class ShardedRows:
         self._number_of = np.array([block.number for block in blocks], dtype=np.int64)
         self.block_bytes = np.array([block.bytes for block in blocks], dtype=np.int64)
         self.starts = np.cumsum([0, *(block.rows for block in blocks)], dtype=np.int64)
-        """The first row of each block, and the number of rows at the end."""
+        """The first row of each block, then the number of all rows."""
         self._shard_starts = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
         self._notes = Notes(len(self))
 
@@ -145,7 +145,7 @@ class ShardedRows:
         return int(self.starts[-1])
 
     def notes(self) -> list[str]:
-        """What a user should know about the data set."""
+        """Notes for the user about the data set."""
         return []
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
@@ -153,23 +153,23 @@ class ShardedRows:
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def name(self, row: int) -> str:
-        """The name of a row, for messages: its shard and its number there."""
+        """A row's name for messages: its shard and its number there."""
         shard, within = self._in_shard(row)
         return f"{self.shards[shard].name}#{within:08d}"
 
     def key(self, row: int) -> str:
-        """SHA-256 of a row's shard and its number there. The row need not be read for it."""
+        """SHA-256 of a row's shard and its number there, which needs no reading of the row."""
         shard, within = self._in_shard(row)
         return hashlib.sha256(f"{self.shards[shard].digest}:{within}".encode()).hexdigest()
 
     def caption(self, row: int) -> object:
-        """The cell of a row's captions; None if there is one prompt for all."""
+        """A row's caption cell; None if there is one prompt for all."""
         if self.columns.caption is None:
             return None
         return self._notes.get(row, lambda: self._caption(*self._in_block(row)))
 
     def picture(self, row: int) -> object:
-        """The cell of a row's picture.
+        """A row's picture cell.
 
         Raises:
             UserError: its shard is damaged.
@@ -177,7 +177,7 @@ class ShardedRows:
         return self._picture(*self._in_block(row))
 
     def sizes(self) -> np.ndarray:
-        """The pictures' (width, height) by the columns for them: int64 [rows, 2].
+        """The pictures' (width, height) from the size columns: int64 [rows, 2].
 
         Raises:
             UserError: a shard is damaged, or a size is not a positive number.
@@ -200,13 +200,13 @@ class ShardedRows:
         return block, row - int(self.starts[block])
 
     def _caption(self, block: int, row: int) -> object:
-        """The cell of the captions in a row of a block."""
+        """The caption cell in a row of a block."""
         raise NotImplementedError
 
     def _picture(self, block: int, row: int) -> object:
-        """The cell of the picture in a row of a block."""
+        """The picture cell in a row of a block."""
         raise NotImplementedError
 
     def _sizes(self, block: int) -> np.ndarray:
-        """The sizes of the pictures in a block: int64 [rows, 2]."""
+        """The sizes of a block's pictures: int64 [rows, 2]."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
 """The machine: files, disks, locks, signals, devices, the console and random streams.
 
-Imports nothing else of the package but ``options``. Any room may import it.
+Imports only ``options`` from the rest of the package. Any package may import this one.
 """

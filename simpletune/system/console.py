@@ -71,7 +71,7 @@ class _Stage:
         self._bar: TaskID | None = None
 
     def is_due(self, now: float) -> bool:
-        """Tell whether another line is due."""
+        """Return whether another line is due."""
         return now - self._shown >= (LIVE_EVERY if self.live else PLAIN_EVERY)
 
     def show(self, now: float, done: int, line: str) -> None:
@@ -225,7 +225,7 @@ class TrainingProgress:
 
     @contextmanager
     def interrupted(self, name: str) -> Iterator[None]:
-        """Time an interruption, which counts for the time left but not for the seconds per step."""
+        """Time an interruption, which counts towards the time left but not towards the seconds per step."""
         began = time.perf_counter()
         yield
         self.took.setdefault(name, []).append(time.perf_counter() - began)
@@ -249,7 +249,7 @@ class TrainingProgress:
             self._stage.end(keep=True)
 
     def _text(self, step: int, loss: float) -> str:
-        """Format the line of a step, the least important last, because a narrow terminal cuts it off."""
+        """Format a step's line, the least important part last, because a narrow terminal cuts it off."""
         pace = sum(self._recent) / len(self._recent)
         parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {loss:.4f}", f"{pace:.3g} s/step"]
         if step < self.steps:

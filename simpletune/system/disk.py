@@ -47,7 +47,7 @@ def free_bytes(path: Path) -> int:
 
 
 def reason_full(error: BaseException) -> str | None:
-    """Describe the kind of full disk that an error means; None for other errors."""
+    """Describe what kind of full disk an error reports; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _FROM_RUST.search(str(error))):
         number = int(found[1])

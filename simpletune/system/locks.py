@@ -49,7 +49,7 @@ def exclusive(folder: Path, remedy: str = "or give this run another name: name=.
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether any process, including this one, has locked a folder with ``exclusive``."""
+    """Return whether any process, including this one, has locked a folder with ``exclusive``."""
     try:
         handle = os.open(_lock_beside(folder.resolve()), os.O_RDONLY)
     except FileNotFoundError:
@@ -88,10 +88,10 @@ def lock_of(folder: Path) -> Path:
 
 
 class Ranges:
-    """Lock ranges of keys, so that several processes divide the work on a folder: a range is one of a file's bytes.
+    """Lock ranges of keys, so that several processes can divide the work on a folder: a key is a byte of the lock file.
 
     The locks belong to the open file (``F_OFD_SETLK``), so they exclude threads and forked processes too, work over
-    NFS, and end with the process. Where the file system supports none, every lock succeeds and a warning is printed.
+    NFS, and end with the process. If the file system supports no locks, every lock succeeds and a warning is printed.
 
     Args:
         file: lock file; created if missing, and left behind.
@@ -125,7 +125,7 @@ class Ranges:
             wait: wait for processes that hold a part of the range.
 
         Yields:
-            Whether they are locked; always, if waiting.
+            Whether they are locked; always true if ``wait`` is set.
         """
         if self._handle is None:
             yield True
@@ -146,7 +146,7 @@ class Ranges:
             self._lock(fcntl.F_UNLCK, first, last)
 
     def _lock(self, kind: int, first: int, last: int, wait: bool = False) -> None:
-        """Change the lock of a range; ``struct flock`` of 64-bit Linux."""
+        """Change a range's lock, with ``struct flock`` of 64-bit Linux."""
         assert self._handle is not None
         asked = struct.pack("hhqqi4x", kind, os.SEEK_SET, first, last - first + 1, 0)
         fcntl.fcntl(self._handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, asked)

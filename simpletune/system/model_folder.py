@@ -17,7 +17,7 @@ from simpletune.system.safetensors_file import write_safetensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-INDEX_BYTES, INDEX_VALUES = 16 * 2**20, 200_000  # limits of a shard index; T5's names 219 tensors
+INDEX_BYTES, INDEX_VALUES = 16 * 2**20, 200_000  # limits of a shard index; T5's lists 219 tensors
 NAMES = ("diffusion_pytorch_model", "model")
 
 

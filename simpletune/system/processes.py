@@ -6,7 +6,7 @@ import os
 
 
 def is_first_process() -> bool:
-    """Tell whether this process prints and writes for all; a single process does.
+    """Return whether this process prints and writes for all; true for a single process.
 
     For code without an ``Accelerator``; agrees with its ``is_main_process``, because launchers set ``RANK``.
     """
@@ -14,17 +14,17 @@ def is_first_process() -> bool:
 
 
 def process_number() -> int:
-    """Return the number of this process among those that train together, from 0."""
+    """Return this process's rank among those that train together."""
     return int(os.environ.get("RANK", "0"))
 
 
 def processes() -> int:
-    """Return how many processes train together, as the launcher says."""
+    """Return how many processes train together, as set by the launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def processes_here() -> int:
-    """Return how many of them run on this machine, as the launcher says; 1 if it does not say."""
+    """Return how many of them run on this machine, as set by the launcher; 1 if it is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -131,7 +131,7 @@ class WeightReader:
     """Read single tensors from memory-mapped files, which loads only the requested ones.
 
     Args:
-        files: safetensors files, and indices (``.shards.json``) of files that hold some rows of every tensor each.
+        files: safetensors files, and indices (``.shards.json``) of files that each hold some rows of every tensor.
     """
 
     def __init__(self, files: list[Path]):
@@ -203,7 +203,7 @@ def write_safetensors(
         tensors: tensors by name, on any device and in any layout.
         file: target file.
         metadata: strings for the header.
-        hashed: name of a string in the header that gets the SHA-256 of what follows the header.
+        hashed: name of a header string to set to the SHA-256 of everything after the header.
     """
     from safetensors.torch import save_file
 
@@ -219,7 +219,7 @@ def write_safetensors(
 
 
 def content_hash(file: Path) -> str:
-    """Return ``0x`` and the SHA-256 of what follows a file's header, as the model spec defines ``hash_sha256``."""
+    """Return ``0x`` and the SHA-256 of everything after a file's header, as the model spec defines ``hash_sha256``."""
     digest = hashlib.sha256()
     with open(file, "rb") as handle:
         handle.seek(8 + int.from_bytes(handle.read(8), "little"))
@@ -231,7 +231,7 @@ def content_hash(file: Path) -> str:
 def _write_hash(file: Path, name: str) -> None:
     """Replace the header's placeholder by the hash, which has the same length, and sort the header's strings.
 
-    The library writes them in another order each time; sorted, equal content makes equal files.
+    The library writes them in a different order each time; sorting them makes files with equal content equal.
     """
     found = content_hash(file)
     with open(file, "r+b") as handle:
@@ -246,7 +246,7 @@ def _write_hash(file: Path, name: str) -> None:
 
 
 class SafetensorsWriter:
-    """Write a file tensor by tensor; it appears when all are written and the context exits without an error.
+    """Write a file tensor by tensor; it appears once all are written and the context exits without an error.
 
     Args:
         file: target file.

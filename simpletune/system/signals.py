@@ -22,7 +22,7 @@ class Stopped(KeyboardInterrupt):
     """Report that a signal stopped the run and that everything worth keeping was saved.
 
     Args:
-        number: the signal, or the one that a request to stop counts as.
+        number: the signal; for a request to stop, the signal that it counts as.
         by: what stopped the run; None: the signal.
     """
 
@@ -87,7 +87,7 @@ def poll() -> None:
     """Stop if a signal was received, during work that can be interrupted anywhere.
 
     Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
-    A call counts as progress.
+    Each call counts as progress.
 
     Raises:
         Stopped: a signal was received.
@@ -108,7 +108,7 @@ def stop_if_asked() -> None:
 
 
 def is_listening() -> bool:
-    """Tell whether the signal handler is installed."""
+    """Return whether the signal handler is installed."""
     return _Signals.listening
 
 

@@ -1,8 +1,8 @@
 """Import the heavy libraries (torch, transformers, peft, diffusers) faster: without bitsandbytes or collections.
 
-Three things cost seconds for nothing. peft and diffusers import bitsandbytes if it is installed, and with it torch's
-compiler. Python collects garbage repeatedly during imports, which create hardly any. And every later collection
-traverses all imported objects.
+Three things waste seconds: peft and diffusers import bitsandbytes if it is installed, and with it torch's compiler;
+Python collects garbage repeatedly during imports, which create hardly any; and every later collection traverses all
+imported objects.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -
 
     Raises:
         OSError: the file cannot be read.
-        JsonError: as for ``parse``, or the file is not a regular file.
+        JsonError: as ``parse`` raises it, or the file is not a regular file.
     """
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())

@@ -1,4 +1,4 @@
-"""Text encoders with updated weights, and with other rows among their token embeddings."""
+"""Text encoders with updated weights, and with replaced rows in their token embeddings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from simpletune.text.side import AppliedText, LayerUpdate, LayerUpdates
 
 
 class ChangedTensors:
-    """A T5 encoder's tensors with updates, and with further rows at the end of its table.
+    """A T5 encoder's tensors with updates, and with additional rows at the end of its token table.
 
     Args:
-        tensors: the encoder's own.
-        updates: by layer.
-        rows: [d] each.
+        tensors: the encoder's own tensors.
+        updates: the updates by layer.
+        rows: the additional rows, [d] each.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChangedTensors:
 
 @contextmanager
 def replaced_rows(table: nn.Module, rows: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace rows of what a token table gives for one prompt."""
+    """Replace rows of a token table's output for one prompt."""
 
     def replace_rows(module: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
         changed = output.clone()

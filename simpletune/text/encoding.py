@@ -1,7 +1,7 @@
 """Encode prompts with learned embeddings and with updates of the text encoders, one encoder in memory at a time.
 
-Embeddings of the inputs replace rows of an encoder's token embeddings, and those of the outputs rows of its output, at
-the places of the words that stand for the token (``placeholders``). Updates are added to an encoder's weights in fp32
+Input embeddings replace rows of an encoder's token embeddings, and output embeddings replace rows of its output, at the
+positions of the words that stand for the token (``placeholders``). Updates are added to an encoder's weights in fp32
 while it is loaded. Shapes: L tokens, v vectors, d an encoder's width.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDERS = ("a", "the", "x", "one", "of")
-"""Words that are one token in CLIP and in T5, for embeddings whose words are unknown: their own meaning is replaced."""
+"""Words that are a single token in CLIP and T5, for embeddings whose words are unknown; their meaning is replaced."""
 Embeddings = tuple[Tensor, Tensor]
 """(prompt_embeds [t, e], pooled [p])."""
 
@@ -70,7 +70,8 @@ class TextEncoding:
         return self._tokenizers[encoder.name]
 
     def _words(self, embedding: EmbeddingFile, encoder: Encoder) -> tuple[str, ...]:
-        """The words that stand for a token in one encoder, one token for each of its vectors if it has some there."""
+        """The words that stand for a token in one encoder: a single-token word for each of its vectors there, if
+        any."""
         vectors = embedding.vectors.get(encoder.name)
         if vectors is None or embedding.place == "output" and embedding.words:
             return embedding.words
@@ -79,22 +80,22 @@ class TextEncoding:
             if len(ids) == len(vectors) and self.tokenizer(encoder).eos_token_id not in ids:
                 return tuple(words)
         raise UserError(
-            f"{embedding.token}: none of {', '.join(PLACEHOLDERS)} is one token of {encoder.name}, so its vectors have "
-            "no place. Use the tokenizer that belongs to the model"
+            f"{embedding.token}: none of {', '.join(PLACEHOLDERS)} is one token of {encoder.name}, so there are no "
+            "positions for its vectors. Use the tokenizer that belongs to the model"
         )
 
     def _stand_ins(self, encoder: Encoder) -> dict[str, tuple[str, ...]]:
-        """The words for every token in one encoder."""
+        """The replacement words for every token in one encoder."""
         return {**dict(self.side.stand_ins), **{each.token: self._words(each, encoder) for each in self.embeddings}}
 
     def expanded(self, encoder: Encoder, prompt: str) -> str:
-        """The prompt as an encoder reads it, with words in place of tokens."""
+        """The prompt as an encoder reads it, with words instead of tokens."""
         for token, words in self._stand_ins(encoder).items() if self.side != PLAIN else ():
             prompt = expand(prompt, token, words)
         return prompt
 
     def rows(self, encoder: Encoder, prompt: str, embedding: EmbeddingFile) -> list[tuple[int, int]]:
-        """Where an embedding's vectors stand in an encoder's sequence: pairs of a row and a vector's number."""
+        """The positions of an embedding's vectors in an encoder's sequence: pairs of a row and a vector's number."""
         others = {token: words for token, words in self._stand_ins(encoder).items() if token != embedding.token}
         for token, words in others.items():
             prompt = expand(prompt, token, words)
@@ -105,7 +106,7 @@ class TextEncoding:
         return [(row, number) for place in places for number, row in enumerate(place[: len(vectors)])]
 
     def _inputs(self, encoder: Encoder, prompt: str) -> list[EmbeddingFile]:
-        """The embeddings of an encoder's inputs that a prompt calls."""
+        """The input embeddings of an encoder that a prompt uses."""
         return [
             each
             for each in self.embeddings
@@ -139,7 +140,7 @@ class TextEncoding:
         """Load one encoder, encode prompts with it, and free it.
 
         Yields:
-            For each prompt the tensors of ``Prompts.encode``, before embeddings of the outputs are placed.
+            For each prompt the tensors of ``Prompts.encode``, before output embeddings are inserted.
         """
         texts = [self.expanded(encoder, prompt) for prompt in prompts]
         inputs = [self._inputs(encoder, prompt) for prompt in prompts]
@@ -192,7 +193,7 @@ class TextEncoding:
         return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
 
     def finish(self, encoder: Encoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An encoder's output for one prompt, with embeddings of the outputs in their places."""
+        """An encoder's output for one prompt, with output embeddings inserted."""
         found = unpack(parts, self.dtype)
         for each in self.embeddings:
             if each.place == "output" and encoder.name in each.vectors and occurs(prompt, each.token):
@@ -203,7 +204,7 @@ class TextEncoding:
         return found
 
     def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Embeddings:
-        """One prompt's embeddings from ``encode``'s output by the encoder's name."""
+        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name."""
         by_name = {encoder.name: encoder for encoder in self.prompts.encoders}
         return self.prompts.assemble({name: self.finish(by_name[name], prompt, each) for name, each in parts.items()})
 
@@ -220,7 +221,7 @@ def encode_prompts(
 
     Args:
         model: the model, with folders resolved.
-        prompts: with tokens in them; each is encoded alone.
+        prompts: prompts with tokens in them; each is encoded alone.
         device: where the encoders run.
         dtype: the type of their weights and of the embeddings.
         side: embeddings and updates.
@@ -239,13 +240,12 @@ def encode_prompts(
 
 
 def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
-    """The embedding with its vectors under the names of the model's encoders.
+    """Return the embedding with its vectors under the names of the model's encoders.
 
-    A file for one encoder serves the encoder of its width in another model. Vectors of T5 may be left over where T5 is
-    not in use.
+    A single-encoder file's vectors go to the encoder with the same width. T5's vectors are ignored if T5 is not in use.
 
     Raises:
-        UserError: vectors have another width than the encoder, or there is none for any encoder.
+        UserError: vectors and encoder differ in width, or no encoder has vectors.
     """
     vectors: dict[str, Tensor] = {}
     for name, each in embedding.vectors.items():

@@ -1,4 +1,4 @@
-"""Write what a run trained on the text side: its LoRA into the LoRA file, its embeddings into a file of their own."""
+"""Write what a run trained on the text side: its LoRA into the LoRA file, its embeddings into a separate file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mappin
 
     Args:
         text: the trained text side.
-        folder: for the file.
+        folder: the folder to write to.
         run: the run's name.
         metadata: strings for the header.
     """
@@ -40,7 +40,7 @@ def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mappin
 
 
 def cosines_of(text: TextUpdate) -> dict[str, list[float]]:
-    """The cosine of every vector with what it was before training, by encoder: how far from its word it has gone."""
+    """The cosine of every vector with its value before training, by encoder: how far it has moved from its word."""
     from torch.nn.functional import cosine_similarity
 
     pairs = {name: (each.detach().cpu().float(), text.first[name].float()) for name, each in text.embeddings.items()}
@@ -48,11 +48,11 @@ def cosines_of(text: TextUpdate) -> dict[str, list[float]]:
 
 
 def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Path | None:
-    """Add the LoRA of the text encoders to the LoRA file, or write one with it alone; None if there is none.
+    """Add the text encoders' LoRA to the LoRA file, or write a new one; returns None if there is no such LoRA.
 
     Args:
         text: the trained text side.
-        file: of the denoiser's LoRA, which may not exist.
+        file: the file of the denoiser's LoRA, which need not exist.
         metadata: strings for the header of a new file.
     """
     state = lora_of(text)
@@ -67,7 +67,7 @@ def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Pa
 
 
 def lora_of(text: TextUpdate) -> dict[str, Tensor]:
-    """The factors of the text encoders' updates by their keys in the layout of the family's results.
+    """The factors of the text encoders' updates, by their keys in the layout of the family's results.
 
     Without a tensor for alpha, the scale is folded into the second factor.
     """
@@ -94,10 +94,10 @@ def key_of(layout: Layout, part: str, module: str, role: str) -> str:
     """The key of a text encoder's layer in a LoRA file.
 
     Args:
-        layout: of the file.
+        layout: the file's layout.
         part: ``text_encoder`` or ``text_encoder_2``.
-        module: the layer's name in transformers' model, which may leave out ``text_model``.
-        role: as for ``Layout.key``.
+        module: the layer's name in transformers' model, with or without ``text_model``.
+        role: see ``Layout.key``.
     """
     whole = "text_model." + module.removeprefix("text_model.")
     ending = {DOWN: layout.down, UP: layout.up}.get(role, role)

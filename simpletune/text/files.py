@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Place = Literal["input", "output"]
 TOKEN, WORDS, PLACE, FAMILY = (f"simpletune_{name}" for name in ("token", "initial", "place", "family"))
 COSINES = "simpletune_cosines"
-"""JSON: the cosine of each vector with what it was before training, by encoder."""
+"""JSON: the cosine of each vector with its value before training, by encoder."""
 HASH = "modelspec.hash_sha256"
 SINGLE = "clip"
 """The name of the encoder of models with only one, whose files hold a single tensor."""
@@ -52,16 +52,16 @@ _DAMAGED = "Download or export it again"
 
 @dataclass(frozen=True)
 class EmbeddingFile:
-    """Vectors that stand for one token.
+    """The vectors of one token.
 
     Args:
-        token: as prompts write it.
+        token: the token as written in prompts.
         place: ``input``: rows of the encoders' token tables; ``output``: rows of their outputs.
         vectors: [v, d] by the encoder's name (``clip_l``, ``clip_g``, ``t5``; ``clip`` for models with a single one),
-            in the order of the token's places. Encoders may differ in v.
-        family: of the model, such as ``sd3``; empty if unknown.
-        words: that stood in the token's place before training, one for each vector; empty if unknown.
-        metadata: further strings of the header.
+            in the order of the token's positions. Encoders may differ in v.
+        family: the model's family, such as ``sd3``; empty if unknown.
+        words: the words that stood in the token's place before training, one for each vector; empty if unknown.
+        metadata: further header strings.
     """
 
     token: str
@@ -74,12 +74,12 @@ class EmbeddingFile:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which tensors of a file hold one token's vectors, from the header alone.
+    """The tensors of a file that hold one token's vectors, found from the header alone.
 
     Args:
-        token: as for ``EmbeddingFile``.
-        place: likewise.
-        keys: by encoder.
+        token: see ``EmbeddingFile``.
+        place: see ``EmbeddingFile``.
+        keys: the tensors' keys by encoder.
         bundled: whether they are inside a LoRA file.
     """
 
@@ -90,7 +90,7 @@ class Keys:
 
 
 def is_embedding(header: Mapping[str, object]) -> bool:
-    """Whether the header of a safetensors file is one of embeddings, bundled ones aside."""
+    """Whether a safetensors header belongs to an embedding file; ignores bundled embeddings."""
     names = [name for name in header if name != "__metadata__"]
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict) and TOKEN in metadata:
@@ -99,10 +99,10 @@ def is_embedding(header: Mapping[str, object]) -> bool:
 
 
 def keys_of(file: Path) -> tuple[Keys, ...]:
-    """Find the embeddings in a file: one, or several that are bundled in a LoRA file; none if it is a LoRA alone.
+    """Find the embeddings in a file: one, or several bundled in a LoRA file; none for a plain LoRA.
 
     Raises:
-        UserError: it is a pickle or damaged, or its tensors are no embeddings.
+        UserError: it is a pickle or damaged, or its tensors are not embeddings.
     """
     require_safetensors(file)
     header = read_header(file)
@@ -123,7 +123,7 @@ def keys_of(file: Path) -> tuple[Keys, ...]:
 
 
 def _lone_key(header: Mapping[str, object]) -> str | None:
-    """The only tensor of a file that is named by its token; None if there are others, or its name means something."""
+    """The key of a file's only tensor if it is the token's name; None if there are others or the key has a meaning."""
     names = [name for name in header if name != "__metadata__"]
     if len(names) != 1 or names[0] in KEYS:
         return None
@@ -136,7 +136,7 @@ def _lone_key(header: Mapping[str, object]) -> str | None:
 def _keys(
     file: Path, token: str, names: Mapping[str, str], header: Mapping[str, dict[str, object]], bundled: bool = False
 ) -> Keys:
-    """Check one token's tensors, by their short keys."""
+    """Check one token's tensors, given by their short keys."""
     known = {KEYS[key]: name for key, name in names.items() if key in KEYS}
     places = {place for _, place in known}
     if len(known) < len(names):
@@ -162,14 +162,14 @@ def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile
     """Read embeddings of any layout in fp32.
 
     Args:
-        file: a safetensors file; of a LoRA only the bundled embeddings are read.
-        token: to call them by in prompts; None: the file's own.
+        file: a safetensors file; from a LoRA, reads only the bundled embeddings.
+        token: the token to use in prompts; None: the file's own.
 
     Returns:
-        One for each token; none for a LoRA without any.
+        One embedding per token; empty for a LoRA without embeddings.
 
     Raises:
-        UserError: as for ``keys_of``; values are NaN or infinite; or a token is given for several.
+        UserError: as ``keys_of`` raises it; values are NaN or infinite; or ``token`` is given for several embeddings.
     """
     from safetensors import safe_open
 
@@ -197,7 +197,7 @@ def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile
 def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
     """Write one token's vectors in fp32, atomically.
 
-    The header names the token, the words that stood in its place, and how tools call it.
+    The header contains the token, the words that it replaced, and how tools use it.
 
     Raises:
         UserError: there are no vectors, or values are NaN or infinite.
@@ -230,12 +230,12 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 
 
 def embeddings_in(folder: Path) -> list[Path]:
-    """The files of a run's own embeddings in its folder or a checkpoint's, by their headers."""
+    """Find a run's own embedding files in its folder or a checkpoint's, by their headers."""
     return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
 
 
 def cosines_of(metadata: Mapping[str, str]) -> dict[str, list[float]]:
-    """What a header says of how far vectors have gone, by encoder; nothing if it is damaged, since it only informs."""
+    """Read from a header how far vectors have moved, by encoder; empty if damaged, as it is only informative."""
     try:
         found = json.loads(metadata.get(COSINES, "{}"))
         return {str(name): [float(each) for each in cosines] for name, cosines in found.items()}
@@ -244,7 +244,7 @@ def cosines_of(metadata: Mapping[str, str]) -> dict[str, list[float]]:
 
 
 def _metadata(file: Path) -> dict[str, str]:
-    """The strings of a header; none of a damaged file, which is reported where it is used."""
+    """A header's strings; empty for a damaged file, which is reported where it is used."""
     try:
         return read_header(file).get("__metadata__") or {}
     except UserError:
@@ -252,12 +252,12 @@ def _metadata(file: Path) -> dict[str, str]:
 
 
 def how_to_use(name: str, token: str, place: str, single: bool) -> Iterator[str]:
-    """Sentences on how tools call a file of embeddings.
+    """Sentences on how tools use an embedding file.
 
     Args:
-        name: of the file.
-        token: as simpletune's prompts write it.
-        place: of the vectors.
+        name: the file's name.
+        token: the token as written in simpletune's prompts.
+        place: the place of the vectors.
         single: whether the model has one text encoder (SD 1.5 and 2).
     """
     stem = name.removesuffix(".safetensors")

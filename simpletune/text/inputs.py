@@ -1,4 +1,4 @@
-"""What the text side reads of prompts in a training step: where a token's vectors belong, and CLIP's token ids.
+"""The text side's inputs in a training step: where a token's vectors belong, and CLIP's token ids.
 
 Shapes: b prompts, L tokens of an encoder.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NONE = -1
-"""The slot of a place without a vector."""
+"""The slot of a position without a vector."""
 
 
 @dataclass(frozen=True)
 class TextInputs:
-    """What the text side needs of a micro-batch's prompts, by the encoder's name.
+    """The text side's inputs for a micro-batch's prompts, by the encoder's name.
 
     Args:
-        slots: int64 [b, L]: the number of the vector that belongs at each place; ``NONE`` for none.
+        slots: int64 [b, L]: the number of the vector at each position; ``NONE`` for none.
         ids: int64 [b, L]: the token ids, for the encoders that run in the step.
     """
 
@@ -56,12 +56,12 @@ def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
 
 
 class Tokens:
-    """Tokenizes prompts, with the words of ``text.embeddings`` in place of its token.
+    """Tokenizes prompts, replacing the token of ``text.embeddings`` by its words.
 
     Args:
         text: what trains.
         model: the family, with folders resolved.
-        prompts: gives the tokenizers.
+        prompts: provides the tokenizers.
     """
 
     def __init__(self, text: Text, model: Model, prompts: Prompts):
@@ -112,7 +112,7 @@ class Tokens:
 
     @cached_property
     def vectors(self) -> dict[str, int]:
-        """The number of vectors in each encoder: in CLIP one for each word, in T5 one for each piece of a word.
+        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5.
 
         Raises:
             UserError: a word is not a single token of CLIP.
@@ -145,14 +145,14 @@ class Tokens:
 
 
 def empty_inputs(text: Text, model: Model, lengths: Mapping[str, int], b: int, device: torch.device) -> TextInputs:
-    """Inputs without values: the vectors at the first places of every prompt.
+    """Inputs without values, with the vectors at the first positions of every prompt.
 
     Args:
         text: what trains.
         model: the family.
         lengths: L by the encoder's name.
-        b: number of prompts.
-        device: where.
+        b: the number of prompts.
+        device: the target device.
     """
 
     def zeros(names: Collection[str]) -> dict[str, Tensor]:

@@ -16,17 +16,17 @@ class Embeddings(Option):
     """Textual inversion (arXiv:2208.01618): vectors that stand for a new token of the captions."""
 
     token: Annotated[str, Field(pattern=r"^\S{1,64}$")]
-    """The new token as captions and prompts write it, such as "<dots>": one word without spaces. In its place the text
-    encoders read the words of initial."""
+    """The new token as captions and prompts write it, such as "<dots>": one word without spaces. The text encoders read
+    the words of initial instead of it."""
     initial: Annotated[str, Field(min_length=1, max_length=200)]
-    """Word or words that the embeddings start from, such as the class of a subject ("dog"). Every word must be a single
+    """Word or words that initialise the embeddings, such as the class of a subject ("dog"). Every word must be a single
     token of CLIP."""
     vectors: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of vectors of the token in each encoder. They start from the words of initial, cycling through them."""
     place: Literal["output", "input"] = "output"
-    """Which vectors train. output: those of every text encoder's output at the token's places, which stay cached, so
-    that no encoder is on the device and every memory lever applies; only simpletune reads the file. input: rows of
-    CLIP's token tables, as in textual inversion; the CLIP encoders stay on the device, and other tools read the
+    """Which vectors train. output: the vectors of every text encoder's output at the token's positions. Outputs stay
+    cached, so that no encoder is on the device and every memory lever applies; only simpletune reads the file. input:
+    rows of CLIP's token tables, as in textual inversion; the CLIP encoders stay on the device, and other tools read the
     file."""
     learning_rate: Annotated[float, Field(gt=0)] | None = 5e-4
     """Learning rate of the embeddings, which follows the schedule; null: optimizer.lr."""
@@ -34,8 +34,8 @@ class Embeddings(Option):
     """For place input: after each step, scale every vector to the median norm of the encoder's token table, as
     OneTrainer does."""
     stop_at: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the run's steps after which the embeddings stay as they are and only the rest trains (pivotal tuning);
-    1: never."""
+    """Fraction of the run's steps after which embeddings are frozen and only the rest trains (pivotal tuning); 1:
+    never."""
 
     def words(self) -> list[str]:
         """The words that stand for the token in the text encoders, one for each vector."""
@@ -43,14 +43,14 @@ class Embeddings(Option):
         return [initial[number % len(initial)] for number in range(self.vectors)]
 
     def use(self, file: str) -> str:
-        """Say where the embeddings are and how prompts use them.
+        """Describe where the embeddings are and how prompts use them.
 
         Args:
-            file: its name.
+            file: the name of their file.
         """
         where = f"The embeddings of `{self.token}` are in `{file}`."
         if self.place == "output":
-            return f"{where} They take their places in the text encoders' output, which only simpletune reads."
+            return f"{where} They replace parts of the text encoders' output, which only simpletune reads."
         name = f"`embedding:{file.removesuffix('.safetensors')}`"
         return f"{where} ComfyUI reads them from `models/embeddings`: write {name} for `{self.token}` in prompts."
 
@@ -69,7 +69,7 @@ class TextLora(Option):
     targets: Literal["attention", "attention_and_mlp"] = "attention"
     """Layers to update. attention: q_proj, k_proj, v_proj and out_proj; attention_and_mlp: also fc1 and fc2."""
     encoders: Annotated[list[str], Field(min_length=1)] | None = None
-    """CLIP encoders to train: clip_l and clip_g of SD3, clip of SD 1.5 and 2; null: all of them. T5 never trains."""
+    """CLIP encoders to train: clip_l and clip_g for SD3, clip for SD 1.5 and 2; null: all of them. T5 never trains."""
     learning_rate: Annotated[float, Field(gt=0)] | None = 1e-5
     """Learning rate of these updates, which follows the schedule; null: optimizer.lr."""
 
@@ -80,7 +80,7 @@ class TextLora(Option):
 
 
 class Text(Option):
-    """What trains on the text side, beside or instead of the denoiser."""
+    """What trains on the text side, besides or instead of the denoiser."""
 
     embeddings: Embeddings | None = None
     """Embeddings of a new token (textual inversion); null: none."""
@@ -93,10 +93,10 @@ class Text(Option):
         return self.embeddings is not None or self.lora is not None
 
     def resident(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
-        """The CLIP encoders that run in every training step, and so stay on the device.
+        """The CLIP encoders that run in every training step, and therefore stay on the device.
 
         Args:
-            clip_encoders: the family's.
+            clip_encoders: the family's CLIP encoders.
         """
         if self.embeddings is not None and self.embeddings.place == "input":
             return tuple(clip_encoders)
@@ -109,7 +109,7 @@ class Text(Option):
         return tuple(name for name in clip_encoders if self.lora.encoders is None or name in self.lora.encoders)
 
     def lr_ratio(self, name: str, lr: float) -> float:
-        """The factor on the learning rate of a trained parameter, by its name in the text side.
+        """The factor on a trained parameter's learning rate, by its name in the text side.
 
         Args:
             name: begins with ``embeddings.`` or ``encoders.``.
@@ -136,7 +136,7 @@ NO_TEXT = Text()
 
 
 def embedding_name(run: str, token: str) -> str:
-    """The name of the file with a run's embeddings: the run's and the token's, as far as file names may have it."""
+    """The name of a run's embedding file: the run's name and the token, without characters unfit for file names."""
     return f"{run}_{re.sub(r'[^A-Za-z0-9._-]+', '', token) or 'token'}.safetensors"
 
 

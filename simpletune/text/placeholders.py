@@ -1,7 +1,7 @@
-"""Put the words of a token in its place in a prompt, and find their rows in an encoder's sequence. No torch.
+"""Replace a token by its words in a prompt, and find their rows in an encoder's sequence. No torch.
 
-The text encoders never see the token itself: its words stand in its place, so that no tokenizer and no table grows, and
-CLIP still finds the end of the text, whose position gives the pooled embedding.
+The text encoders never see the token itself, only its words. So no tokenizer and no table grows, and CLIP still finds
+the end of the text, whose position determines the pooled embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def occurs(prompt: str, token: str) -> bool:
-    """Whether a prompt has the token as a word of its own."""
+    """Whether a prompt contains the token as a separate word."""
     return _pattern(token).search(prompt) is not None
 
 
@@ -34,15 +34,15 @@ def positions(
     """Find the rows of the token's words in an encoder's sequence.
 
     Args:
-        tokenizer: of the encoder.
-        prompt: with the token.
-        token: as prompts write it.
-        words: that stand in its place.
-        length: tokens of a padded prompt; None: as many as the tokenizer says.
+        tokenizer: the encoder's tokenizer.
+        prompt: the prompt, containing the token.
+        token: the token as written in prompts.
+        words: the words that replace it.
+        length: tokens of a padded prompt; None: the tokenizer's maximum.
 
     Returns:
-        For every occurrence its rows in order, one for each token that the words have in this encoder; rows beyond the
-        length are missing, and an occurrence without any is left out.
+        For every occurrence its rows in order, one for each token that the words have in this encoder; omits rows
+        beyond the length, and occurrences without any row.
     """
     text, spans = _expanded(prompt, token, words)
     if not spans:
@@ -71,10 +71,10 @@ def _pattern(token: str) -> re.Pattern[str]:
 
 
 def _expanded(prompt: str, token: str, words: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
-    """The expanded prompt, and where in it the words of each occurrence begin and end.
+    """Expand a prompt; also return where the words of each occurrence begin and end.
 
-    What stands right before the token is set apart by a space, and a letter or digit right after it: T5 has other
-    pieces for a word that does not follow a space.
+    Inserts a space between the token and whatever directly precedes it, or a letter or digit that directly follows it,
+    because T5 splits a word differently if it does not follow a space.
     """
     text, spans, last = "", list[tuple[int, int]](), 0
     for match in _pattern(token).finditer(prompt):

@@ -1,4 +1,4 @@
-"""Check what the text side needs of other options. No torch."""
+"""Check what the text side requires of other options. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def text_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report what trains nothing, and what the denoiser's method, the levers and the optimizer cannot do with text."""
+    """Report configurations that train nothing, and methods, levers and optimizers that text cannot be combined
+    with."""
     text, adapter = config.text, config.adapter
     if not text.trains:
         if not adapter.trains:
@@ -55,7 +56,7 @@ def text_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Problem]:
-    """Check what stopping, the norm and prior preservation need."""
+    """Check the requirements of stopping, the norm and prior preservation."""
     alone = not config.adapter.trains and config.text.lora is None
     if option.stop_at < 1 and alone:
         yield Problem(
@@ -67,7 +68,7 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
         yield Problem(
             "text.embeddings.stop_at",
             f"optimizer.name {config.optimizer.name} trains other values than the average that it exports, so stopped "
-            "embeddings would not be those of the result. Use stop_at 1, or another optimizer",
+            "embeddings would differ from the result's. Use stop_at 1, or another optimizer",
         )
     if option.stop_at < 1 and not config.optimizer.steps_in_backward:
         yield Problem(
@@ -90,18 +91,18 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
 
 
 def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
-    """Check the encoders, and that the result has a place for their updates."""
+    """Check the encoders, and that the result's file can hold their updates."""
     known = config.model.clip_encoders
     for name in dict.fromkeys(option.encoders or ()):
         if name not in known:
             t5 = "T5 is not trained: its 9.5 GB would stay on the device. " if name == "t5" else ""
             yield Problem(
                 "text.lora.encoders",
-                f"{name!r} is no CLIP encoder of {config.model.title}. {t5}Use {', '.join(known)}, or null for all",
+                f"{name!r} is not a CLIP encoder of {config.model.title}. {t5}Use {', '.join(known)}, or null for all",
             )
     if not (config.adapter.holds_lora or config.adapter.trains_base):
         yield Problem(
             "text.lora",
-            f"the file of adapter.method {config.adapter.method} is no LoRA, which the text encoders' could join. Use "
-            "adapter.method lora, dora or none, or text.lora null",
+            f"the file of adapter.method {config.adapter.method} is not a LoRA's, so the text "
+            "encoders' LoRA cannot join it. Use adapter.method lora, dora or none, or text.lora null",
         )

@@ -1,4 +1,4 @@
-"""What prompts are encoded with beside the encoders' own weights: embeddings, updates of the encoders, words."""
+"""What prompts are encoded with besides the encoders' own weights: embeddings, updates of the encoders, words."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class LayerUpdate(Protocol):
         """(o, i)."""
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """What it adds to a weight."""
+        """The difference that it adds to a weight."""
 
 
 @dataclass(frozen=True)
 class AppliedText:
-    """The updates of text encoders in one LoRA file, at a strength.
+    """The text encoders' updates in one LoRA file, at a strength.
 
     Args:
-        name: of the file, for messages.
-        updates: by ``text_encoder...`` names.
+        name: the file's name, for messages.
+        updates: the updates by ``text_encoder...`` names.
         strength: the factor on every difference.
-        digest: of the file's updates.
+        digest: a digest of the file's updates.
     """
 
     name: str
@@ -46,13 +46,13 @@ class AppliedText:
 
 @dataclass(frozen=True)
 class TextSide:
-    """What prompts are encoded with, beside the encoders' own weights.
+    """What prompts are encoded with, besides the encoders' own weights.
 
     Args:
-        embeddings: of tokens; no token twice.
+        embeddings: the tokens' embeddings; no token twice.
         loras: updates of the encoders, which add up.
-        stand_ins: words by token, of tokens without an embedding here: a base reads a run's prompts with the words that
-            its embeddings began from.
+        stand_ins: words by token, for tokens without an embedding here: in a run's prompts, a base reads the words that
+            the run's embeddings were initialised from.
     """
 
     embeddings: tuple[EmbeddingFile, ...] = ()
@@ -88,4 +88,4 @@ def digest_of(embedding: EmbeddingFile) -> str:
 
 
 LayerUpdates = dict[str, list[tuple[LayerUpdate, AppliedText]]]
-"""The updates of an encoder's layers by their names in the published checkpoint, each with where it is from."""
+"""The updates of an encoder's layers, by their names in the published checkpoint, each with its source."""

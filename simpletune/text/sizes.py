@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def text_parameters(text: Text, model: Family) -> int:
-    """The number of trained parameters of the text side, with one piece in T5 for each word.
+    """The number of trained parameters of the text side, assuming one T5 piece per word.
 
     Args:
         text: what trains.

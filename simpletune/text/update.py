@@ -1,4 +1,4 @@
-"""The trained text side as a module: vectors of a token, and the CLIP encoders that carry a LoRA or read the vectors.
+"""The trained text side as a module: a token's vectors, and the CLIP encoders that have a LoRA or read the vectors.
 
 It becomes the submodule ``text`` of the denoiser, so that its parameters are trained, saved, averaged and checked like
 the adapter's. The denoiser never calls it: the step core passes each micro-batch's embeddings through it first.
@@ -34,7 +34,7 @@ class TextUpdate(nn.Module):
     Args:
         text: the option.
         model: the family.
-        vectors: fp32 [v, width] by the encoder's name, which the embeddings start from.
+        vectors: initial values of the embeddings, fp32 [v, width] by the encoder's name.
         encoders: the CLIP encoders that run in every step, frozen and on the device, by name.
     """
 
@@ -56,7 +56,7 @@ class TextUpdate(nn.Module):
                 token_table(encoder).register_forward_hook(self._hook(name))
 
     def train(self, mode: bool = True) -> TextUpdate:
-        """Stay in evaluation mode: the encoders drop nothing out."""
+        """Stay in evaluation mode: the encoders use no dropout."""
         return super().train(False)
 
     def attach_lora(self, seed: int) -> None:
@@ -81,7 +81,7 @@ class TextUpdate(nn.Module):
         return list(self.option.with_lora(self.family.clip_encoders))
 
     def at_step(self, step: int, steps: int) -> None:
-        """Freeze the embeddings from their last step on: without a gradient no optimizer changes them."""
+        """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
         option = self.option.embeddings
         self.frozen = option is not None and option.stop_at < 1 and step >= option.stop_step(steps)
 
@@ -91,7 +91,7 @@ class TextUpdate(nn.Module):
         pooled: Tensor,  # [b, p]; with a modulation plan its rows, which no encoder in the step changes
         inputs: TextInputs,
     ) -> tuple[Tensor, Tensor]:
-        """Put what trains into a micro-batch's cached embeddings.
+        """Insert what trains into a micro-batch's cached embeddings.
 
         Returns:
             prompt_embeds and pooled, in the type of the cached ones.
@@ -112,12 +112,12 @@ class TextUpdate(nn.Module):
         return embeds, self._pooled(pooled, poolings)
 
     def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
-        """Where an encoder's output lies."""
+        """A view of an encoder's output in the embeddings."""
         rows = slice(embeds.shape[1] - length, None) if region.last else slice(length)
         return embeds[:, rows, region.column : region.column + region.width]
 
     def _pooled(self, pooled: Tensor, found: Mapping[int, Tensor]) -> Tensor:
-        """The pooled embedding with what encoders found, by their first columns."""
+        """The pooled embedding with the encoders' new parts, given by their first columns."""
         if not found:
             return pooled
         result = pooled.clone()
@@ -126,7 +126,7 @@ class TextUpdate(nn.Module):
         return result
 
     def _replaced(self, name: str, slots: Tensor, otherwise: Tensor) -> Tensor:  # [b, L, width]
-        """The vectors at their places, in the type of the tensor that stays everywhere else."""
+        """Insert the vectors at their positions, in the tensor's type."""
         vectors = self.embeddings[name]
         rows = F.embedding(slots.clamp(min=0), vectors.detach() if self.frozen else vectors)
         return torch.where((slots >= 0).unsqueeze(-1), rows.to(otherwise.dtype), otherwise)
@@ -169,14 +169,14 @@ def median_norm(table: Tensor) -> Tensor:  # [n, width] -> fp32 []
 
 
 def text_of(model: nn.Module) -> TextUpdate | None:
-    """The text side that trains with a denoiser; None if it does not."""
+    """The text side that trains with a denoiser; None if there is none."""
     found = model._modules.get(NAME)
     return found if isinstance(found, TextUpdate) else None
 
 
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
-    """Take the text side out of a denoiser within this context, so that it is exported and constrained by itself."""
+    """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
     found = text_of(model)
     if found is None:
         yield
@@ -190,7 +190,7 @@ def without_text(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def text_disabled(model: nn.Module) -> Iterator[None]:
-    """Disable what trains on the text side within this context: the words of ``initial`` then stand for the token."""
+    """Within this context, disable what trains on the text side: the words of ``initial`` then replace the token."""
     from simpletune.adapters.layers import updates_disabled
 
     found = text_of(model)

@@ -1,4 +1,4 @@
-"""``simpletune calibrate``: measure the speed of the device at hand, and keep it for predictions of time."""
+"""``simpletune calibrate``: measure this device's speed, and store it for predicting time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simpletune.timing.probes import Probe, probes_of
 from simpletune.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
 
 SECONDS = 110.0
-LONGEST = 0.03  # seconds; what takes longer is not measured, but follows from smaller shapes
+LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shapes
 
 
 def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECONDS) -> Path:
@@ -32,17 +32,17 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     Args:
         device: cuda or cpu.
         out: file to write; None: the device's own in the cache.
-        folder: of the cache.
+        folder: the cache's folder.
         budget: seconds after which nothing further is begun.
 
     Returns:
         The file.
 
     Raises:
-        UserError: the device is not there, or something could not be measured; the rest is written.
+        UserError: the device does not exist, or something could not be measured; the rest is written.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: cuda was asked for, and torch finds no CUDA device. Use --device cpu")
+        raise UserError("--device: torch finds no CUDA device. Use --device cpu")
     here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     clock = time.perf_counter()
     with torch.no_grad():
@@ -66,7 +66,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
     """Measure everything that a device can do.
 
     Args:
-        watch: of the device.
+        watch: the device's watch.
         probes: what to time.
         budget: seconds after which nothing further is begun.
     """
@@ -112,7 +112,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
 
 
 def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
-    """Time the points of a grid, except those whose smaller neighbours say that they take too long."""
+    """Time the points of a grid, except those that would take too long judging by their smaller neighbours."""
     found: dict[tuple[int, ...], float] = {}
     skipped: list[tuple[int, ...]] = []
     for point in sorted(points(probe.axes), key=lambda point: (sum(point), point)):
@@ -127,12 +127,12 @@ def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
 
 
 def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
-    """Whether no extent of a point is larger than another one's."""
+    """Whether no extent of a point is larger than another point's."""
     return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
 def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
-    """Say what is measured, and with what."""
+    """Describe the device and the versions measured with."""
     cuda = watch.device.type == "cuda"
     properties = torch.cuda.get_device_properties(watch.device) if cuda else None
     return Constants(
@@ -150,7 +150,7 @@ def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
 
 
 def in_words(constants: Constants) -> list[str]:
-    """A few figures that people know: the best rates of products and of traffic, and the host's share."""
+    """A few familiar figures: the best rates of products and of memory traffic, and the host's overhead."""
     lines = []
     for name, grid in constants.grids.items():
         kind, _, dtype = name.partition(".")

@@ -1,8 +1,8 @@
-"""Whole steps of small models, as operations in a loop are not a step.
+"""Time whole steps of small models, because operations in a loop differ from a step.
 
-Single operations in a loop find their code, their pages and some operands in the caches. The time of whole steps over
-the sum of their parts, counted by the recorder that a prediction uses, scales the parts: a model too small to compute
-anything those of the host, larger ones those of the device.
+Single operations in a loop find their code, their pages and some operands in the caches. So the time of whole steps,
+divided by the sum of their parts as a prediction's recorder counts them, scales the parts: a model too small to compute
+anything scales the host's parts, larger ones the device's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ON_CUDA = tuple(Size(width, tokens, 2, torch.bfloat16) for width, tokens in ((64
 
 
 def composites(watch: Watch, sizes: Sequence[Size] | None = None) -> list[Composite]:
-    """Time whole steps, that of the smallest model first.
+    """Time whole steps, the smallest model's first.
 
     Args:
-        watch: of the device.
-        sizes: of the other models; None: those of the device's kind.
+        watch: the device's watch.
+        sizes: the other models' sizes; None: the sizes for the device's kind.
     """
     if sizes is None:
         sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
@@ -54,7 +54,7 @@ def composites(watch: Watch, sizes: Sequence[Size] | None = None) -> list[Compos
 
 
 def _model(size: Size, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Blocks as SD3's, with LoRA, and their forward pass: the code that runs is that of a training."""
+    """Build blocks like SD3's, with LoRA, and their forward pass; runs the same code as training."""
     from diffusers.models.attention import JointTransformerBlock
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -76,7 +76,7 @@ def _model(size: Size, device: torch.device) -> tuple[nn.Module, Callable[[], Te
 
 
 def _timed(watch: Watch, model: nn.Module, forward: Callable[[], Tensor]) -> Composite:
-    """Time a model's forward and backward pass, and count what they consist of."""
+    """Time a model's forward and backward pass, and count their operations."""
 
     def step() -> None:
         with phase("forward"):

@@ -1,4 +1,4 @@
-"""What is known of a device's speed, and the file that ``simpletune calibrate`` keeps it in. Imports no torch."""
+"""A device's speed constants, and the file in which ``simpletune calibrate`` stores them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FOLDER = "calibrations"
 
 
 class Composite(Option):
-    """A whole step of a small model, timed, and what it consists of."""
+    """A timed whole step of a small model, and its operations."""
 
     seconds: float
-    """Of the step."""
+    """Seconds of the step."""
     host: dict[str, int]
-    """How often the host does what."""
+    """How often the host does each of its tasks."""
     work: list[tuple[str, str, list[int], int]]
-    """Kind, type, extents and number of the device's operations."""
+    """The device's operations: kind, type, extents and number."""
 
 
 class Constants(Option):
     """Measured speeds of one device."""
 
     version: int
-    """Of this format."""
+    """Version of this format."""
     device: str
-    """The device's name: CUDA's, or the processor's."""
+    """The device's name, from CUDA or the processor."""
     kind: str
     """cuda or cpu."""
     capability: list[int] | None
@@ -49,11 +49,11 @@ class Constants(Option):
     grids: dict[str, Grid]
     """Seconds on the device by kind of operation and type, such as product.bf16."""
     host: dict[str, float] = Field(default_factory=dict)
-    """Seconds that the host takes beside the operation itself, by what it does: an operation, a module call, ..."""
+    """The host's overhead in seconds, by task: an operation, a module call, ..."""
     composites: list[Composite] = Field(default_factory=list)
-    """Whole steps, that of the smallest model first."""
+    """Whole steps, the smallest model's first."""
     rates: dict[str, float] = Field(default_factory=dict)
-    """Single figures, such as slow-downs of copies and products beside each other, and the reference load's seconds."""
+    """Single figures, such as how much concurrent copies and products slow down, and the reference load's seconds."""
     failed: dict[str, str] = Field(default_factory=dict)
     """What could not be measured here, and why."""
 
@@ -62,9 +62,9 @@ def file_of(folder: Path, device: str, threads: int, kind: str) -> Path:
     """Name the file of a device's constants.
 
     Args:
-        folder: of the cache.
+        folder: the cache's folder.
         device: the device's name.
-        threads: which tell apart a CPU's.
+        threads: the number of threads, part of the name for a CPU.
         kind: cuda or cpu.
     """
     name = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())

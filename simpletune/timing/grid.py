@@ -2,7 +2,7 @@
 
 Times are power laws of each extent over long ranges (constant while a launch dominates, proportional once a rate does),
 so interpolation is linear in the logarithms of extents and seconds. Beyond the last point the time is proportional to
-the extent; below the first point it is that of the first.
+the extent; below the first point it is constant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Grid(Option):
     axes: dict[str, list[int]]
     """Extents of each axis, ascending, by name."""
     seconds: list[Annotated[float, Field(gt=0)] | None]
-    """One for each point, the last axis varying fastest; null: not measured, because it takes too long."""
+    """One for each point, with the last axis varying fastest; null: not measured, because it takes too long."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ class Grid(Option):
 
     @cached_property
     def _filled(self) -> list[float]:
-        """Logarithms of the seconds; points that were not measured take their neighbour's, in proportion to the work.
+        """Logarithms of the seconds; fills points that were not measured from a neighbour, in proportion to the work.
 
         Raises:
             ValueError: the first point was not measured, or the number of points is wrong.
@@ -50,7 +50,7 @@ class Grid(Option):
                 continue
             below = [(*self._before(index, axis), axis) for axis in range(len(self.shape))]
             steps = [(filled[near] + math.log(point[axis] / extent)) for near, extent, axis in below if near >= 0]
-            filled.append(min(steps))  # larger work is done no less efficiently
+            filled.append(min(steps))  # larger work is no less efficient
         return filled
 
     def _before(self, index: int, axis: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Grid(Option):
 
 
 def _weights(values: Sequence[int], extent: float) -> tuple[tuple[int, float], ...]:
-    """Places on an axis and their weights, which add up to 1."""
+    """Indices on an axis and their weights, which add up to 1."""
     if len(values) == 1 or extent <= values[0]:
         return ((0, 1.0),)
     low = min(bisect_right(values, extent), len(values) - 1) - 1

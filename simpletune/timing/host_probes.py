@@ -1,4 +1,4 @@
-"""What the host takes to queue or run an operation beside the operation itself, and copies beside products.
+"""Measure the host's overhead for queueing or running an operation, and how copies and products slow each other down.
 
 Measured with tensors of one element, so that the device has nothing to do. On a CPU the operation itself is subtracted.
 """
@@ -39,13 +39,13 @@ class _Same(nn.Module):
 
 
 def host_seconds(watch: Watch) -> dict[str, float]:
-    """Seconds of the host for each thing that a training step does many times.
+    """The host's seconds for each task that a training step does many times.
 
     Returns:
-        ``operation``: dispatch one from Python; ``view``: one that moves nothing; ``recorded``: more, where autograd
-        records it; ``backward``: one node of a backward pass with one operation; ``module``: call a module;
-        ``function``, ``function_backward``: a custom autograd function; ``recomputed``: more for a recorded operation
-        in a checkpoint, besides running it again.
+        ``operation``: dispatching an operation from Python; ``view``: dispatching one that moves no data; ``recorded``:
+            extra time if autograd records it; ``backward``: a node of a backward pass with one operation; ``module``:
+            calling a module; ``function``, ``function_backward``: a custom autograd function; ``recomputed``: extra
+            time for a recorded operation in a checkpoint, besides running it again.
     """
     x = torch.ones(1, device=watch.device)
     w = torch.ones(1, device=watch.device, requires_grad=True)
@@ -107,12 +107,13 @@ def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:
 
 
 def beside_each_other(watch: CudaStopwatch) -> dict[str, float]:
-    """How much products, traffic and copies slow each other down on a CUDA device, as ratios of their seconds alone.
+    """How much concurrent products, traffic and copies slow each other down on a CUDA device, as ratios to their times
+    alone.
 
     Returns:
-        ``copies_beside_products``: the copies' ratio; ``products_beside_copies``: the products'; the same for traffic
-        within the device; ``copies_both_ways``: the ratio of copies to the device while others go to the host;
-        ``products_sustained``: the ratio of products after two seconds of them.
+        ``copies_beside_products``: the copies' ratio; ``products_beside_copies``: the products' ratio; likewise for
+            traffic within the device; ``copies_both_ways``: the ratio of copies to the device while others go to the
+            host; ``products_sustained``: the ratio of products after two seconds of products.
     """
     device, size = watch.device, 2**26
     a = torch.randn(4096, 4096, device=device).bfloat16()
@@ -131,25 +132,25 @@ def beside_each_other(watch: CudaStopwatch) -> dict[str, float]:
 
 
 def _sustained(watch: CudaStopwatch, work: tuple[Call, int]) -> float:
-    """The ratio of a call's seconds once the card has run it for a while, which its power may limit."""
+    """The ratio of a call's seconds after the card has run it for a while and may have reached its power limit."""
     seconds = [_of_streams(watch, [work])[0] for _ in range(int(SUSTAINED / 0.02))]
     return statistics.median(seconds[-10:]) / statistics.median(seconds[:5])
 
 
 def _repeated(call: Call, watch: CudaStopwatch) -> tuple[Call, int]:
-    """A call, and how often it fits into 20 ms."""
+    """Return a call, and how often it fits into 20 ms."""
     return call, max(1, int(0.02 / watch.device_seconds([call], "beside")))
 
 
 def _together(watch: CudaStopwatch, first: tuple[Call, int], second: tuple[Call, int]) -> tuple[float, float]:
-    """Ratios of the seconds of two calls beside each other to their seconds alone."""
+    """The ratios of two concurrent calls' seconds to their seconds alone."""
     alone = [_of_streams(watch, [work])[0] for work in (first, second)]
     beside = _of_streams(watch, [first, second])
     return beside[0] / alone[0], beside[1] / alone[1]
 
 
 def _of_streams(watch: CudaStopwatch, works: list[tuple[Call, int]]) -> list[float]:
-    """Seconds of repeated calls, each on a stream of its own, started at the same time."""
+    """Seconds of repeated calls, each on its own stream, started at the same time."""
     streams = [torch.cuda.Stream(watch.device) for _ in works]
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in works]
     torch.cuda.synchronize(watch.device)

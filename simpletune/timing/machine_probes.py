@@ -1,4 +1,4 @@
-"""What the machine does beside the device: read and write pictures, draw noise, write files."""
+"""Measure what the machine does besides the device: read and write pictures, draw noise, write files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The speed of this CPU at this moment, for a prediction where ``simpletune calibrate`` has not run.
+"""This CPU's current speed, for predictions if ``simpletune calibrate`` has not run.
 
-Every operation that a prediction asks for is timed when it is asked for, at its own shape or, if that takes long, at a
-smaller one of the same kind. That takes a few seconds, in which calibrating has not yet begun its grids.
+Times every operation when a prediction asks for it, at its own shape or, if that takes long, at a smaller shape of the
+same kind. This takes a few seconds in all, much less than calibrating.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from simpletune.timing.stopwatch import Call, CpuStopwatch, clocked
 
 CPU = torch.device("cpu")
 LARGEST = 2**25  # bytes of operands; larger ones are timed in part
-MOST_PRODUCTS = 10**9  # of a timed product, attention or convolution
+MOST_PRODUCTS = 10**9  # operations of a timed product, attention or convolution
 ENOUGH = 1e-3  # seconds to time at once
 SAMPLES = 3
-COPIES = 8  # operands that take turns
+COPIES = 8  # operands to alternate
 IN_A_STEP = (Size(192, 256, 4),)  # a step beside the smallest, to compare its parts with
 
 
@@ -55,10 +55,10 @@ def speeds_of_moment() -> MomentSpeeds:
 
 
 def timed(probe: Probe, point: tuple[int, ...]) -> float:
-    """Time an operation; of a large one a part, in proportion.
+    """Time an operation; times a part of a large one and scales the result.
 
     Args:
-        probe: of the operation.
+        probe: the operation's probe.
         point: its extents.
     """
     parts, kept = 1.0, [max(1, extent) for extent in point]
@@ -72,7 +72,7 @@ def timed(probe: Probe, point: tuple[int, ...]) -> float:
 
 
 def _seconds(calls: Sequence[Call]) -> float:
-    """Seconds of one of equal calls: the median of a few timings."""
+    """Seconds per call: the median of a few timings."""
     for call in calls:
         call()
     once = max(1e-7, clocked(calls[0]))

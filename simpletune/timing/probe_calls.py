@@ -1,4 +1,4 @@
-"""Single operations that probes.py times, and their operands."""
+"""The single operations that probes.py times, and their operands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simpletune.quant.int8_products import dequantised
 from simpletune.timing.stopwatch import Call
 
 ROW = 1024  # width of rows that norms and reductions work on
-BLOCK = 64  # nf4's weights a scale
+BLOCK = 64  # nf4's weights per scale
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def unpacked_nf4(x: Tensor) -> Call:
 
 
 def updated_in_8_bits(x: Tensor) -> Call:
-    """An update by bitsandbytes' Adam with 8-bit states."""
+    """An update by bitsandbytes' Adam with 8-bit state."""
     from bitsandbytes.functional import create_dynamic_map
 
     states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]
@@ -64,7 +64,7 @@ def updated_in_8_bits(x: Tensor) -> Call:
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values of its own: a card that is limited by its power multiplies zeros faster."""
+    """Fill a tensor with random values: a power-limited card multiplies zeros faster."""
     count = math.prod(shape)
     pool = _pool(device, dtype)
     values = pool.repeat(-(-count // len(pool)))[:count] if count > len(pool) else pool[:count].clone()

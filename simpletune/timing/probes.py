@@ -1,7 +1,7 @@
 """The operations that ``simpletune calibrate`` times: products, convolutions, attention, traffic, int8 and nf4.
 
-Shapes: m rows (samples x tokens), n outputs, k the length of the sum; y = x W^T is how a linear layer multiplies ("tn"
-below), and its backward pass multiplies as "nn" (the gradient of x) and "nt" (the gradient of W).
+Shapes: m rows (samples x tokens), n outputs, k the length of the sum. A linear layer computes y = x W^T ("tn" below);
+its backward pass computes "nn" products (the gradient of x) and "nt" products (the gradient of W).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Probe:
     """A kind of operation to time at the points of a grid.
 
     Args:
-        name: of the grid.
+        name: the grid's name.
         axes: extents by name.
         build: makes the operation of a point, with its own tensors on a device.
         size: bytes of its operands and results, roughly.
@@ -52,7 +52,7 @@ class Probe:
 
 
 def probes_of(device: torch.device) -> Iterator[Probe]:
-    """Yield everything to time on a device, the most telling first."""
+    """Yield everything to time on a device, the most informative first."""
     int8 = why_not(device) is None
     for name in ("bf16", "fp32"):
         yield from of_type(name, device)
@@ -61,11 +61,11 @@ def probes_of(device: torch.device) -> Iterator[Probe]:
     if int8:
         yield from int8_products(device)
     if device.type == "cuda":
-        yield from of_type("fp16", device)  # a CPU takes about as long as in fp32
+        yield from of_type("fp16", device)  # on a CPU, about as slow as fp32
 
 
 def of_type(name: str, device: torch.device) -> Iterator[Probe]:
-    """Yield what has floating-point operands of one type."""
+    """Yield the operations with floating-point operands of one type."""
     dtype = TYPES[name]
     yield from traffic(name, dtype, device)
     yield from products(name, dtype, device)
@@ -74,7 +74,7 @@ def of_type(name: str, device: torch.device) -> Iterator[Probe]:
 
 
 def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
-    """Products in a type, and how its other layouts compare, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
+    """Products in one type and their other layouts, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
     cuda = device.type == "cuda"
     rows = [1, 16, 64, 256, 1024, 4096, *([16384] if cuda else [])]
     widths = [16, 64, 256, 640, 1536, 6144] if cuda else [16, 64, 256, 1024, 3072]
@@ -178,13 +178,14 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
 
 
 def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
-    """Operations that move more than they compute, by the bytes that they read and write, as ``KIND.TYPE``."""
+    """Memory-bound operations, by the bytes that they read and write, as ``KIND.TYPE``."""
     cuda = device.type == "cuda"
     size = dtype.itemsize
     axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
 
     def probe(kind: str, moved: float, build: Callable[[int], Call]) -> Probe:
-        """``moved``: bytes of each element; ``build`` takes the number of elements, a multiple of ROW if it can."""
+        """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
+        possible."""
 
         def at(point: tuple[int, ...]) -> Call:
             count = int(point[0] / moved)

@@ -1,4 +1,4 @@
-"""Record what a simulated step makes the device and the host do, in order, with the waits between streams.
+"""Record a simulated step's work on device and host, in order, with the waits between streams.
 
 A dispatch mode sees every operation (``Accounting``, which passes them on); copies of levers report themselves through
 ``copy_stream``'s queues. Operations of one phase and module form a section.
@@ -27,7 +27,7 @@ from simpletune.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
 COMPUTE = "compute"
 SMALL = 4096  # bytes; smaller tensors on the host are counters
 BACKWARD = ("backward", "recompute")
-"""Phases of the backward pass: its own operations, and those of forward passes that it runs again."""
+"""Phases of the backward pass: its own operations, and the forward passes that it recomputes."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Section:
 
     Args:
         stream: ``compute`` or a queue of copies.
-        phase: of the step.
+        phase: the phase of the step.
         module: the running block or other child of the model.
-        share: of the work that one step does: a plan's window serves several.
-        after: events that must be reached before it begins.
-        host_after: events that the host waits for before it.
-        event: reached at its end, if anything waits for it.
+        share: the fraction of the work that belongs to one step: a plan's window serves several steps.
+        after: events that must complete before it begins.
+        host_after: events that the host waits for first.
+        event: the event that completes at its end, if anything waits for it.
     """
 
     stream: str
@@ -55,22 +55,22 @@ class Section:
     host: Counter[str] = field(default_factory=Counter)
 
     def as_json(self) -> Json:
-        """As plain values."""
+        """The section as plain values."""
         work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
         return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
 
     @classmethod
     def from_json(cls, data: Json) -> Section:
-        """From ``as_json``."""
+        """Make a section from the result of ``as_json``."""
         work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
         return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
 
 
 class AboutOp(NamedTuple):
-    """What the recorder asks of an operation again and again, which its schema tells slowly.
+    """Facts about an operation that the recorder needs often, cached because reading its schema is slow.
 
     Args:
-        name: without namespace and overload.
+        name: its name without namespace and overload.
         counts: whether the host runs it.
         moves: whether it may move data.
     """
@@ -80,11 +80,11 @@ class AboutOp(NamedTuple):
     moves: bool
 
 
-_ABOUT: dict[int, tuple[AboutOp, OpOverload]] = {}  # with the operations, so that a number stays that of its own
+_ABOUT: dict[int, tuple[AboutOp, OpOverload]] = {}  # keeps the operations, so that ids stay unique
 
 
 def about_op(op: OpOverload) -> AboutOp:
-    """What the recorder asks of an operation."""
+    """Look up the facts about an operation."""
     known = _ABOUT.get(id(op))
     if known is not None:
         return known[0]
@@ -98,7 +98,7 @@ class Recorder:
     """Records the sections of a step.
 
     Args:
-        cuda: whether the step would run on a card; on a CPU the queues of copies do not exist.
+        cuda: whether the step would run on a GPU; a CPU has no queues of copies.
     """
 
     def __init__(self, cuda: bool):
@@ -116,7 +116,7 @@ class Recorder:
 
     @contextmanager
     def shared_by(self, steps: int) -> Iterator[None]:
-        """Count the work in this context as that of several steps."""
+        """Count the work in this context as shared by several steps."""
         self._share = 1 / steps
         try:
             yield
@@ -125,19 +125,20 @@ class Recorder:
 
     @contextmanager
     def queues(self) -> Iterator[None]:
-        """Let levers that are built in this context report their copies."""
+        """Make levers that are built in this context report their copies."""
         with replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext():
             yield
 
     def begin_work(self, batch: Iterable[Tensor]) -> None:
-        """Replace what made a simulated batch, but for a shared window, by the copy of a real one to the device."""
+        """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
+        device."""
         self.sections = [section for section in self.sections if section.share < 1]
         if self.cuda:
             self._section().work[Work("to_device", "bytes", (sum(map(bytes_of, batch)),))] += 1
 
     @contextmanager
     def watching(self, accounting: Accounting) -> Iterator[None]:
-        """Record everything that an accounting sees."""
+        """Within this context, record everything that an accounting sees."""
         self._accounting = accounting
         function = torch.autograd.Function
         original = function.__dict__["apply"]
@@ -158,12 +159,12 @@ class Recorder:
             yield
 
     def begin(self) -> tuple[int, Counter[Work], Counter[str]]:
-        """Remember what has been recorded so far: the sections, and the work of the last."""
+        """Remember what has been recorded so far: the sections, and the last one's work."""
         last = self._section()
         return len(self.sections), Counter(last.work), Counter(last.host)
 
     def seen_since(self, begin: object) -> tuple[Counter[Work], Counter[str]] | None:
-        """The work since ``begin``; None if it is not all of one section."""
+        """The work since ``begin``; None if it spans more than one section."""
         number, work, host = cast(tuple[int, Counter[Work], Counter[str]], begin)
         last = self.sections[-1]
         if len(self.sections) != number or last.event is not None:
@@ -171,7 +172,7 @@ class Recorder:
         return last.work - work, last.host - host
 
     def repeat(self, seen: object) -> None:
-        """Record the work that ``seen_since`` returned again."""
+        """Record again the work that ``seen_since`` returned."""
         work, host = cast(tuple[Counter[Work], Counter[str]], seen)
         section = self._section()
         section.work.update(work)
@@ -192,7 +193,7 @@ class Recorder:
             section.work[work] += 1
 
     def _works(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> list[Work]:
-        """The work of an operation; of a fake one that ran before with the same layouts what it was then."""
+        """The work of an operation; for a fake one, cached by its layouts."""
         assert self._accounting is not None
         key = self._accounting.last_key
         if key is None:
@@ -203,7 +204,7 @@ class Recorder:
         return found
 
     def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> Work | None:
-        """The copy that an operation with tensors in host memory is, or needs first (``brought``), on a card."""
+        """On a GPU, the copy that an operation with tensors in host memory is, or first needs (``brought``)."""
         assert self._accounting is not None
         large = [t for t in tensors if self._accounting.is_on_host(t) and t.nbytes >= SMALL]
         if name == "copy_" and len(tensors) > 1:
@@ -233,7 +234,7 @@ class Recorder:
         self._section().host[what] += 1
 
     def _section(self) -> Section:
-        """The open section; a new one if phase, module or stream have changed, or someone waits for the last one."""
+        """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
         assert self._accounting is not None
         phase, module = self._accounting.place
         last = self.sections[-1] if self.sections else None
@@ -248,12 +249,12 @@ class Recorder:
         return RecordedCopies(self, f"copies {self._queues}")
 
     def event(self) -> int:
-        """A new event."""
+        """Make a new event."""
         self._events += 1
         return self._events
 
     def mark(self) -> int:
-        """An event at the end of what the computation has queued so far."""
+        """Return an event at the end of what the computation has queued so far."""
         section = next((each for each in reversed(self.sections) if each.stream == COMPUTE), None)
         if section is None:
             section = self._section()
@@ -290,7 +291,7 @@ class RecordedCopies:
         self._recorder, self._stream = recorder, stream
 
     def mark(self) -> CopyEvent:
-        """An event for everything queued on the computation so far."""
+        """Return an event that completes with everything queued on the computation so far."""
         return self._recorder.mark()  # type: ignore[return-value]
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:

@@ -1,4 +1,4 @@
-"""Record a part of a step again: its sections, whose waits are for what the copies of other sections do."""
+"""Record a part of a step again: copy its sections, which then wait for the copies of what the originals wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Part:
     """A part of the step that a recorder records.
 
     Args:
-        recorder: of the step, at the part's beginning.
+        recorder: the step's recorder, at the beginning of the part.
     """
 
     def __init__(self, recorder: Recorder):
@@ -27,9 +27,11 @@ class Part:
         return [sections[self._first - 1].work, sections[self._first - 1].host] == self._before
 
     def repeat(self) -> bool:
-        """Record it again at the end of what has been recorded; returns False if another part would have to follow.
+        """Record the part again after everything recorded so far; returns False if another part would have to come
+        next.
 
-        What it waited for before its beginning is found as far before its repetition, and must be of the same place.
+        What it waited for from before its beginning is looked up equally far before the repetition, and must be an
+        equal section.
         """
         sections = self._recorder.sections
         later = len(sections) - self._first
@@ -42,15 +44,15 @@ class Part:
             copy = _copy(section)
             copy.after = [self._moved(event, events, later) for event in section.after]
             copy.host_after = [self._moved(event, events, later) for event in section.host_after]
-            marked = section.event is None or section.stream == COMPUTE  # by what waits for it
+            marked = section.event is None or section.stream == COMPUTE  # by the section that waits for it
             copy.event = None if marked else self._recorder.event()
             sections.append(copy)
         return True
 
     def _moved(self, event: int, events: dict[int, int], later: int) -> int:
-        """The event of the section that does for the repetition what an event's section did for the part."""
+        """Map an event of the part to the corresponding event of the repetition."""
         number = events.get(event)
-        if number is None:  # of an earlier step
+        if number is None:  # an event of an earlier step
             return event
         section = self._recorder.sections[number + later]
         if section.event is None:

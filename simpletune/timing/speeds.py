@@ -1,4 +1,4 @@
-"""Seconds of recorded work on a device: what ``simpletune calibrate`` measured, interpolated. Imports no torch."""
+"""Seconds of recorded work on a device, interpolated from ``simpletune calibrate``'s measurements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from simpletune.timing.grid import Grid
 
 Extents = tuple[int, ...]
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
-SCALES = 50  # tensors that one launch of a grouped update takes
+SCALES = 50  # tensors per launch of a grouped update
 LINK = ("to_device", "to_host")
 CLEARLY = 1.2
-LARGE = 2**28  # bytes; traffic of this size runs at the memory's rate
+LARGE = 2**28  # bytes; traffic of this size runs at the memory's bandwidth
 
 
 class Speeds(Protocol):
@@ -27,7 +27,7 @@ class Speeds(Protocol):
         """Seconds of one kernel (see ``work.Work``)."""
 
     def host(self, what: str) -> float:
-        """Seconds of the host for one thing that it does (see ``host_probes.host_seconds``)."""
+        """The host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
 
     def rate(self, name: str, otherwise: float) -> float:
         """A single figure."""
@@ -37,7 +37,7 @@ class MeasuredSpeeds:
     """Speeds of a calibrated device.
 
     Args:
-        constants: measured.
+        constants: the measured constants.
     """
 
     def __init__(self, constants: Constants):
@@ -48,7 +48,7 @@ class MeasuredSpeeds:
         self._scale()
 
     def host(self, what: str) -> float:
-        """Seconds of the host beside the device's; on a CPU the operation itself is the device's part."""
+        """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
         return (1.0 if what == "recomputed" else self._host_scale) * self._in_a_loop(what)
 
     def _in_a_loop(self, what: str) -> float:
@@ -60,7 +60,7 @@ class MeasuredSpeeds:
         return max(0.0, each["backward"] - each["operation"]) if what == "backward" else each[what]
 
     def _scale(self) -> None:
-        """How much longer host and device take in a step than their parts do in loops (composite.py)."""
+        """How much longer host and device take in a step than its parts in loops (composite.py)."""
         if not self.constants.composites:
             return
         smallest, *others = self.constants.composites
@@ -77,12 +77,12 @@ class MeasuredSpeeds:
         self.seconds.cache_clear()
 
     def _parts(self, step: Composite) -> tuple[float, float]:
-        """Seconds of a step's device and host, as predicted so far."""
+        """A step's device and host seconds, as predicted so far."""
         device = sum(count * self.seconds(kind, dtype, tuple(extents)) for kind, dtype, extents, count in step.work)
         return device, sum(count * self.host(what) for what, count in step.host.items())
 
     def rate(self, name: str, otherwise: float) -> float:
-        """A measured figure, or another one where it was not measured."""
+        """A measured figure, or a default if it was not measured."""
         return self.constants.rates.get(name, otherwise)
 
     def _seconds(self, kind: str, dtype: str, extents: Extents) -> float:
@@ -94,7 +94,7 @@ class MeasuredSpeeds:
         if kind == "attention_backward":
             forward, both = (self._time(name, dtype, extents) for name in ("attention", "attention_both"))
             return max(both - forward, forward)
-        if kind == "bias":  # a part of the product's kernel on a card
+        if kind == "bias":  # part of the product's kernel on a GPU
             return 0.0 if self.cuda else self._time("add", dtype, extents)
         if kind == "each":
             count, size = extents
@@ -103,7 +103,7 @@ class MeasuredSpeeds:
         return self._time(kind, dtype, extents)
 
     def _product(self, kind: str, dtype: str, extents: Extents) -> float:
-        """A product of whichever layout; its operands come from memory at least once."""
+        """Seconds of a product in any layout, at least the time to read its operands from memory once."""
         seconds = self._time("product", dtype, extents)
         if kind != "product_tn" and f"{kind}.{dtype}" in self.constants.grids:
             seconds *= self._time(kind, dtype, extents) / self._time("product_tn", dtype, extents)
@@ -113,14 +113,14 @@ class MeasuredSpeeds:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a large addition reads and writes."""
+        """Memory bandwidth: bytes per second that a large addition reads and writes."""
         return LARGE / self._time("add", "fp32", (LARGE,))
 
     def _time(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds by the grid of a kind.
+        """Seconds according to the grid of a kind.
 
         Raises:
-            UserError: the calibration lacks it, and that of bytes moved does not say how long it takes.
+            UserError: the calibration lacks the grid, and the grid of bytes moved cannot replace it.
         """
         grid = self._grid(kind, dtype)
         if grid is None or len(grid.axes) != len(extents):
@@ -131,8 +131,8 @@ class MeasuredSpeeds:
         return grid.time(*extents)
 
     def _grid(self, kind: str, dtype: str) -> Grid | None:
-        """The grid of a kind; where it was not measured that of bytes moved, which is the least it takes; None: neither
-        was."""
+        """The grid of a kind; if not measured, that of bytes moved, which is a lower bound; None if neither was
+        measured."""
         grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
         for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):
             if name in grids:

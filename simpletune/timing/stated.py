@@ -1,8 +1,8 @@
-"""Seconds of recorded work on a card that has not been calibrated: stated constants, each with its source.
+"""Seconds of recorded work on a card that has not been calibrated, from published constants, each with its source.
 
-A product takes its operations at the rate that large ones were measured to reach on such a card, or at a share of its
-data sheet's, less where its tiles do not fill the card; traffic its bytes at a share of the data sheet's bandwidth;
-every kernel at least a moment. Imports no torch.
+Products run at the rate measured for large ones on such a card, or at a fraction of its data sheet's rate, and slower
+if their tiles do not fill the card. Memory traffic runs at a fraction of the data sheet's bandwidth. Every kernel takes
+a minimum time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRODUCTS = {
 # Shares of the data sheet's rates where no measurement was found: medians of those above, which are 0.47 to 0.84 in 16
 # bits, and 0.91 to 1.12 for GeForce cards, whose clocks exceed those of their data sheets (1 is assumed).
 OTHERWISE, OTHERWISE_GEFORCE = (0.78, 0.8), (1.0, 0.65)
-OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; an L4's 270 of 300 GB/s, assumed
+OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; L4 270 of 300 GB/s, assumed
 # Attention's operations at shares of the products' rate. FlashAttention-2 reaches up to 73% of an A100's peak forward
 # and 63% backward (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%.
 FORWARD, BACKWARD = 0.8, 0.65
@@ -37,9 +37,9 @@ CONVOLUTION = 0.7  # of the products' rate; assumed
 # cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
 # rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
 TF32, TF32_FROM = 0.5, (8, 0)
-KERNEL = 2.5e-6  # seconds that the smallest kernel takes; of the order that calibrated cards show
-TILE = 128  # rows and columns that a block of threads computes
-SMALL_TILE = 64  # those of the int8 kernels' small tiles
+KERNEL = 2.5e-6  # seconds of the smallest kernel; the order of magnitude seen on calibrated cards
+TILE = 128  # rows and columns that a thread block computes
+SMALL_TILE = 64  # rows and columns of the int8 kernels' small tiles
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
 # Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
 HOST = {
@@ -48,14 +48,14 @@ HOST = {
 }  # fmt: skip
 TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
               "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
-"""Times the traffic of kinds that do not stream: assumed."""
+"""Factors on the traffic of kinds that do not stream; assumed."""
 
 
 class StatedSpeeds:
     """Speeds of a card by its data sheet.
 
     Args:
-        card: of the table, or known by its memory only; then an L4's figures are taken.
+        card: a card of the table, or one of which only the memory is known; then an L4's figures are used.
     """
 
     cuda = True
@@ -68,18 +68,18 @@ class StatedSpeeds:
         self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
 
     def host(self, what: str) -> float:
-        """Seconds of the host for one thing that it does."""
+        """The host's seconds for one of its tasks."""
         return HOST[what]
 
     def rate(self, name: str, otherwise: float) -> float:
-        """No single figure is known."""
+        """Return the default: no single figure is known."""
         return otherwise
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Seconds of one kernel."""
         if kind in LINK:
             return KERNEL + extents[0] / (self.card.link * 1e9)
-        if kind == "bias":  # a part of the product's kernel
+        if kind == "bias":  # part of the product's kernel
             return 0.0
         if kind == "each":
             count, size = extents
@@ -115,14 +115,14 @@ class StatedSpeeds:
         return self._fp32 if dtype == "fp32" else self._rate
 
     def _filled(self, m: int, n: int, k: int = 0) -> float:
-        """The share of the card that a product's tiles fill; a long sum is split among idle multiprocessors."""
+        """The fraction of the card that a product's tiles fill; long sums are split over idle multiprocessors."""
         tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * max(1, min(16, k // 1024))
         waves = math.ceil(tiles / self._multiprocessors)
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
 
     def _filled_by_one_of(self, m: int, n: int) -> float:
-        """The share of the card that tiles of the int8 kernels fill, which do not split a sum: tuning finds smaller
+        """The fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds smaller
         tiles where the usual ones would leave multiprocessors idle."""
         tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE
         tiles = math.ceil(m / tile) * math.ceil(n / tile)
@@ -131,7 +131,7 @@ class StatedSpeeds:
 
 
 def _products(card: Card) -> tuple[float, float]:
-    """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if nothing is known of it."""
+    """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if the card is unknown."""
     if card.tflops is None or card.fp32_tflops is None:
         return PRODUCTS["L4"]
     named = [each for each in CARDS if each.name == card.name] or cards_like(card.name)

@@ -1,8 +1,8 @@
-"""Time an operation on a device: what the device takes, without the host's part, and without other programs' share.
+"""Time operations on a device, without the host's overhead and without the effect of other programs.
 
 On CUDA a short operation is captured many times into a graph and replayed, because launching it one by one takes longer
-than running it. On a CPU each timing stands between two of a fixed reference load: what other programs slow down, they
-slow down alike, and the ratio stays. With one thread, time in which the system ran something else does not count.
+than running it. On a CPU each timing is bracketed by two of a fixed reference load: other programs slow both down
+alike, so the ratio stays the same. With one thread, time in which the system ran something else does not count.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Stopwatch(Protocol):
 
     device: torch.device
     beyond_caches: int
-    """Bytes of operands that displace each other from its caches."""
+    """The total bytes of operands at which they displace each other from its caches."""
     most_copies: int
-    """Copies of operands at most."""
+    """The most copies of operands."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """Seconds that the device takes for one of equal calls; ``what`` names the kind of operation."""
+        """The device's seconds per call; ``what`` names the kind of operation."""
 
     def host_seconds(self, call: Call) -> float:
-        """Seconds until one call returns, while the device is not waited for."""
+        """Seconds until a call returns, without waiting for the device."""
 
 
 class CpuStopwatch:
-    """Times operations on the CPU, whose operands a step finds outside of a core's own caches.
+    """Times operations on the CPU, with operands outside of a core's caches, as in a step.
 
     Args:
-        reference: a fixed load; None: the default one.
+        reference: the reference load; None: the default one.
     """
 
     device = torch.device("cpu")
@@ -54,11 +54,11 @@ class CpuStopwatch:
     def __init__(self, reference: Call | None = None):
         self._reference = reference or reference_load()
         self.reference_seconds = statistics.median(self.now() for _ in range(20))
-        """Seconds of the reference load, to which all timings refer."""
+        """Seconds of the reference load, to which all timings are relative."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """Seconds of one of equal calls on operands that take turns, as those of a step do. Keeps the results, which
-        would else all be written to the same place."""
+        """Seconds per call on alternating operands, as in a step. Keeps the results, which would otherwise all be
+        written to the same memory."""
         kept = [call() for call in calls]
 
         def several() -> None:
@@ -71,18 +71,18 @@ class CpuStopwatch:
         return self._in_quiet(lambda: clocked(several)) / (rounds * len(calls))
 
     def host_seconds(self, call: Call) -> float:
-        """Seconds of one call, repeated at once."""
+        """Seconds per call, repeated without pause."""
         call()
         repeats = min(MOST, max(1, int(ENOUGH / clocked(call))))
 
         return self._in_quiet(lambda: clocked(lambda: [call() for _ in range(repeats)])) / repeats
 
     def _in_quiet(self, measured: Callable[[], float]) -> float:
-        """The median of measurements in units of the reference load beside them, in its seconds."""
+        """The median of measurements relative to the reference load around them, converted to seconds."""
         return statistics.median(self.ratios(measured, SAMPLES)) * self.reference_seconds
 
     def ratios(self, measured: Callable[[], float], samples: int) -> list[float]:
-        """Measurements, each in units of the reference load before and after it."""
+        """Measurements, each divided by the reference load before and after it."""
         found, before = [], self.now()
         for _ in range(samples):
             seconds, after = measured(), self.now()
@@ -91,7 +91,7 @@ class CpuStopwatch:
         return found
 
     def now(self) -> float:
-        """The reference load's seconds now, with its operands in the caches."""
+        """The reference load's current seconds, with its operands in the caches."""
         for _ in range(REFERENCES):
             self._reference()
         return statistics.median(clocked(self._reference) for _ in range(REFERENCES))
@@ -110,10 +110,10 @@ class CudaStopwatch:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self.graphs_failed: dict[str, str] = {}
-        """Why no graph could be captured, by kind of operation; short ones then include their launch."""
+        """Why no graph could be captured, by kind of operation; times of short operations then include their launch."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """Seconds of one of equal calls on operands that take turns, without gaps."""
+        """Seconds per call on alternating operands, without gaps."""
         for call in calls[:2]:
             call()
         turns = cycle(calls)
@@ -127,7 +127,7 @@ class CudaStopwatch:
         return min(self._between_events(lambda: next(turns)(), repeats) for _ in range(BEST_OF))
 
     def host_seconds(self, call: Call) -> float:
-        """Seconds until a call returns, over fewer calls than the device's queue holds."""
+        """Seconds until a call returns, measured over fewer calls than the device's queue holds."""
         call()
         return min(self._returning(call, QUEUED) for _ in range(BEST_OF))
 
@@ -151,7 +151,7 @@ class CudaStopwatch:
         return max(begin.elapsed_time(end) / 1e3 / repeats, 1e-7)
 
     def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
-        """Capture calls; None if this device cannot."""
+        """Capture calls in a graph; None if this device cannot."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         try:
@@ -170,7 +170,7 @@ class CudaStopwatch:
 
 
 def reference_load() -> Call:
-    """A fixed load of about a millisecond: products, and traffic beyond the caches of a core."""
+    """Make a fixed load of about a millisecond: products, and traffic beyond a core's caches."""
     a, b = torch.full((256, 256), 0.5), torch.full((256, 256), 0.25)
     c, d = torch.full((2**18,), 0.5), torch.full((2**18,), 0.25)
 
@@ -183,12 +183,12 @@ def reference_load() -> Call:
 
 
 def stopwatch_of(device: torch.device) -> CpuStopwatch | CudaStopwatch:
-    """A stopwatch for a device."""
+    """Make a stopwatch for a device."""
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 
 
 def clocked(call: Call) -> float:
-    """Seconds of a call on the CPU; if one thread computes, those that it ran, without those that others ran."""
+    """Seconds of a call on the CPU; with a single thread, only the time that the thread ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = clock()
     call()

@@ -1,4 +1,5 @@
-"""The time of a recorded step: a device's streams run beside the host that queues their work, and wait for each other.
+"""The time of a recorded step: the device's streams run concurrently with the host that queues their work, and wait for
+each other.
 
 On a CPU there is one stream, and the host's seconds add to it.
 """
@@ -13,7 +14,7 @@ from simpletune.timing.recorder import COMPUTE, Section
 from simpletune.timing.speeds import Speeds
 from simpletune.timing.work import Work
 
-ROUNDS = 4  # steps, until they take equally long
+ROUNDS = 4  # steps, until their times have converged
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class StepSeconds:
     """The predicted seconds of a step.
 
     Args:
-        seconds: from one step's end to the next one's.
-        device: that the computation's stream is busy, by use: products, attention, traffic, unpacking, copies.
-        host: that the host needs to queue the step.
-        waits: that the computation waits for copies.
-        phases: seconds of the device by phase.
+        seconds: seconds from one step's end to the next step's.
+        device: seconds that the computation's stream is busy, by use: products, attention, traffic, unpacking, copies.
+        host: seconds that the host needs to queue the step.
+        waits: seconds that the computation waits for copies.
+        phases: the device's seconds by phase.
     """
 
     seconds: float
@@ -36,13 +37,13 @@ class StepSeconds:
 
     @property
     def by_use(self) -> dict[str, float]:
-        """Seconds by use, waits for copies among the copies; ``host`` beside them."""
+        """Seconds by use, counting waits for copies as copies, and ``host``."""
         found = {use: self.device.get(use, 0.0) for use in ("products", "attention", "traffic", "unpacking")}
         return {**found, "copies": self.device.get("copies", 0.0) + self.waits, "host": self.host}
 
     @property
     def bound(self) -> str:
-        """What bounds the step: launches (the host), copies, products (with attention), or bytes."""
+        """The step's bottleneck: launches (the host), copies, products (with attention), or bytes."""
         uses = self.by_use
         host = uses.pop("host")
         if host > sum(uses.values()):
@@ -53,7 +54,7 @@ class StepSeconds:
 
 
 def use_of(work: Work) -> str:
-    """The use that a piece of work counts as."""
+    """The use as which a piece of work counts."""
     if work.kind.startswith(("product_", "convolution", "int8_product", "int8_gradient")):
         return "products"
     if work.kind.startswith("attention"):
@@ -67,8 +68,8 @@ def step_seconds(sections: Sequence[Section], speeds: Speeds) -> StepSeconds:
     """Predict the time of a step in the middle of a run.
 
     Args:
-        sections: of a recorded step.
-        speeds: of the device.
+        sections: the sections of a recorded step.
+        speeds: the device's speeds.
     """
     device: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)
@@ -92,7 +93,7 @@ def step_seconds(sections: Sequence[Section], speeds: Speeds) -> StepSeconds:
 
 
 def _fold(sections: Sequence[Section], costs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Run the streams for a few steps.
+    """Simulate the streams for a few steps.
 
     Returns:
         Seconds of the last step, and the computation's waits for copies in it.
@@ -116,5 +117,5 @@ def _fold(sections: Sequence[Section], costs: Sequence[tuple[float, float]]) -> 
 
 
 def _reached(events: dict[int, float], wanted: Iterable[int]) -> list[float]:
-    """When events are reached; one that no section sets has been reached before."""
+    """When events complete; an event that no section sets has completed before."""
     return [events[event] for event in wanted if event in events]

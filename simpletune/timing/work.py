@@ -1,7 +1,7 @@
-"""What each operation of a simulated step makes the device do: products with their shapes, attention, bytes moved.
+"""The device's work for each operation of a simulated step: products with their shapes, attention, bytes moved.
 
-Shapes: m rows, n outputs, k the length of the sum of a product. Bytes are those read and written, each element once;
-an expanded dimension is read once.
+Shapes: m rows, n outputs, k the length of a product's sum. Bytes count each element read or written once; an expanded
+dimension is read once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch._ops import OpOverload
 from simpletune.elementwise.sizes import partial_bytes
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-SMALL = 4096  # elements; the layout of fewer does not matter
+SMALL = 4096  # elements; the layout of smaller tensors does not matter
 
 
 class Work(NamedTuple):
-    """One kernel's work, or that of a group of tensors.
+    """The work of one kernel, or of one on a group of tensors.
 
     Args:
-        kind: of a grid of the constants: product_tn, attention, add, cast, ...
+        kind: the name of a grid of the constants: product_tn, attention, add, cast, ...
         dtype: fp32, bf16 or fp16.
-        extents: those of the grid's axes; for ``each``, the number of tensors and their bytes.
+        extents: the extents along the grid's axes; for ``each``, the number of tensors and their bytes.
     """
 
     kind: str
@@ -62,11 +62,11 @@ WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", 
 
 
 def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[Work]:
-    """Yield the work of one dispatched operation; nothing for one that moves no data.
+    """Yield the work of one dispatched operation; nothing for an operation that moves no data.
 
     Args:
         op: the operation.
-        args: its arguments, as ``kwargs``.
+        args: its positional arguments; ``kwargs``: its keyword arguments.
         output: what it returned.
     """
     name = op._schema.name.partition("::")[2]
@@ -93,9 +93,9 @@ def _only_written(op: OpOverload) -> frozenset[str]:
 
 
 def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
-    """The arguments that an operation of ours which returns nothing writes to, as its schema says.
+    """The arguments that one of our operations without a result writes to, from its schema.
 
-    Others, such as bitsandbytes' updates, count what they read, as their probes do (probes.py).
+    For others, such as bitsandbytes' updates, only what they read counts, as in their probes (probes.py).
     """
     if op.namespace != "simpletune":
         return []
@@ -104,7 +104,7 @@ def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
 
 
 def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Name the grid of an operation on single elements or rows."""
+    """Name the grid of an element-wise or row-wise operation."""
     if name in KINDS:
         return KINDS[name]
     if not inputs or not outputs:
@@ -120,7 +120,7 @@ def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in order, apart from expanded dimensions; small ones count as such."""
+    """Whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
     if tensor.numel() < SMALL or tensor.is_contiguous():
         return True
     kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
@@ -157,17 +157,17 @@ def _dtype(*groups: Sequence[Tensor]) -> str:
 
 
 def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> Work:
-    """An operation on lists of tensors: how many, and the bytes of all."""
+    """The work of an operation on lists of tensors: their number, and the bytes of all."""
     inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
     first = args[0] if isinstance(args[0], (list, tuple)) else []
-    if not outputs:  # in place: what is written is among the inputs; a fused update writes all but the gradients
+    if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
         outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
     moved = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
     return Work("each", _dtype(inputs), (max(1, len(first)), moved))
 
 
 def _layout(a: Tensor, b: Tensor) -> str:
-    """How two factors lie: n as in memory, t transposed; see probes.py."""
+    """The layout of two factors: n as in memory, t transposed; see probes.py."""
     if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
         return "tn"
     return "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
@@ -234,7 +234,7 @@ def _convolution_backward(args: Sequence[object], output: object) -> Iterator[Wo
 
 
 def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work]:
-    """3 x 3 kernels, to which others are converted by their area; kernels of one element are products."""
+    """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
     inputs, outputs = weight.shape[1], weight.shape[0]
     if area == 1:
@@ -244,12 +244,12 @@ def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work
 
 
 def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
-    """The result, the first argument, is only written."""
+    """Count the first argument, the result, as only written."""
     yield Work("add", "bf16", (sum(map(bytes_of, tensors_in(args))),))
 
 
 def _modulate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
-    """Partial sums of the modulations' gradients are written and read beside what goes in and comes out."""
+    """Count partial sums of the modulations' gradients, written and read, besides inputs and outputs."""
     yield _with_partial_sums("norm_backward", args, output)
 
 

@@ -1,4 +1,4 @@
-"""Create accelerate's view of processes and device, and check what a number of processes cannot do."""
+"""Create accelerate's view of processes and device, and check what several processes cannot do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simpletune.options import ConfigError, UserError
 from simpletune.system.devices import choose_device
 from simpletune.training.together import MEETING
 
-PATIENCE = timedelta(days=2)  # for which processes wait while one fills the cache or draws; NCCL's default: 10 minutes
+PATIENCE = timedelta(days=2)  # limit for waiting while one process fills the cache or draws; NCCL's default: 10 minutes
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
@@ -58,11 +58,11 @@ def require_processes(config: TrainConfig, processes: int) -> None:
     """Check the rules that need the number of processes.
 
     Args:
-        config: with a batch size that is not auto.
-        processes: how many will train.
+        config: a configuration whose batch size is not auto.
+        processes: the number of processes that will train.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem found.
     """
     problems = list(process_rules(config.train, processes))
     if problems:

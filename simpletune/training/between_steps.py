@@ -1,4 +1,4 @@
-"""What happens between two steps: saving, evaluating, drawing, answering requests, ending early."""
+"""Work between two steps: saving, evaluating, drawing, answering requests, ending early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
         run: current run.
         done: number of finished steps.
         progress: progress display.
-        stops: the run stops here, so it saves but does not draw.
+        stops: whether the run stops here; then it saves but does not draw.
 
     Raises:
         Stopped: a signal arrived while evaluating or drawing; this step is saved too.
@@ -46,12 +46,12 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
 
 
 def is_due(run: Run, done: int, stops: bool) -> bool:
-    """Tell whether ``save_and_validate`` may have something to do, equally in all processes.
+    """Return whether ``save_and_validate`` may have something to do; the same in all processes.
 
     Args:
         run: current run.
         done: number of finished steps.
-        stops: the run stops here.
+        stops: whether the run stops here.
     """
     config, asked = run.config, run.control.may_answer
     regular = due(config.checkpoint.every, done) or due(config.validation.every, done)
@@ -59,8 +59,8 @@ def is_due(run: Run, done: int, stops: bool) -> bool:
 
 
 def stops_early(run: Run, done: int) -> bool:
-    """Tell whether training ends after ``done`` steps because the validation loss no longer falls, equally in all
-    processes; the run's length is then ``done``."""
+    """Return whether training ends after ``done`` steps because the validation loss no longer falls; the same in all
+    processes. If so, the run's length becomes ``done``."""
     option = run.config.validation.early_stop
     if option is None or done < option.min_steps or not is_evaluated(run.config, done):
         return False
@@ -73,5 +73,5 @@ def stops_early(run: Run, done: int) -> bool:
 
 
 def is_interrupted(config: TrainConfig, step: int) -> bool:
-    """Tell whether validation or saving follows a step."""
+    """Return whether validation or saving follows a step."""
     return due(config.checkpoint.every, step + 1) or due(config.validation.every, step + 1)

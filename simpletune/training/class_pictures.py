@@ -1,4 +1,4 @@
-"""Draw pictures of a class with the base before training, keep them in the cache, and add them to the data."""
+"""Draw pictures of a class with the base before training, cache them, and add them to the data."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from simpletune.system.stage_timer import StageTimer
 
 STAGE = "class"
 VERSION = 1  # increment when the same settings draw other pictures
-TOGETHER = 4  # pictures claimed together, whose latents wait for the autoencoder
+TOGETHER = 4  # pictures claimed together; their latents wait for the autoencoder
 
 
 class ClassFolder(KeyedFolder):
-    """Class pictures by seed. Runs that draw other numbers of them, in folders beside this one, take the same locks.
+    """Class pictures by seed. Runs that draw a different number of them, in sibling folders, use the same locks.
 
     Args:
-        folder: from ``folder_of``.
+        folder: the result of ``folder_of``.
     """
 
     def __init__(self, folder: Path):
         super().__init__(folder, lock_of(folder.parent))
 
     def file(self, key: str) -> Path:
-        """The picture of a seed."""
+        """The picture with a seed."""
         return self.folder / f"seed-{int(key):010d}.png"
 
     def _remove_unfinished(self, ranges: Ranges) -> None:
@@ -58,10 +58,8 @@ class ClassFolder(KeyedFolder):
 
 
 def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> TrainConfig:
-    """Draw the class pictures that are missing, and add all of them to the data as a source for regularization.
-
-    Each process draws its share, and waits at the end until all are there. Without ``prior.method: class_pictures``
-    nothing changes.
+    """Draw the missing class pictures, and add all of them to the data as a source for regularization. Each process
+    draws its share, then waits for the others. Without ``prior.method: class_pictures``, does nothing.
 
     Args:
         config: configuration with folders resolved.
@@ -87,7 +85,7 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
 
 
 def requests_of(config: TrainConfig, prior: ClassPictures) -> list[Request]:
-    """The pictures to draw: squares of the subject's largest resolution, each with a seed of its own."""
+    """The pictures to draw: squares at the subject's largest resolution, each with its own seed."""
     side = max(source.resolution for source in subjects(config.data))
     negative, prompts = config.validation.negative_prompt, prompts_of_class(config, prior)
     return [
@@ -105,7 +103,7 @@ def requests_of(config: TrainConfig, prior: ClassPictures) -> list[Request]:
 
 
 def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
-    """The class prompt, or with a trigger those of the subject's captions."""
+    """The class prompt, or with a trigger, the class prompts of the subject's captions."""
     if prior.trigger is None:
         return [prior.prompt]
     data = config.data
@@ -115,7 +113,7 @@ def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
 
 
 def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
-    """The folder of exactly these pictures, below one for everything that they depend on but their seeds."""
+    """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
     model, precision, first = config.model, config.precision, requests[0]
     prompts = model.prompts(precision.encoder_dtype())
     depends = {
@@ -142,7 +140,7 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
 
 
 def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
-    """Link pictures that runs with another number of them, or with other seeds, have drawn."""
+    """Link pictures drawn by runs with another number of them or with other seeds."""
     for request in requests:
         place = folder.file(str(request.seed))
         beside = sorted(folder.folder.parent.iterdir())
@@ -155,8 +153,8 @@ def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
 
 
 def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFolder, accelerator: Accelerator) -> None:
-    """Draw pictures with the base, with the memory levers of training, and free it. Each process draws those that it
-    claims, and loads the base once it has claimed some."""
+    """Draw pictures with the base, using training's memory levers, then free the base. Each process draws the pictures
+    that it claims, and loads the base only after claiming some."""
     device, model = accelerator.device, config.model
     share = Share(accelerator.process_index, accelerator.num_processes)
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
@@ -165,7 +163,7 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFold
     sampler: Sampler | None = None
     with progress("class", share.count(len(requests)), "pictures") as advance:
         for keys in folder.claimed(by_key, share, TOGETHER):
-            link_known(folder, [by_key[key] for key in keys])  # drawn meanwhile by a run with another number
+            link_known(folder, [by_key[key] for key in keys])  # another run has drawn them meanwhile
             some = [by_key[key] for key in keys if key not in folder]
             if not some:
                 continue
@@ -185,7 +183,7 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFold
 
 
 def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
-    """Load the base for drawing pictures of these sizes, with the memory levers of training."""
+    """Load the base to draw pictures of these sizes, with training's memory levers."""
     config = for_drawing(config, on_host=device.type == "cpu")
     transformer = load_base(config, device, sizes, cache_of_bases(config))
     modulation = modulation_of(transformer, config.memory, config.precision, device)
@@ -197,7 +195,7 @@ def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> S
 
 
 def for_drawing(config: TrainConfig, on_host: bool) -> TrainConfig:
-    """Resolve the ``auto`` values of ``memory`` where there is no backward pass."""
+    """Resolve the ``auto`` values of ``memory`` for use without a backward pass."""
     with silent():
         config = settle_modulation(config, on_host)
     if config.memory.checkpointing != "auto":
@@ -206,7 +204,7 @@ def for_drawing(config: TrainConfig, on_host: bool) -> TrainConfig:
 
 
 def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> Several:
-    """The data with the class pictures as a further source, which is for regularization."""
+    """Add the class pictures to the data as another source, for regularization."""
     side = max(source.resolution for source in subjects(config.data))
     of_class = Folder(
         path=str(folder),

@@ -1,7 +1,7 @@
-"""Do what the control file asks between two steps: draw, save, stop. The run ends in the same bits as without.
+"""Carry out requests in the control file between two steps: draw, save, stop. They do not change the run's bits.
 
-The first of several processes reads the file, at the price of one ``stat`` a step, and tells the others with the step's
-figures, so that all of them stop after the same step.
+The first of several processes reads the file, at the cost of one ``stat`` per step, and sends what it found to the
+others with the step's figures, so that all of them stop after the same step.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from simpletune.training.drawn import draw
 if TYPE_CHECKING:
     from simpletune.training.run import Run
 
-SETTLED = 2.0  # seconds for which a file that cannot be read may still be being written
+SETTLED = 2.0  # seconds for which an unreadable file may still be in the process of being written
 A_REQUEST = "a request"
 
 
 class Control:
-    """Watch a run's control file and answer it; as a context manager, refuse at the end what is left.
+    """Watch a run's control file and answer it; as a context manager, refuse at the end whatever is left.
 
     Args:
         folder: run folder; None in a process that does not read the file.
         attempt: record of this process.
         warn: prints a warning and adds it to the summary.
-        alone: no other process trains with this one.
+        alone: whether no other process trains with this one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Control:
 
     @property
     def waits(self) -> bool:
-        """Whether a request waits that does not stop the run."""
+        """Whether a request other than stop is waiting."""
         return any(not isinstance(request, StopRequest) for request in self._waiting)
 
     @property
@@ -83,16 +83,16 @@ class Control:
         return self.waits and (self.alone or self._agreed)
 
     def agree(self) -> None:
-        """Note that all processes know of the requests and have logged every step."""
+        """Record that all processes know of the requests and have logged every step."""
         self._agreed = True
 
     @property
     def may_answer(self) -> bool:
-        """Whether requests may be answered after this step, equally in all processes."""
+        """Whether requests may be answered after this step; the same in all processes."""
         return self.ready or self._agreed
 
     def settle(self) -> None:
-        """Note, in all processes, that what was asked is answered."""
+        """Record, in all processes, that the requests are answered."""
         self._agreed = False
 
     def look(self) -> None:
@@ -101,7 +101,7 @@ class Control:
             return
         try:
             status = os.stat(self.folder / CONTROL)
-        except OSError:  # usually there is none; one that cannot be reached asks nothing
+        except OSError:  # usually there is none; an unreachable file contains no requests
             self._waiting = []
             return
         mark = (status.st_mtime_ns, status.st_size, status.st_ino)
@@ -117,16 +117,16 @@ class Control:
         self._waiting = [request for request in requests if request.id not in self._answered]
         for request in list(self._waiting):
             if (request.asked or written) < self._began:
-                why = "it was asked before this start of the run, and ended with the earlier one. Ask again"
+                why = "it dates from before this start of the run. Ask again"
                 self._put(request, self.attempt.last_step if self.attempt else 0, "refused", {"why": why})
 
     def answer(self, run: Run, done: int, saved: bool) -> None:
-        """Do what is asked after ``done`` steps, except stopping.
+        """Carry out the requests after ``done`` steps, except stopping.
 
         Args:
             run: current run.
             done: number of finished steps.
-            saved: this step is saved already.
+            saved: whether this step is already saved.
 
         Raises:
             Stopped: a signal arrived while drawing.
@@ -145,18 +145,18 @@ class Control:
             self._put(request, done, state, {**more, "seconds": round(time.perf_counter() - clock, 3)})
 
     def _drawn(self, run: Run, request: DrawRequest, done: int) -> tuple[State, Json]:
-        """Draw a picture; what prevents it does not fail the run."""
+        """Draw a picture; a failure does not fail the run."""
         try:
             return "done", {"file": draw(run, request, done)}
         except UserError as error:
             return "refused", {"why": str(error)}
-        except Exception as error:  # no picture on request may fail a run
+        except Exception as error:  # a requested picture must not fail the run
             why = f"drawing failed ({reason_of(error)}); training continues"
         free_memory(run.accelerator.device)
         return "failed", {"why": why}
 
     def stop(self, folder: Path, done: int) -> None:
-        """Answer everything, because the run is saved and stops after ``done`` steps.
+        """Answer all requests, because the run is saved and stops after ``done`` steps.
 
         Args:
             folder: run folder, for the remedy.
@@ -183,7 +183,7 @@ class Control:
         say(f"request {request.id} ({request.ask}) at step {step}: {state} {more.get('why') or more.get('file', '')}")
 
     def _set_aside(self, error: UserError, status: os.stat_result) -> None:
-        """Rename a control file that cannot be read, unless it may still be being written."""
+        """Rename an unreadable control file, unless it may still be in the process of being written."""
         assert self.folder is not None
         file = self.folder / CONTROL
         if time.time() - status.st_mtime < SETTLED:

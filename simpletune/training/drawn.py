@@ -1,4 +1,4 @@
-"""Draw a picture on request between two steps: checked and predicted first, then drawn as validation draws."""
+"""Draw a requested picture between two steps: check and predict first, then draw as validation does."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def draw(run: Run, asked: DrawRequest, done: int) -> str:
 
 
 def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
-    """Return the run's validation with what a request changes.
+    """Return the run's validation settings with a request's changes.
 
     Raises:
-        UserError: the run's configuration does not allow it; in the words of ``check``.
+        UserError: the run's configuration does not allow it; the message is that of ``check``.
     """
     fields = {"negative_prompt", "steps", "guidance", "width", "height"}
     data = config.model_dump(mode="json", by_alias=True)
@@ -86,14 +86,14 @@ def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
 
 
 def is_alike(config: TrainConfig, option: Validation) -> bool:
-    """Tell whether a run's validation, which was predicted with the run, draws pictures that take as much memory."""
+    """Return whether the run's validation, whose memory was predicted, draws pictures that take as much memory."""
     own = config.validation
     alike = ("width", "height", "steps", "guidance")
     return own.prompts != [] and all(getattr(own, name) == getattr(option, name) for name in alike)
 
 
 def require_positions(transformer: nn.Module, size: tuple[int, int]) -> None:
-    """Check that a model with a table of positions has those of a picture.
+    """Check that the model's position table covers a picture's size.
 
     Raises:
         UserError: the picture is larger than the table, which ``memory.crop_positions`` may have cropped.
@@ -108,7 +108,7 @@ def require_positions(transformer: nn.Module, size: tuple[int, int]) -> None:
 
 @contextmanager
 def unchanged(transformer: nn.Module) -> Iterator[None]:
-    """Forget within which blocks a picture overflowed fp16: later evaluations must not compute otherwise for it."""
+    """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
     blocks = fp16_blocks_of(transformer)
     before = None if blocks is None else blocks.drawn_wide
     try:

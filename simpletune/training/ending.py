@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Explain a full device, a failure of the compiler and a stop within this context.
+    """Within this context, explain a full device, a compiler failure and a stop.
 
     Raises:
         UserError: instead of the device's or the compiler's error.

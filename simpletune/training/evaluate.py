@@ -1,4 +1,5 @@
-"""Evaluate a model in training on fixed (picture, noise level, noise) samples: the loss, and the drift from the base.
+"""Evaluate a model during training on fixed (picture, noise level, noise) samples: the loss, and the drift from the
+base.
 
 Shapes: n samples; a prediction is [1, c, h, w], with the latent's channels, height and width.
 """
@@ -39,7 +40,7 @@ class Evaluated:
     Args:
         loss: mean loss.
         losses: the loss of each sample [n], to compare evaluations sample by sample.
-        drift: by group of prompts, ``E|v - v_base|^2 / E|v_base|^2``; empty if the base is not known.
+        drift: ``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown.
         drift_error: their standard errors over the samples.
     """
 
@@ -49,7 +50,7 @@ class Evaluated:
     drift_error: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> Json:
-        """The figures as they are recorded, to six digits except for the loss."""
+        """The figures as recorded: six digits, except for the loss."""
         found: Json = {"eval_loss": self.loss, "eval_losses": list(map(_short, self.losses))}
         if self.drift:
             found["drift"] = {group: _short(value) for group, value in self.drift.items()}
@@ -61,13 +62,13 @@ class Evaluator:
     """Evaluates a model, always on the same samples.
 
     The base's predictions are computed before the first step, or with the adapter off, and kept in the run's folder in
-    their own type: drift then costs no second pass, and full fine-tuning has it too.
+    their own type, so drift costs no second pass, and works for full fine-tuning, too.
 
     Args:
         core: predicts and computes the loss.
         batches: loads the samples; its plan chooses them.
         adapter: switched off for the base's predictions.
-        folder: the run's.
+        folder: the run's folder.
         samples: number of samples.
     """
 
@@ -101,7 +102,7 @@ class Evaluator:
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
 
     def _base(self, transformer: Transformer) -> dict[str, Tensor] | None:
-        """The base's predictions by group and number; None if they are lost and the base is trained."""
+        """The base's predictions by group and number; None if they are lost and the base itself is trained."""
         if not self._is_written():
             if self.adapter.trains_base:
                 return None
@@ -109,20 +110,20 @@ class Evaluator:
         return WeightReader([self.file]).get_all()
 
     def _is_written(self) -> bool:
-        """Whether the file has the predictions that this run needs; a changed prompt or number makes them others."""
+        """Whether the file has this run's predictions; they differ if a prompt or the number of samples has changed."""
         return self.file.is_file() and read_header(self.file).get("__metadata__", {}).get("of") == self._of()
 
     def _of(self) -> str:
-        """What the predictions depend on, apart from the base and the latents: samples and prompts."""
+        """What the predictions depend on besides the base and the latents: samples and prompts."""
         groups = self.groups.items()
         return json.dumps(
             {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
         )
 
     def _write_base(self, transformer: Transformer) -> Evaluated:
-        """Predict with the base, keep the predictions, and return its figures."""
+        """Predict with the base, store the predictions, and return the figures."""
 
-        def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # is repeated where a block overflows fp16
+        def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
             found, losses = dict[str, Tensor](), list[Tensor]()
             for group, draws in self.groups.items():
                 for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
@@ -138,7 +139,7 @@ class Evaluator:
         return Evaluated(*_mean_and_each(losses), none, none)
 
     def _passes(self, transformer: Transformer, draws: list[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The prediction and the loss [] of each draw."""
+        """Yield the prediction and the loss [] of each draw."""
         for batch in self.batches.one_by_one(draws):
             poll()
             prediction = self.core.predict(transformer, batch)
@@ -166,7 +167,7 @@ class Evaluator:
 
 
 def samples_to_evaluate(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
-    """Settle the number of samples of an evaluation, and print it; a resumed run keeps its number.
+    """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
 
     Args:
         config: configuration as the user gave it.

@@ -99,6 +99,6 @@ def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
         from simpletune.report import report_at_end
 
         return report_at_end(folder)
-    except Exception as error:  # no report may fail a run
+    except Exception as error:  # a report must not fail the run
         warn(f"the report failed ({reason_of(error)})")
         return None

@@ -59,7 +59,7 @@ def finish_early(name: str) -> Path:
 
 
 def refuse_finished(named: RunName) -> None:
-    """Refuse a finished run; one that was finished early may be finished again from another checkpoint.
+    """Refuse a finished run; a run that was finished early may be finished again from another checkpoint.
 
     Raises:
         UserError: the run is finished and has no later checkpoint.
@@ -106,7 +106,7 @@ def _read(folder: Path) -> checkpoint.SavedState:
 
 
 def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path:
-    """Write the result as at the end of the run, from the average if the run keeps one.
+    """Write the result as at the end of a run, from the average if the run keeps one.
 
     Args:
         run: run folder.

@@ -1,4 +1,4 @@
-"""Load a run's model, and try out a micro-batch that was chosen by prediction."""
+"""Load a run's model, and try out a micro-batch size that was chosen by prediction."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Ready:
-    """What is ready for the first step, with the micro-batch that fits.
+    """Everything for the first step, with a micro-batch size that fits.
 
     Args:
-        config: of the model: folders, ``memory`` and batch size resolved.
+        config: the model's configuration: folders, ``memory`` and batch size resolved.
         prepared: plan and caches.
-        model: loaded.
-        batches: of this process.
+        model: the loaded model.
+        batches: this process's batches.
     """
 
     config: TrainConfig
@@ -75,15 +75,15 @@ def load(
     saved: checkpoint.SavedState | None,
     state_bytes: int | None,
 ) -> Ready:
-    """Load the model and the micro-batches of this process.
+    """Load the model and this process's micro-batches.
 
     Args:
         config: configuration with folders, ``memory`` and batch size resolved.
         prepared: plan and caches.
         accelerator: accelerate's view of processes and device.
         saved: checkpoint to continue from, if any.
-        state_bytes: that the optimizer's state will take on the device, if this start chose the micro-batch by
-            prediction and is to try it out.
+        state_bytes: bytes that the optimizer's state will take on the device, if this start chose the micro-batch size
+            by prediction and must try it out.
 
     Raises:
         UserError: the smallest micro-batch is too large.
@@ -107,10 +107,10 @@ def _loaded(
 
 
 def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, state_bytes: int) -> Ready:
-    """Load the model of a new run, and make a pass of each bucket's size.
+    """Load a new run's model, and run one pass for each bucket's size.
 
-    If memory runs out in any process, the micro-batch is halved in all, and the model is loaded anew: no step is done
-    yet, and what was drawn does not matter, since random numbers follow from the step.
+    If any process runs out of memory, halves the micro-batch in all of them and loads the model again: no step has been
+    taken yet, and random numbers depend only on the step.
     """
     while True:
         trial = _loaded(config, prepared, accelerator, None)
@@ -137,7 +137,7 @@ def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelera
 
 
 def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size | None:
-    """Return the size of the first bucket whose micro-batch takes more memory than some process has."""
+    """Return the size of the first bucket whose micro-batch does not fit in some process's memory."""
     for draws in trial.prepared.plan.of_each_size():
         failed = torch.tensor(float(runs_out(trial, draws, state_bytes)), device=accelerator.device)
         if accelerator.reduce(failed, "sum").item() > 0:
@@ -146,7 +146,7 @@ def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size 
 
 
 def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
-    """Tell whether memory runs out in the passes of a micro-batch, beside what the step's later part will take."""
+    """Return whether memory runs out in a micro-batch's passes, given what the rest of the step will take."""
     core, tree = trial.model.core, trial.model.core.tree
     own = -(-trial.config.train.accumulation // core.accelerator.num_processes)
     sums = (own - 1).bit_length() * 4 * sum(parameter.numel() for parameter in core.parameters)
@@ -156,7 +156,7 @@ def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
         batch = trial.batches.trial(draws)
         trial.model.transformer.train()
         with core.accelerator.no_sync(core.model):
-            for _ in range(2):  # the second adds to the gradients of the first
+            for _ in range(2):  # the second adds to the first's gradients
                 core.compute(batch)
         del held
     except torch.OutOfMemoryError:
@@ -181,7 +181,7 @@ def load_model(
         saved: checkpoint to continue from, if any.
     """
     sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.is_sharded(accelerator.num_processes)
-    if divided:  # each unit moves to the device when it is divided
+    if divided:  # each unit moves to the device when it is sharded
         transformer = load_base(config, torch.device("cpu"), sizes, cache)
     else:
         transformer = load_base_together(config, accelerator, sizes, cache)
@@ -208,7 +208,7 @@ def load_model(
 
 
 def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch.device, plan: Plan) -> None:
-    """Say what tuning of the int8 kernel the first step will wait for; on CUDA only."""
+    """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
     if device.type != "cuda":
         return
     batch = config.train.micro_batch

@@ -1,4 +1,4 @@
-"""Run the training loop, with set-up before it and the export after it."""
+"""Run the training loop, with set-up before and export after it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(
         The run's folder.
 
     Raises:
-        UserError: for anything that the user can fix.
+        UserError: anything that the user can fix.
         Stopped: SIGTERM or Ctrl-C arrived within ``system.signals.listening``.
     """
     folder = run_folder(config)
@@ -118,7 +118,7 @@ def validate_first(run: Run) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Tell whether a run of this configuration and length is finished, and print so.
+    """Return whether a run with this configuration and length is finished; if so, print it.
 
     Raises:
         UserError: the finished run has other settings that may not change.
@@ -137,14 +137,14 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def announce_stops(run: Run) -> None:
-    """Print what a signal will do."""
+    """Print what a signal does."""
     if run.main and run.start < run.steps and is_listening():
         steps = "one step" if run.accelerator.num_processes == 1 else "two steps"  # the others learn of it a step later
         say(f"stops   SIGTERM or Ctrl-C finishes at most {steps} and saves; a second one stops at once")
 
 
 def stop_together(run: Run) -> None:
-    """Stop all processes after the last step if one received a signal; a launcher ends all when one ends.
+    """Stop all processes after the last step if any received a signal; a launcher ends all when one ends.
 
     Raises:
         Stopped: a process received a signal.
@@ -233,7 +233,8 @@ def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, every
         everything: also wait for the last launched step.
 
     Returns:
-        The signal that ends the run after the last launched step, equal in all processes; then every step is logged.
+        The signal that ends the run after the last launched step, the same in all processes; if there is one, every
+        step has been logged.
 
     Raises:
         UserError: a step was non-finite, or the disk is full.
@@ -253,7 +254,7 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
     """Log one step to the metrics, the trackers and the progress line.
 
     Returns:
-        What several processes were asked when the step was launched.
+        What the processes were asked when the step was launched.
     """
     loss, norm, asked = done.read()
     run.to_first_step = run.to_first_step or done.finished - run.attempt.began
@@ -270,12 +271,12 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
 
 
 def asked_now(run: Run) -> Asked:
-    """Tell what is asked of this process."""
+    """Return what is asked of this process."""
     return Asked(received_signal() is not None or run.control.stops, run.control.waits)
 
 
 def stop_signal(run: Run, asked: bool) -> int | None:
-    """Return the signal that ends the run, for a request SIGINT; several processes stop together at the first step that
+    """Return the signal that ends the run; SIGINT for a request. Several processes stop together at the first step that
     reports one."""
     if run.accelerator.num_processes == 1:
         asked = asked_now(run).stop
@@ -285,14 +286,15 @@ def stop_signal(run: Run, asked: bool) -> int | None:
 def prepare_only(config: TrainConfig, source: str | None = None) -> None:
     """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once.
 
-    Several processes, of one launcher or of several on machines that share the cache's folder, divide the work.
+    Several processes can divide the work, started by one launcher or by several on machines that share the cache's
+    folder.
 
     Args:
         config: configuration as the user gave it.
         source: the folder or URL of another cache, whose samples are copied instead of encoded; None: encode all.
 
     Raises:
-        UserError: for anything that the user can fix.
+        UserError: anything that the user can fix.
     """
     with watched():
         accelerator, reason = make_accelerator(config)

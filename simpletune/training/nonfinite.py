@@ -34,9 +34,9 @@ T = TypeVar("T")
 class NonFiniteGuard:
     """Check the loss and the gradient norm of every step; logging reads both from the device anyway.
 
-    With ``train.on_nonfinite`` ``stop``, the check happens when they are logged, after the next step was launched. The
-    run then ends and discards its weights; the gradient norms of the step show where the problem began. With ``skip``,
-    the check happens before the update.
+    With ``train.on_nonfinite`` ``stop``, the check happens at logging, after the next step was launched. The run then
+    ends and discards its weights; the step's gradient norms show where the problem began. With ``skip``, the check
+    happens before the update.
 
     Args:
         config: configuration of the run.
@@ -65,7 +65,7 @@ class NonFiniteGuard:
         self._in_a_row = next(n for n in range(len(before) + 1) if start - n not in before)
 
     def allows_update(self, loss: Tensor, norm: Tensor) -> bool:
-        """Tell whether a step may update the weights. With ``skip``, the host waits for the backward pass."""
+        """Return whether a step may update the weights. With ``skip``, the host waits for the backward pass."""
         if self.skips:
             mean, whole, _, _, *figures = global_figures(loss, norm, self.core).tolist()
             finite = math.isfinite(mean) and math.isfinite(whole)
@@ -73,9 +73,8 @@ class NonFiniteGuard:
         return not self.skipping
 
     def check(self, done: PendingStep, loss: float, norm: float) -> bool:
-        """Tell whether a step's loss and gradient norm are finite; warn about a skipped step and record it.
-
-        A step that overflowed only because of fp16 is recorded elsewhere; the device has undone it.
+        """Return whether a step's loss and gradient norm are finite; warn about a skipped step and record it. Steps
+        that overflowed only because of fp16 are recorded elsewhere; the device has undone them.
 
         Args:
             done: finished step.
@@ -114,7 +113,7 @@ class NonFiniteGuard:
         return False
 
     def _widen(self, step: int, figures: list[float]) -> list[int]:
-        """Compute blocks that overflowed in fp32 from now on, and say so."""
+        """Switch blocks that overflowed to fp32, and log it."""
         if self.core.fp16 is None:
             return []
         blocks = self.core.fp16.widen(step, figures[1:])
@@ -175,7 +174,7 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def _nonfinite_inputs(batch: Batch, row: int) -> str:
-    """Name the non-finite inputs of a sample; empty if there are none."""
+    """Name a sample's non-finite inputs; empty if there are none."""
     inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
     found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
@@ -201,7 +200,7 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
     """Refuse to save a checkpoint with NaN or infinity; reads the device once for all parameters.
 
     Raises:
-        UserError: with the names of the parameters.
+        UserError: lists the parameters' names.
     """
     with torch.no_grad():
         peaks = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values() if p.numel()]
@@ -222,10 +221,10 @@ def not_saved(bad: list[str], folder: Path, step: int) -> UserError:
 
 @contextmanager
 def finite_only(folder: Path, step: int) -> Iterator[None]:
-    """Explain NaN or infinity that any process has found in its part of the weights while saving.
+    """Within this context, explain NaN or infinity that a process finds in its part of the weights while saving.
 
     Raises:
-        UserError: with the names of the parameters.
+        UserError: lists the parameters' names.
     """
     try:
         yield

@@ -56,11 +56,11 @@ def copy_to_host_async(values: Tensor) -> Tensor:
 
 
 class Asked(NamedTuple):
-    """What is asked of a process, or of any process: then all of them do it after the same step.
+    """What is asked of one process, or of any process, so that all of them do it after the same step.
 
     Args:
-        stop: to stop, by a signal or a request.
-        answer: to answer requests of the control file.
+        stop: whether to stop, by a signal or a request.
+        answer: whether to answer requests in the control file.
     """
 
     stop: bool = False
@@ -76,12 +76,12 @@ def global_figures(loss: Tensor, norm: Tensor, core: StepCore, asked: Asked = NO
     Args:
         loss: loss returned by ``StepCore.step``.
         norm: norm of all gradients, equal in all processes.
-        core: made the step.
+        core: the step core that ran the step.
         asked: what is asked of this process.
 
     Returns:
-        Mean loss, gradient norm, the shares of processes that are asked to stop and to answer, and with products in
-        fp16 the means of ``Fp16.figures`` [n]. A single process knows what it is asked: its shares are 0.
+        Mean loss, gradient norm, the fractions of processes that are asked to stop and to answer, and with products in
+        fp16 the means of ``Fp16.figures`` [n]. For a single process, which knows what it is asked, the fractions are 0.
     """
     accelerator, fp16 = core.accelerator, None if core.fp16 is None else core.fp16.figures
     if accelerator.num_processes == 1:
@@ -106,7 +106,7 @@ class PendingStep:
         losses: losses of the micro-batches, on the device.
         normed: parameters that had a gradient.
         norms: [len(normed)] norms of their gradients, on the device.
-        waited: seconds that it waited for a remote cache; None if there is none.
+        waited: seconds that the step waited for a remote cache; None if there is none.
     """
 
     step: int
@@ -134,7 +134,7 @@ class PendingStep:
         return cls(step, lr, began, DeviceEvent(figures.device), sent, core.losses, core.normed, core.norms)
 
     def read(self) -> tuple[float, float, Asked]:
-        """Wait for the step; return its mean loss, gradient norm and what several processes are asked."""
+        """Wait for the step; return its mean loss, gradient norm and what the processes are asked."""
         self.ended.wait()
         progressed(trains=True)
         loss, norm, stop, answer = self.figures[:4].tolist()
@@ -142,7 +142,7 @@ class PendingStep:
 
     @property
     def fp16(self) -> list[float]:
-        """Return the scale of the loss and the flags of the blocks (``Fp16.figures``). Call ``read`` first."""
+        """Return the loss scale and the blocks' flags (``Fp16.figures``). Call ``read`` first."""
         return self.figures[4:].tolist()
 
     @property
@@ -175,7 +175,7 @@ class MetricsQueue:
         """Yield the steps to read now, oldest first.
 
         Args:
-            everything: include those that may stay unread.
+            everything: include steps that may stay unread.
         """
         while len(self._pending) > (0 if everything else self._ahead):
             yield self._pending.popleft()

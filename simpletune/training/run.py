@@ -99,7 +99,7 @@ class Run:
     control: Control = field(init=False)
 
     def __post_init__(self) -> None:
-        """Settle on what the run is evaluated, record what is planned, and begin to watch the control file."""
+        """Choose the evaluation samples, record the plan, and start watching the control file."""
         if self.main:
             plan = {"steps": self.steps, "steps_per_epoch": self.prepared.plan.steps_per_epoch}
             predicted = {"predicted": self.predicted.as_json()["stages"]} if self.predicted is not None else {}
@@ -137,7 +137,7 @@ class Run:
         )
 
     def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
-        """Let the first process work alone between two steps. If the weights are divided, the others help it."""
+        """Let the first process work alone between two steps. If the weights are sharded, the others help it."""
         leading = leading_of(self.transformer)
         if not self.main:
             if leading is not None:
@@ -148,10 +148,10 @@ class Run:
 
     def optional(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Run an optional task: on failure, warn once per kind of error, free its device memory and return None. The
-        task is tried again the next time."""
+        task is retried the next time."""
         try:
             return call(*arguments)
-        except Exception as error:  # no optional task may fail a run
+        except Exception as error:  # an optional task must not fail the run
             failed, kind = f"{what} failed ({reason_of(error)})", (what, type(error))
         free_memory(self.accelerator.device)
         if kind not in self.failed:
@@ -189,7 +189,7 @@ class Run:
         return evaluated_on(self.prepared.plan, self.evaluator.samples)
 
     def look(self, step: int) -> None:
-        """Evaluate, and draw if due, during training; what a stopped run has done already is not repeated."""
+        """Evaluate, and draw if due, during training; skips what a stopped run has already done."""
         if is_evaluated(self.config, step) and not self.is_evaluated(step):
             self.optional(EVALUATING, self.evaluate, step)
         if due(self.config.validation.every, step) and not self.previews.has_drawn(step):
@@ -217,10 +217,10 @@ class Run:
         return progress
 
     def is_evaluated(self, step: int) -> bool:
-        """Tell whether the evaluation after ``step`` steps is recorded, if enabled."""
+        """Return whether the evaluation after ``step`` steps is recorded or disabled."""
         return not self.evaluator.samples or was_evaluated(self.folder, step)
 
 
 def due(every: int | None, step: int) -> bool:
-    """Tell whether something with period ``every`` is due after ``step`` steps."""
+    """Return whether something with period ``every`` is due after ``step`` steps."""
     return every is not None and step % every == 0

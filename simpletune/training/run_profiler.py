@@ -24,7 +24,7 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
 
     Args:
         run: current run.
-        interrupted: tells whether validation or saving follows a step.
+        interrupted: returns whether validation or saving follows a step.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
     blocks = units_of(run.transformer)
@@ -44,7 +44,7 @@ def device_name() -> str:
 
 
 def flops_of_steps(run: Run) -> Callable[[int], float]:
-    """Return a function that counts the FLOPs of a step, which depend on its pictures' shapes."""
+    """Return a function that counts a step's FLOPs, which depend on its pictures' shapes."""
     known: dict[Size, int] = {}
 
     def of_size(size: Size) -> int:

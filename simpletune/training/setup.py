@@ -84,7 +84,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
         options: options of this start.
 
     Raises:
-        UserError: for anything that the user can fix.
+        UserError: anything that the user can fix.
     """
     accelerator, reason = make_accelerator(config)
     device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
@@ -184,17 +184,17 @@ def fit_memory(
 
 
 def divided(data: PlannedData, config: TrainConfig) -> PlannedData:
-    """Return the data with the plan of the configuration's batch sizes."""
+    """Return the data with a plan for the configuration's batch sizes."""
     return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
 
 
 def with_train_of(settled: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """Return a configuration with the batch size of another, which differs only in what is resolved."""
+    """Return a configuration with the batch size of another one, which differs only in resolved values."""
     return config.model_copy(update={"train": settled.train})
 
 
 def state_bytes_of(predicted: Estimate | None, accelerator: Accelerator) -> int:
-    """The predicted size of the optimizer's state, which the first process knows."""
+    """Return the predicted size of the optimizer's state, as known to the first process."""
     own = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
     return max(gather_object([own])) if accelerator.num_processes > 1 else own
 
@@ -214,7 +214,7 @@ def predict(
 
     predicted = forecast(config, device, plan.largest(), options.force)
     if config.train.is_sharded(simulated_processes()):
-        say("time    not predicted: with train.sharding full it depends on what connects the processes")
+        say("time    not predicted: with train.sharding full it depends on the link between the processes")
         return predicted, None
     return predicted, forecast_time(config, predicted, device, plan)
 
@@ -228,8 +228,8 @@ def open_folder(
         config: configuration as the user gave it.
         prepared: plan and caches.
         saved: checkpoint to continue from, if any.
-        timed: predicted time; a resumed run keeps that of its first start, which is of its whole length.
-        anew: replace an unfinished run without a checkpoint.
+        timed: predicted time; a resumed run keeps the prediction of its first start, which covers its whole length.
+        anew: whether to replace an unfinished run without a checkpoint.
     """
     if anew or saved:
         close_killed(run_folder(config))

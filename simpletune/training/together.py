@@ -1,8 +1,8 @@
-"""Watch the other processes of a run: when one ends, is lost or hangs, this one ends too, so that all start again.
+"""Watch the other processes of a run: when one ends, is lost or hangs, end this one too, so that all can be restarted.
 
-A thread in each process writes a sign of life into the store through which the processes meet, and reads those of the
-others. It needs no collective, so it works while one hangs, and before the processes have met. A single process is not
-watched.
+A thread in each process writes heartbeats to the store through which the processes meet, and reads the others'
+heartbeats. It needs no collective, so it works while one hangs, and before the processes have met. A single process is
+not watched.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from simpletune.printable import reason_of
 from simpletune.system.processes import process_number, processes, progressed
 from simpletune.system.signals import Stopped
 
-LOST = 7  # exit code: another process of the run has ended, is lost or hangs; starting all again is enough
+LOST = 7  # exit code: another process of the run has ended, is lost or hangs; restarting all is enough
 CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe", re.IGNORECASE)
 RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a process waits for the others, in seconds.
+    """Timeouts for waiting for other processes, in seconds.
 
     Args:
-        beat: between two signs of life.
-        silent: without a sign of life, until a process counts as lost.
-        absent: for the first signs of a process, which may run on a machine that starts later.
-        meeting: for the processes to form their group once all give signs; gloo was seen to hang there.
-        failed: for this process to end by itself after another has failed.
-        stopped: for this process to end by itself after another was stopped.
-        stuck: without progress in any process once training has begun; longer than any save or export takes.
-        closing: for libraries to close their connections to processes that are gone.
+        beat: time between two heartbeats.
+        silent: time without a heartbeat after which a process counts as lost.
+        absent: time for a process's first heartbeats; it may run on a machine that starts later.
+        meeting: time to form the process group once all have heartbeats; gloo was seen to hang there.
+        failed: time for this process to end by itself after another has failed.
+        stopped: time for this process to end by itself after another was stopped.
+        stuck: time without progress in any process once training has begun; longer than any save or export takes.
+        closing: time for libraries to close their connections to processes that are gone.
     """
 
     beat: float = 2.0
@@ -61,15 +61,15 @@ class Patience:
 PATIENCE = Patience()
 SCHEME = "simpletune"
 MEETING = f"{SCHEME}://"
-"""How the processes meet: as by torch's ``env://``, with keys of this start alone. torchrun serves one store for all
-starts, and a process that reads another's address before it is written anew gets that of the killed one, and hangs
-(torch 2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
-APART, MET, TRAINS = range(3)  # stages: before the group of processes is formed, after it, after the first step
+"""How the processes meet: like torch's ``env://``, but with keys specific to this start. torchrun serves one store for
+all restarts, and a process that reads another's address before it is rewritten gets the killed process's address and
+hangs (torch 2.13.0, ``torch/distributed/rendezvous.py``, which expects a new store for every retry)."""
+APART, MET, TRAINS = range(3)  # stages: before the process group is formed, after that, after the first step
 
 
 class Sign(NamedTuple):
-    """What a process says about itself: the sign's number, how much it has done (``progressed.count``), its stage, its
-    state, its machine, and why it stopped or failed."""
+    """A process's heartbeat: its number, how much the process has done (``progressed.count``), its stage, its state,
+    its machine, and why it stopped or failed."""
 
     beat: int
     progress: int
@@ -79,7 +79,7 @@ class Sign(NamedTuple):
     reason: str = ""
 
     def packed(self) -> str:
-        """In one line of the store."""
+        """The heartbeat as one line for the store."""
         return "\t".join((*map(str, self[:3]), *self[3:]))
 
     @classmethod
@@ -90,8 +90,8 @@ class Sign(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The last sign of another process, when it was seen first (``time.monotonic``), and whether the process lives: its
-    sign has changed, so it is not that of an earlier start."""
+    """Another process's last heartbeat, when it was first seen (``time.monotonic``), and whether the process is alive:
+    its heartbeat has changed, so it is not left over from an earlier start."""
 
     sign: Sign | None
     at: float
@@ -99,7 +99,7 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the signs of the others mean: why to end, and how many seconds this process has to end by itself."""
+    """What the others' heartbeats mean: why to end, and how many seconds this process has to end by itself."""
 
     why: str
     grace: float = 0.0
@@ -107,8 +107,8 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Judge:
-    """Decide from the signs of the others whether this process has to end, without a store or a clock. ``moved`` is the
-    progress of all and when it changed last, ``apart`` since when all live and have not met."""
+    """Decide from the others' heartbeats whether this process has to end, without a store or a clock. ``moved``: the
+    progress of all processes and when it last changed; ``apart``: since when all are alive but have not met."""
 
     patience: Patience
     began: float
@@ -117,22 +117,22 @@ class Judge:
     apart: float | None = None
 
     def see(self, number: int, sign: Sign | None, now: float) -> None:
-        """Take note of a process's sign; None: it has given none yet."""
+        """Record a process's heartbeat; None if it has sent none yet."""
         known = self.others.setdefault(number, Seen(None, self.began))
         if sign is not None and known.sign != sign:
             self.others[number] = Seen(sign, now, lives=known.sign is not None)
 
     def verdict(self, own: Sign, now: float) -> Verdict | None:
-        """Whether this process has to end, and why."""
+        """Decide whether this process has to end, and why."""
         found = next((each for each in (self._of_one(n, now) for n in sorted(self.others)) if each is not None), None)
         return found or self._of_all(own, now)
 
     def _of_one(self, number: int, now: float) -> Verdict | None:
-        """Whether a process is absent or lost, has failed or was stopped."""
+        """Check whether a process is absent or lost, has failed or was stopped."""
         seen, patience = self.others[number], self.patience
         since = now - seen.at
         if seen.sign is None or not seen.lives:
-            late = f"process {number} has not come for {now - self.began:.0f} s"
+            late = f"process {number} has not appeared for {now - self.began:.0f} s"
             return Verdict(late) if now - self.began > patience.absent else None
         who, state = f"process {number} on {seen.sign.host}", seen.sign.state
         if state == FAILED:
@@ -140,10 +140,10 @@ class Judge:
         if state == STOPPED:
             return Verdict(f"{who} has stopped: {seen.sign.reason}", patience.stopped)
         lost = state == RUNNING and since > patience.silent
-        return Verdict(f"{who} has given no sign of life for {since:.0f} s") if lost else None
+        return Verdict(f"{who} has sent no heartbeat for {since:.0f} s") if lost else None
 
     def _of_all(self, own: Sign, now: float) -> Verdict | None:
-        """Whether the processes do not meet, or none of them does anything."""
+        """Check whether the processes fail to meet, or none makes progress."""
         signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
         together = len(signs) == len(self.others) + 1
         self.apart = (self.apart or now) if together and any(sign.stage == APART for sign in signs) else None
@@ -158,12 +158,12 @@ class Judge:
 
 
 def start_number() -> str:
-    """Which start by torchrun this is, from 0."""
+    """The number of this start by torchrun, from 0."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **words: object) -> Iterator[tuple[Store, int, int]]:
-    """Handle ``MEETING``: (store, process number, processes)."""
+    """Handle ``MEETING``: yield (store, process number, processes)."""
     for store, number, of in torch.distributed.rendezvous("env://", timeout=timeout):
         yield torch.distributed.PrefixStore(f"start-{start_number()}", store), number, of
 
@@ -172,7 +172,7 @@ torch.distributed.register_rendezvous_handler(SCHEME, _meet)
 
 
 class Watch(threading.Thread):
-    """Give signs of life and watch those of the others, until ``close`` or until this process has to end."""
+    """Send heartbeats and watch the others', until ``close`` or until this process has to end."""
 
     def __init__(self) -> None:
         super().__init__(name="watch", daemon=True)
@@ -180,7 +180,7 @@ class Watch(threading.Thread):
         self.closed = threading.Event()
         self.store: Store | None = None
         self.beats, self.host = 0, socket.gethostname()
-        self.lock = threading.Lock()  # of the store, which is used by one thread at a time
+        self.lock = threading.Lock()  # guards the store, which one thread uses at a time
 
     def run(self) -> None:
         """Watch the others."""
@@ -195,18 +195,18 @@ class Watch(threading.Thread):
                 self.end(found.why)
 
     def connect(self) -> bool:
-        """Connect to the store, which process 0 or its launcher serves; whether it was there."""
+        """Connect to the store, which process 0 or its launcher serves; return whether it was there."""
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
         patience = timedelta(seconds=self.patience.silent)
         try:
             store = torch.distributed.TCPStore(address, port, None, False, patience, wait_for_workers=False)
-        except RuntimeError:  # not served yet; if it never is, the launcher's own limit holds
+        except RuntimeError:  # not served yet; if it never is, the launcher's own timeout applies
             return False
         self.store = torch.distributed.PrefixStore(f"watch-{start_number()}", store)
         return True
 
     def look(self, judge: Judge, now: float) -> Verdict | None:
-        """Give a sign of life and judge those of the others."""
+        """Send a heartbeat and judge the others'."""
         own = self.say(RUNNING)
         try:
             for other in range(self.of):
@@ -217,17 +217,17 @@ class Watch(threading.Thread):
         return judge.verdict(own, now)
 
     def say(self, state: str, reason: str = "") -> Sign:
-        """Give a sign of life; without a store, do nothing."""
+        """Send a heartbeat; without a store, do nothing."""
         self.beats += 1
         stage = TRAINS if progressed.trains else MET if torch.distributed.is_initialized() else APART
         sign = Sign(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
         if self.store is not None:
-            with self.lock, suppress(RuntimeError):  # a store that is gone is found when reading
+            with self.lock, suppress(RuntimeError):  # reading notices when the store is gone
                 self.store.set(str(self.number), sign.packed())
         return sign
 
     def read(self, other: int) -> Sign | None:
-        """The last sign of another process, if it has given one.
+        """Read another process's last heartbeat, if it has sent one.
 
         Raises:
             RuntimeError: the store is gone.
@@ -243,14 +243,14 @@ class Watch(threading.Thread):
         os._exit(LOST)
 
     def close(self, state: str, reason: str = "") -> None:
-        """Give a last sign and stop watching."""
+        """Send a last heartbeat and stop watching."""
         self.closed.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(self.patience.beat)
         self.say(state, reason)
 
     def why_connection_failed(self) -> str:
-        """What the others have said of the end of one of them, if anything."""
+        """The reason that another process gave for its end, if any."""
         late = time.monotonic() + self.patience.beat
         while time.monotonic() < late:
             with suppress(RuntimeError):
@@ -270,7 +270,7 @@ def watched() -> Iterator[None]:
     """Watch the other processes of the run within this context.
 
     Raises:
-        UserError: with code ``LOST``, instead of the error of a broken connection.
+        UserError: with code ``LOST``, instead of a broken connection's error.
     """
     if processes() == 1:
         yield
@@ -300,20 +300,20 @@ def watched() -> Iterator[None]:
 
 
 def message_of(why: str) -> str:
-    """The error message of a process that ends because of another one."""
+    """The error message of a process that ends because of another process."""
     again = "Start all processes again with --resume auto, as torchrun does with --max-restarts"
-    return f"{why}. This process ends too; what is saved is whole. {again}"
+    return f"{why}. This process ends, too; everything saved is intact. {again}"
 
 
 def end_at_the_latest(seconds: int) -> None:
-    """Let the system end this process if closing its connections takes longer."""
+    """Make the system end this process if closing its connections takes longer."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)
 
 
 def part_company(accelerator: Accelerator) -> None:
-    """Wait for all processes at the end of a run, and stop watching them before the first one is gone."""
+    """Wait for all processes at the end of a run, and stop watching them before the first one exits."""
     accelerator.wait_for_everyone()
     for watch in _watching:
         watch.close(LEFT)

@@ -60,7 +60,7 @@ class Previews:
         self._draw(transformer, f"step {step}", self._place(step))
 
     def has_drawn(self, step: int) -> bool:
-        """Tell whether the pictures after ``step`` steps exist, or none are enabled."""
+        """Return whether the pictures after ``step`` steps exist, or none are enabled."""
         return not self.requests or self._place(step).is_dir()
 
     def _place(self, step: int) -> Path:
@@ -77,11 +77,11 @@ class Previews:
         failpoint("validation.drawn")
 
     def about(self, state: str) -> dict[str, str]:
-        """Return what a picture's metadata tell besides its request."""
+        """Return a picture's metadata besides its request."""
         return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
 
     def pictures(self, transformer: Transformer, requests: Sequence[Request]) -> list[Image.Image]:
-        """Draw requests whose prompts are encoded; leaves transformer and device as they were."""
+        """Draw requests with encoded prompts; leaves transformer and device as they were."""
         device = device_of(transformer)
         was_training = transformer.training
         transformer.eval()
@@ -90,7 +90,7 @@ class Previews:
         sampler = Sampler(
             transformer, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
-        free_memory(device)  # what training leaves in torch's cache is in pieces that these stages may not fit into
+        free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
             return draw(sampler, vae, config.model, requests, self.load)
@@ -101,7 +101,7 @@ class Previews:
 
     @torch.no_grad()
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:
-        """Load (prompt_embeds [t, e], pooled [p]) of one prompt, as the trained text side gives them."""
+        """Load (prompt_embeds [t, e], pooled [p]) of one prompt, passed through the trained text side."""
         embeds, pooled = self.text.load(prompt)
         text, inputs = None if self.core is None else self.core.text, self.text.inputs([prompt])
         if self.core is None or text is None or inputs is None:

@@ -1,4 +1,4 @@
-"""All runs: a table with pictures, the settings that differ, figures; beside it the queue."""
+"""The page of all runs: a table with pictures, the settings that differ, and figures; and the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from simpletune.web.run_state import Runs, RunState, stamp, state_of
 from simpletune.web.templates import read_form, render
 
 THUMBNAILS, SIDE = "thumbnails", 176  # pixels
-SAME = ("$schema", "version", "about", "name", "output", "tracking", "profile")  # settings that no figure depends on
+SAME = ("$schema", "version", "about", "name", "output", "tracking", "profile")  # settings that affect no figure
 LISTED = 6  # settings of a run
 LONGEST = 40  # characters of a setting
 CACHED = 1000  # runs
@@ -35,15 +35,15 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Known:
-    """What the table shows of a run, without what depends on the others.
+    """A run's entries in the table that do not depend on other runs.
 
     Args:
-        state: of the run.
+        state: the run's state.
         settings: its settings as text, by path.
         best: best held-out loss, or loss at the end; None if unknown.
         peak: GiB of device memory; None if it was not measured.
-        seconds: of all attempts.
-        picture: what the thumbnail's address ends with; empty if there is no picture.
+        seconds: the seconds of all attempts.
+        picture: the end of the thumbnail's address; empty if there is no picture.
     """
 
     state: RunState
@@ -78,12 +78,12 @@ def all_runs(request: Request) -> Response:
 
 
 def table(request: Request) -> Response:
-    """GET /runs/table: the table alone, when something has changed."""
+    """GET /runs/table: only the table, after a change."""
     return render(request, "all_runs_table.html", runs=rows(request.app.state.roots))
 
 
 def queue_part(request: Request) -> Response:
-    """GET /runs/queue: the queue alone."""
+    """GET /runs/queue: only the queue."""
     return render(request, "queue.html", 200, **_queue(request.app.state.roots))
 
 
@@ -105,7 +105,7 @@ async def change_queue(request: Request) -> Response:
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /runs/thumbnail/NAME?v=STAMP: the newest sheet of validation pictures, small."""
+    """GET /runs/thumbnail/NAME?v=STAMP: a small copy of the newest sheet of validation pictures."""
     roots: Roots = request.app.state.roots
     run = roots.run(request.path_params["name"])
     picture = state_of(run).picture if run is not None else None
@@ -116,7 +116,7 @@ def thumbnail(request: Request) -> Response:
 
 
 def small(roots: Roots, file: Path) -> Path:
-    """Return a small copy of a picture, made once."""
+    """Return a small copy of a picture, cached."""
     from PIL import Image
 
     found = file.stat()
@@ -130,15 +130,15 @@ def small(roots: Roots, file: Path) -> Path:
                 with atomic_file(target, shared=True) as part:
                     picture.convert("RGB").save(part, "JPEG", quality=85)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise HTTPException(404, f"{file.name} is no picture that can be read ({error})") from None
+            raise HTTPException(404, f"{file.name} is not a readable picture ({error})") from None
     return target
 
 
 def rows(roots: Roots) -> list[Row]:
-    """Return what the table shows, running runs first, then the newest.
+    """Return the table's rows: running runs first, then the newest.
 
     Args:
-        roots: of the page.
+        roots: the page's roots.
     """
     found = [(known(folder, stamp(folder, is_held(folder))), _age(folder)) for folder in roots.all_runs()]
     found.sort(key=lambda pair: (pair[0].state.word != "running", -pair[1]))
@@ -152,11 +152,11 @@ def rows(roots: Roots) -> list[Row]:
 
 @lru_cache(maxsize=CACHED)
 def known(folder: Path, stamp: Hashable) -> Known:
-    """Read a run; again only when its stamp has changed.
+    """Read a run; cached until its stamp changes.
 
     Args:
-        folder: of the run.
-        stamp: of its files.
+        folder: the run's folder.
+        stamp: its files' stamp.
     """
     state = state_of(folder)
     summary = read_json_or_none(folder / SUMMARY) or {}
@@ -170,10 +170,10 @@ def known(folder: Path, stamp: Hashable) -> Known:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return for each run the settings that differ from those of most runs, in words.
+    """Describe, for each run, the settings that differ from most runs'.
 
     Args:
-        settings: of each run, as text by path.
+        settings: each run's settings, as text by path.
     """
     counts: dict[str, Counter[str | None]] = {}
     for each in settings:
@@ -202,7 +202,7 @@ def flat(settings: Json, prefix: str = "") -> dict[str, str]:
 
 
 def in_words(seconds: float) -> str:
-    """Return a time as the table shows it."""
+    """Format a time for the table."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s" if seconds else ""
@@ -224,7 +224,7 @@ def _age(folder: Path) -> float:
 
 
 def _queue(roots: Roots) -> dict[str, object]:
-    """Return what the queue's part shows."""
+    """Return the values for the queue's part of the page."""
     try:
         return {"entries": queue.read(roots), "damaged": ""}
     except UserError as error:

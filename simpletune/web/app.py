@@ -32,11 +32,11 @@ STATIC = {
 
 @dataclass(frozen=True)
 class Web:
-    """Hold the application and what ends it.
+    """The application, and what ends it.
 
     Args:
         app: answers requests.
-        watch: to close before the server stops.
+        watch: must be closed before the server stops.
     """
 
     app: ASGIApp
@@ -48,7 +48,7 @@ def make_app(roots: Roots, access: Access) -> Web:
 
     Args:
         roots: folders that the pages may touch; pages find them as ``request.app.state.roots``.
-        access: who may ask.
+        access: who has access.
     """
     routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
     for page in PAGES:
@@ -75,11 +75,11 @@ async def static(request: Request) -> Response:
     return FileResponse(STATIC[name] / name, media_type=mimetypes.guess_type(name)[0], headers=KEEP)
 
 
-KEEP = {"cache-control": "max-age=60"}  # seconds: spares requests, and an update shows within a minute
+KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
 
 
 def user_error(request: Request, error: Exception) -> Response:
-    """Show a user's mistake: on a page of its own, or as a part in the place that asked for it."""
+    """Show a user's mistake, on a separate page or as a part in the place that sent the request."""
     return _problem(request, 422, str(error))
 
 
@@ -99,9 +99,9 @@ def file_response(roots: Roots, folder: Path, name: str, **headers: str) -> Resp
 
     Args:
         roots: what the pages may touch.
-        folder: that the file must lie in, links resolved.
+        folder: the folder that the file must lie in, links resolved.
         name: relative path.
-        headers: further ones.
+        headers: additional headers.
 
     Raises:
         HTTPException: 404.

@@ -1,4 +1,4 @@
-"""What the page Data starts as processes of their own: the check of all pictures, and captioning by a model."""
+"""Processes started by the page Data: the check of all pictures, and captioning by a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots) -> dict[str, Hashable]:
-    """Return a stamp for each data set of which a check or captioning has run."""
+    """Return a stamp for each data set that has been checked or captioned."""
     found: dict[str, list[tuple[str, Hashable]]] = {}
     for name, stamp in sorted(stamps_in(roots.own / processes.LOGS).items()):
         if name.startswith("data-"):
@@ -58,12 +58,12 @@ def _asked(request: Request, given: Mapping[str, str]) -> DataSet:
 
 
 def check(request: Request) -> Response:
-    """GET /data/check: duplicates side by side, what is unusable and why, as the last check found them."""
+    """GET /data/check: the last check's findings: duplicates side by side, and what is unusable and why."""
     return _check_part(request, _asked(request, request.query_params))
 
 
 async def start_check(request: Request) -> Response:
-    """POST /data/check: decode and compare all pictures in a process of its own (``simpletune data``)."""
+    """POST /data/check: decode and compare all pictures in a separate process (``simpletune data``)."""
     form = await read_fields(request)
     return await run_in_threadpool(_start_check, request, form)
 
@@ -92,7 +92,7 @@ def _check_part(request: Request, found: DataSet) -> Response:
 
 
 def _report(file: Path) -> Json:
-    """What the last check wrote; empty if there is none, or another version wrote it."""
+    """The last check's report; empty if there is none, or if another version wrote it."""
     try:
         found: object = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -123,11 +123,11 @@ def _start_captioning(request: Request, form: Mapping[str, str]) -> Response:
 
 
 def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[str]:
-    """The command line of captioning.
+    """Build the command line for captioning.
 
     Args:
         roots: a model's folder must be in one of them.
-        folder: of the pictures.
+        folder: the pictures' folder.
         form: what the user chose.
 
     Raises:
@@ -139,7 +139,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
     is_folder = (roots.named[0] / model).exists() or not HUB_NAME.match(model) or ".." in model
     chosen = str(roots.resolve(model)) if is_folder else model
     words = ["caption", str(folder), f"--model={chosen}"]
-    for name in ("prompt", "prefix", "trigger"):  # one word each, so that none is read as another flag
+    for name in ("prompt", "prefix", "trigger"):  # one word each, so that no value is read as a flag
         text = form.get(name, "").strip()
         if len(text) > LONGEST or "\0" in text:
             raise UserError(f"{name} has {len(text):,} characters. Use at most {LONGEST:,}")
@@ -153,7 +153,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
 
 
 async def stop_captioning(request: Request) -> Response:
-    """POST /data/captioning/stop: end captioning; captions so far stay, and the next start goes on."""
+    """POST /data/captioning/stop: end captioning; captions so far stay, and the next start continues."""
     form = await read_fields(request)
     return await run_in_threadpool(_stop_captioning, request, form)
 
@@ -183,5 +183,5 @@ def _state(roots: Roots, log_name: str) -> Json:
 
 
 def _folder(roots: Roots, found: DataSet) -> Path:
-    """The folder for the check of a data set."""
+    """The folder for a data set's check."""
     return roots.own / "data" / found.key

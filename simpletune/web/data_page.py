@@ -1,4 +1,4 @@
-"""The page Data: thumbnails as training cuts them, captions and their changes, what cuts them off, captioning."""
+"""The page Data: thumbnails as training crops them, captions and edits, truncated captions, captioning."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from simpletune.web.run_state import Runs
 from simpletune.web.templates import read_form, render
 
 TAGS = 60  # shown
-CHANGES = 20  # shown of a preview
-CHANGED = "captions-changed"  # an event for the parts of the page that count captions
+CHANGES = 20  # shown in a preview
+CHANGED = "captions-changed"  # event for the parts of the page that count captions
 Form = Mapping[str, list[str]]
 
 
@@ -43,7 +43,7 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``: what the page started."""
+    """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``, for the page's processes."""
     return data_jobs.stamps(roots)
 
 
@@ -83,7 +83,7 @@ def _gallery(request: Request, found: DataSet) -> Json:
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /data/thumbnail: a picture as training cuts it; a link with another version is another thumbnail."""
+    """GET /data/thumbnail: a picture as training crops it; a link with another version is another thumbnail."""
     found = _asked(request)
     roots: Roots = request.app.state.roots
     name = request.query_params.get("name", "")
@@ -98,7 +98,7 @@ def thumbnail(request: Request) -> Response:
 
 
 def summary(request: Request) -> Response:
-    """GET /data/summary: tags, and how many captions are missing or cut off."""
+    """GET /data/summary: tags, and how many captions are missing or truncated."""
     found = _asked(request)
     entries = found.entries()
     texts = [entry.text for entry in entries if entry.text]
@@ -148,12 +148,12 @@ def _write(request: Request, form: Form) -> Response:
 
 
 def _unwritten(request: Request, name: str, reason: str, typed: str) -> Response:
-    """Say why there is nothing to write to, and give back what the user typed."""
+    """Show why there is nothing to write to, and return what the user typed."""
     return render(request, "data_unwritten.html", 422, id=card_id(name), name=name, reason=reason, typed=typed)
 
 
 async def show_changes(request: Request) -> Response:
-    """POST /data/preview: count what an edit would change, and write nothing."""
+    """POST /data/preview: count what an edit would change, without writing."""
     return await _with_form(request, _preview)
 
 

@@ -1,4 +1,4 @@
-"""The pictures that the page Data shows: one folder source, by itself or of a configuration."""
+"""The pictures on the page Data: one folder source, alone or from a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simpletune.web.roots import Roots
 PAGE = 48  # pictures
 SHOWN = ("all", "without", "model", "cut")
 SUGGESTED = 40  # folders
-LOOKED_AT = 400  # entries of a root that are looked at for suggestions
+LOOKED_AT = 400  # entries of a root that are searched for suggestions
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class DataSet:
 
     Args:
         place: folder or configuration that the user named, absolute.
-        index: of the source in the configuration.
+        index: the source's index in the configuration.
         sources: paths of all its sources.
-        config: with this source alone.
+        config: the configuration with this source alone.
         source: this source.
         folder: its folder, links resolved.
         why_not: why its captions cannot be edited here; empty if they can.
@@ -63,7 +63,7 @@ class DataSet:
 
     @property
     def query(self) -> str:
-        """The part of an address that names it."""
+        """The query string that names it."""
         return urlencode({"place": str(self.place), "source": self.index})
 
     def entries(self) -> list[Entry]:
@@ -90,11 +90,11 @@ class DataSet:
         try:
             inside = all(each.resolve().is_relative_to(self.folder) for each in (file, file.parent))
             return file if inside and file.is_file() else None
-        except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a loop of links
+        except (OSError, ValueError, RuntimeError):  # a null byte, an overlong name, a loop of links
             return None
 
     def prompt(self, caption: str) -> str:
-        """A caption as the text encoders get it."""
+        """A caption as the text encoders receive it."""
         parts = (self.source.caption_prefix.strip(), one_line(caption), self.source.caption_suffix.strip())
         return " ".join(part for part in parts if part)
 
@@ -105,7 +105,7 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
     Args:
         roots: what the pages may touch.
         place: as the user typed it.
-        index: of the source, as the address has it.
+        index: the source's index, as in the address.
 
     Raises:
         UserError: the place is outside of the roots, missing, or the configuration is wrong.
@@ -134,7 +134,7 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
-    """The configuration of a file, or of a folder as Start would train it; kept, because validation takes 50 ms."""
+    """A file's configuration, or the one with which Start trains a folder; cached, because validation takes 50 ms."""
     if path.is_dir():
         data: Json = {"name": "data", "data": {"path": str(path)}}
         if card_here() is None:  # the tiny model, at its size
@@ -146,15 +146,15 @@ def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Card:
-    """What the page shows of a picture.
+    """What the page shows about a picture.
 
     Args:
         entry: the picture and its caption.
         version: changes when the file does.
-        size: in pixels; None if the picture cannot be used.
-        bucket: that it is cropped to.
+        size: size in pixels; None if the picture cannot be used.
+        bucket: the bucket that it is cropped to.
         problem: why it cannot be used.
-        cuts: encoders that cut its caption off.
+        cuts: encoders that truncate its caption.
         seen: the part of its prompt that every encoder sees.
         unseen: the rest.
         made: whether a model wrote the caption.
@@ -182,11 +182,11 @@ def card_id(name: str) -> str:
 
 
 def cards_of(data: DataSet, entries: Sequence[Entry]) -> list[Card]:
-    """Look at pictures and captions.
+    """Make the cards of pictures and captions.
 
     Args:
         data: the data set.
-        entries: those of one page.
+        entries: the entries of one page.
     """
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
@@ -217,7 +217,7 @@ def chosen(data: DataSet, show: str, query: str) -> list[Entry]:
     Args:
         data: the data set.
         show: one of ``SHOWN``.
-        query: text in the name or the caption; upper and lower case are the same.
+        query: text in the name or the caption, case-insensitive.
     """
     entries = data.entries()
     if show == "without":
@@ -244,7 +244,7 @@ def _folders(root: Path) -> Iterator[Path]:
     yield root
     try:
         entries = sorted(root.iterdir())[:LOOKED_AT]
-    except OSError:  # not readable: there is nothing to suggest
+    except OSError:  # unreadable: there is nothing to suggest
         return
     yield from (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
 

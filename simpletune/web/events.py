@@ -1,7 +1,7 @@
-"""Tell open pages what has changed: one watcher of files for all, one stream of server-sent events a browser.
+"""Notify open pages of changes: one file watcher for all, and one stream of server-sent events per browser.
 
 A page subscribes by marking elements with ``data-topic``; app.js refreshes them when their topic is named. The stream
-carries only names of topics, so any number of streams costs one look at the files a second.
+carries only names of topics, so any number of streams costs one look at the files per second.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ HEARTBEAT = 15.0  # seconds until an idle stream sends a comment, so that proxie
 KEPT = 1000  # changes for pages that poll
 HELLO, BYE = b"retry: 2000\nevent: hello\ndata: []\n\n", b"event: bye\ndata: []\n\n"
 Look = Callable[[], Mapping[str, Hashable]]
-"""Returns a stamp for each topic; a topic has changed when its stamp differs or it comes or goes."""
+"""Returns a stamp for each topic; a topic has changed when its stamp differs, or when it appears or disappears."""
 
 
 class Watch:
-    """Look at files while somebody listens, and tell which topics have changed.
+    """Watch files while somebody listens, and report which topics have changed.
 
     Args:
         look: returns the stamps; called in a thread.
@@ -32,7 +32,7 @@ class Watch:
 
     def __init__(self, look: Look):
         self.look = look
-        self.number = 0  # of looks that found a change
+        self.number = 0  # number of looks that found a change
         self.closed = False
         self._stamps: Mapping[str, Hashable] | None = None
         self._changes: deque[tuple[int, list[str]]] = deque(maxlen=KEPT)
@@ -60,7 +60,8 @@ class Watch:
             self._streams.discard(queue)
 
     async def since(self, number: int) -> tuple[int, list[str]]:
-        """Return the number of the last change, and the topics that changed after ``number``; all if it is too old."""
+        """Return the number of the last change, and the topics changed after ``number``; all topics if that is too
+        old."""
         await self.now()
         kept_from = self._changes[0][0] if self._changes else self.number + 1
         if number < kept_from - 1 or number > self.number:
@@ -68,7 +69,7 @@ class Watch:
         return self.number, sorted({topic for at, topics in self._changes if at > number for topic in topics})
 
     async def now(self) -> None:
-        """Look at the files, at most once a period."""
+        """Look at the files, at most once per period."""
         async with self._lock:
             clock = asyncio.get_running_loop().time
             if clock() - self._looked < PERIOD / 2:
@@ -109,7 +110,7 @@ async def events(request: Request) -> Response:
 
 
 async def changes(request: Request) -> Response:
-    """GET /changes?since=N: the same for pages that poll."""
+    """GET /changes?since=N: the changes, for pages that poll."""
     since = request.query_params.get("since", "-1")
     number, topics = await request.app.state.watch.since(int(since) if since.isdecimal() else -1)
     return JSONResponse({"number": number, "topics": topics})

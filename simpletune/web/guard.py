@@ -1,4 +1,4 @@
-"""Who may ask: the Host header, the token, the origin of requests that change something; and headers of responses."""
+"""Access control: the Host header, the token, the origin of requests that change something; and response headers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ HEADERS = {
 }
 COOKIE, TOKEN = "simpletune", "token"
 SAFE = ("GET", "HEAD")
-FAILED = "The page failed; the terminal that runs it has the traceback. Reload to go on; runs are not affected"
+FAILED = "The page failed; the terminal that runs it has the traceback. Reload to continue; runs are not affected"
 NO_TOKEN = "A token is needed. Open the whole address that the terminal printed, ?token=... included"
 OTHER_SITE = "The request came from another site, or its Origin header is missing. Open the page and try there"
 
 
 @dataclass(frozen=True)
 class Access:
-    """Hold who may ask.
+    """Who has access.
 
     Args:
         hosts: allowed Host headers without a port; None: any.
-        token: secret of the address; None: none is asked for.
+        token: the secret in the address; None: none is required.
     """
 
     hosts: Collection[str] | None
@@ -45,8 +45,8 @@ class Guard:
     """ASGI middleware: check each request before the app sees it, add headers, and answer 500 if the app fails.
 
     Args:
-        app: to wrap.
-        access: who may ask.
+        app: the application to wrap.
+        access: who has access.
     """
 
     def __init__(self, app: ASGIApp, access: Access):
@@ -73,7 +73,7 @@ class Guard:
                 await PlainTextResponse(FAILED, 500)(scope, receive, sent)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the response to a request that may not pass."""
+        """Return the response that refuses a request; None if it may pass."""
         if not has_known_host(scope, self.access.hosts):
             return PlainTextResponse(UNKNOWN_HOST, 421)
         if scope["method"] not in SAFE and not _from_own_page(scope):
@@ -95,7 +95,7 @@ class Guard:
 
 
 def _from_own_page(scope: Scope) -> bool:
-    """Tell whether a request that changes something was sent by a page of this server; browsers add the header."""
+    """Return whether a page of this server sent a request that changes something, judging by headers browsers add."""
     origin = header(scope, b"origin")
     return origin in {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
 

@@ -1,4 +1,4 @@
-"""The live line: predictions by ``estimate`` in child processes, one at a time, kept below ``runs/.web/estimates``."""
+"""The live line: predictions by ``estimate`` in child processes, one at a time, cached in ``runs/.web/estimates``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KEPT = 2000  # predictions
 
 @dataclass(frozen=True)
 class Wish:
-    """A prediction that a form waits for.
+    """A prediction that a form is waiting for.
 
     Args:
-        key: of ``key_of``.
+        key: the result of ``key_of``.
         data: the configuration's JSON.
         device: the card's name or memory; None: no card.
     """
@@ -45,12 +45,12 @@ class Wish:
 
 
 def wish(config: TrainConfig, data: Json, card: Card | None) -> Wish:
-    """Say what to predict.
+    """Describe what to predict.
 
     Args:
-        config: validated.
+        config: the validated configuration.
         data: its JSON.
-        card: to train on; None: there is none.
+        card: the card to train on; None: there is none.
     """
     device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
@@ -60,20 +60,20 @@ def wish(config: TrainConfig, data: Json, card: Card | None) -> Wish:
 
 
 def kept(roots: Roots, key: str) -> Json | None:
-    """Return a kept prediction: ``estimate --json``, or ``{"error": words}``; None if there is none."""
+    """Return a cached prediction: ``estimate --json``'s output, or ``{"error": words}``; None if there is none."""
     return read_json_or_none(_file(roots, key)) if key.isalnum() else None
 
 
 def stamp(roots: Roots) -> Hashable:
-    """Return what changes with every new prediction."""
+    """Return a value that changes with every new prediction."""
     return file_stamp(roots.own / FOLDER)
 
 
 class Estimator:
-    """Predict for the open forms of one page; the newest wish of a form replaces its older ones.
+    """Predict for one page's open forms; a form's newest wish replaces its older ones.
 
     Args:
-        roots: of the page.
+        roots: the page's roots.
     """
 
     def __init__(self, roots: Roots):
@@ -84,7 +84,7 @@ class Estimator:
         self._thread: threading.Thread | None = None
 
     def want(self, form: str, wish: Wish) -> None:
-        """Predict for a form, and give up what it wanted before."""
+        """Predict for a form, and drop what it wanted before."""
         with self._lock:
             self._waiting.pop(form, None)
             running = self._running
@@ -128,7 +128,7 @@ class Estimator:
             self._running = None
         folder = self.roots.own / FOLDER
         (folder / f"{wish.key}.config.json").unlink(missing_ok=True)
-        if process.returncode < 0:  # given up for a newer wish
+        if process.returncode < 0:  # dropped for a newer wish
             return
         write_json(_file(self.roots, wish.key), _result(process.returncode, out, err), shared=True)
         for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:

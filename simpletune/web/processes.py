@@ -1,8 +1,8 @@
-"""Verbs of the command line as processes of their own, which outlive the page; each has a log below ``runs/.web/logs``.
+"""Run verbs of the command line in separate processes, which outlive the page; each has a log in ``runs/.web/logs``.
 
-A process inherits a lock on its log, which the system releases when it ends, however it ends: so pages that are
-restarted, and other pages, see what runs. Beside the log stands who runs: process ID, start time and boot, because an
-ID is used again later.
+A process inherits a lock on its log, which the system releases when the process ends, however it ends. So restarted
+pages, and other pages, see what is running. A file beside the log identifies the process by its ID, start time and
+boot, because IDs are reused.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LOGS = "logs"
 TAIL = 2**16  # bytes of a log that are read from its end
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that contains the package
-LOOKS, PAUSE = 10, 0.02  # tries for a lock, and seconds between: others hold it for a moment to look at it
+LOOKS, PAUSE = 10, 0.02  # attempts to lock, and seconds in between: others hold the lock briefly to look at it
 _starting = threading.Lock()
 _unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
 
 
 @dataclass(frozen=True)
 class Process:
-    """Describe a started process.
+    """A started process.
 
     Args:
-        pid: its ID; also that of its session and group.
+        pid: its ID, which is also the ID of its session and group.
         started: its start time in clock ticks since boot.
-        log: what it prints.
+        log: the file with its output.
     """
 
     pid: int
@@ -51,11 +51,11 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Tell whether it runs; one that has ended and that nobody has reaped does not."""
+        """Return whether it is running; a zombie is not."""
         return start_time(self.pid) == self.started
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if it is still running."""
         with suppress(ProcessLookupError):
             if self.alive:
                 os.kill(self.pid, number)
@@ -67,11 +67,11 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
     Args:
         roots: where logs go.
         words: verb and arguments, such as ``("estimate", "config.json")``.
-        log_name: of the log and of the process; of each name one runs at a time.
+        log_name: the name of the log and of the process; only one of each name runs at a time.
         module: what ``python -m`` runs.
 
     Raises:
-        UserError: a process of this name is running, or the system refuses another.
+        UserError: a process with this name is running, or the system refuses to start one.
     """
     log = log_of(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
 
 
 def running(roots: Roots, log_name: str) -> bool:
-    """Tell whether the process of this name runs, whoever started it."""
+    """Return whether the process with this name is running, whoever started it."""
     log = log_of(roots, log_name)
     try:
         with _starting, log.open("rb") as opened:
@@ -107,7 +107,7 @@ def running(roots: Roots, log_name: str) -> bool:
 
 
 def find(roots: Roots, log_name: str) -> Process | None:
-    """Return the running process of this name, to send it a signal."""
+    """Return the running process with this name, to send it a signal."""
     log = log_of(roots, log_name)
     record = _read(log)
     if record.get("boot") != _boot() or not isinstance(record.get("pid"), int):
@@ -117,18 +117,18 @@ def find(roots: Roots, log_name: str) -> Process | None:
 
 
 def words_of(roots: Roots, log_name: str) -> list[str]:
-    """Return the verb and arguments of the last process of this name."""
+    """Return the verb and arguments of the last process with this name."""
     return list(_read(log_of(roots, log_name)).get("words") or [])
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
-    """Return how the last process of this name ended; None while it runs, or if the page was not there to see it."""
+    """Return the exit code of the last process with this name; None while it runs, or if no page saw it end."""
     code = _read(log_of(roots, log_name)).get("code")
     return code if isinstance(code, int) else None
 
 
 def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
-    """Return the last lines of a log; empty if there is none. A progress bar's line counts as it was left."""
+    """Return the last lines of a log; empty if there is none. For a progress bar, returns only its last state."""
     try:
         with log_of(roots, log_name).open("rb") as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
@@ -145,7 +145,7 @@ def log_of(roots: Roots, log_name: str) -> Path:
         UserError: the name does not fit into a file name.
     """
     if not NAME.fullmatch(log_name):
-        raise UserError(f"{log_name[:60]!r} is no name of a log. Use letters, digits, '.', '_' and '-'")
+        raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
     return roots.own / LOGS / f"{log_name}.log"
 
 
@@ -159,7 +159,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _locked(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock a log, and tell whether that went; without locks in the file system, it always does."""
+    """Lock a log, and return whether that worked; always true on a file system without locks."""
     for _ in range(LOOKS if kind == fcntl.LOCK_EX else 1):
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -182,11 +182,11 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
 
 def command(module: str, words: Sequence[str]) -> list[str]:
     """Return the command that runs a module."""
-    return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, no modules
+    return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of child processes: they find this package, and print at once."""
+    """Return the environment of child processes, in which they find this package and print unbuffered."""
     paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 

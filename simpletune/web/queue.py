@@ -1,6 +1,5 @@
-"""The queue of runs: ``runs/.web/queue.json``, read and written whole, under a lock, by pages and the runner.
-
-``queue_runner.py`` works it off in a process of its own, so that it goes on when the page is closed or killed.
+"""The queue of runs: ``runs/.web/queue.json``, which pages and the runner read and write as a whole, under a lock.
+``queue_runner.py`` processes it in a separate process, so that it continues when the page is closed or killed.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from simpletune.web.run_state import file_stamp
 
 FILE, LOCK, RUNNER = "queue.json", ".queue.lock", "queue"
 RUNNER_MODULE = "simpletune.web.queue_runner"
-ENDED_KEPT = 20  # ended runs that stay in the queue to be read
-MOST = 500  # runs that wait
-PAUSE = 10.0  # seconds until another runner is tried
+ENDED_KEPT = 20  # ended runs that stay in the queue to be looked at
+MOST = 500  # waiting runs
+PAUSE = 10.0  # seconds until another runner is started
 CPU, GPU = "cpu", "gpu"
 State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
 
 
 class Entry(BaseModel):
-    """Describe a run in the queue."""
+    """A run in the queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -43,11 +42,11 @@ class Entry(BaseModel):
     config: str
     """Path of its configuration."""
     device: Literal["cpu", "gpu"]
-    """What it needs: of each, one run at a time."""
+    """The device that it needs; each trains one run at a time."""
     resume: bool = False
     """Continue the run of this name instead of starting a new one."""
     state: State = "waiting"
-    """What has become of it."""
+    """Its state."""
     reason: str = ""
     """Why it failed."""
 
@@ -61,10 +60,10 @@ def log_name(name: str) -> str:
 
 
 def read(roots: Roots) -> list[Entry]:
-    """Return all entries in their order, ended ones included.
+    """Return all entries in order, including ended ones.
 
     Raises:
-        UserError: the file is damaged, or of a newer version.
+        UserError: the file is damaged, or from a newer version.
     """
     try:
         return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
@@ -79,7 +78,7 @@ def read(roots: Roots) -> list[Entry]:
 
 
 def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
-    """Replace the entries by what ``to`` makes of them, while no other process changes them.
+    """Replace the entries by the result of ``to``, while no other process changes them.
 
     Raises:
         DiskFull: the queue is unchanged.
@@ -98,14 +97,14 @@ def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry
 
 
 def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> Entry:
-    """Put a run at the end of the queue, and see that the queue is worked off.
+    """Append a run to the queue, and make sure that a runner processes the queue.
 
     Args:
-        roots: of the page.
-        name: of the run.
-        config: its configuration, which stays until the run has begun.
-        device: from ``device_of``.
-        resume: continue the run of this name.
+        roots: the page's roots.
+        name: the run's name.
+        config: its configuration file, which must exist until the run has begun.
+        device: the result of ``device_of``.
+        resume: whether to continue the run with this name.
 
     Raises:
         UserError: the queue is full.
@@ -125,12 +124,12 @@ def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False
 
 
 def remove(roots: Roots, which: str) -> None:
-    """Take an entry out of the queue; a running one stays."""
+    """Remove an entry from the queue, unless it is running."""
     change(roots, lambda entries: [each for each in entries if each.id != which or each.state == "running"])
 
 
 def move_up(roots: Roots, which: str) -> None:
-    """Let an entry change places with the one that waits before it."""
+    """Swap an entry with the waiting one before it."""
 
     def moved(entries: list[Entry]) -> list[Entry]:
         waiting = [at for at, each in enumerate(entries) if each.state == "waiting"]
@@ -154,7 +153,7 @@ def stop(roots: Roots, which: str) -> None:
 
 
 def ensure_runner(roots: Roots) -> None:
-    """Start the queue's runner if there is something to do and none runs."""
+    """Start the queue's runner if there is something to do and none is running."""
     if not is_open(roots) or processes.running(roots, RUNNER) or _failed_just_now(roots):
         return
     try:
@@ -165,14 +164,14 @@ def ensure_runner(roots: Roots) -> None:
 
 
 def _failed_just_now(roots: Roots) -> bool:
-    """Tell whether a runner has failed a moment ago, as on a full disk: another one would, too."""
+    """Return whether a runner has just failed, as on a full disk; another one would fail, too."""
     if processes.exit_code(roots, RUNNER) in (0, None):
         return False
     return time.time() - processes.log_of(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
 
 
 def is_open(roots: Roots) -> bool:
-    """Tell whether an entry waits or runs."""
+    """Return whether an entry is waiting or running."""
     try:
         return any(each.state in ("waiting", "running") for each in read(roots))
     except UserError:
@@ -180,7 +179,7 @@ def is_open(roots: Roots) -> bool:
 
 
 def stamp(roots: Roots) -> Hashable:
-    """Return what changes with the queue."""
+    """Return a value that changes with the queue."""
     return file_stamp(roots.own / FILE)
 
 

@@ -1,7 +1,7 @@
-"""Work the queue off: ``python -m simpletune.web.queue_runner RUNS ROOT``. Ends when nothing waits or runs.
+"""Process the queue: ``python -m simpletune.web.queue_runner RUNS ROOT``. Ends when nothing is waiting or running.
 
-A runner that is killed loses nothing: the queue is a file, runs are processes of their own, and the next runner, which
-any open page starts, finds them by their logs.
+Killing a runner loses nothing: the queue is a file, runs are separate processes, and the next runner, which any open
+page starts, finds them by their logs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from simpletune.web.roots import Roots, make_roots
 from simpletune.web.run_state import state_of
 
 PERIOD = 1.0  # seconds between two looks
-STOPPED = (130, 143)  # exit codes of a run that a signal stopped
+STOPPED = (130, 143)  # exit codes of a run stopped by a signal
 REASON = 500  # characters
 ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 
 
 def run(roots: Roots) -> None:
-    """Start what may start and record what has ended, until there is nothing more to do.
+    """Start runs that may start and record those that have ended, until there is nothing left to do.
 
     Args:
-        roots: of the page.
+        roots: the page's roots.
     """
     while queue.is_open(roots):
         step(roots)
@@ -38,7 +38,7 @@ def run(roots: Roots) -> None:
 
 
 def step(roots: Roots) -> None:
-    """Look once."""
+    """Look at the queue once."""
     ended = {each.id: outcome(roots, each) for each in queue.read(roots) if each.state == "running"}
     known = {which: found for which, found in ended.items() if found is not None}
     if known:
@@ -54,7 +54,7 @@ def step(roots: Roots) -> None:
 
 
 def begin(roots: Roots, entry: Entry) -> None:
-    """Start the run of an entry, unless a page has taken it out meanwhile."""
+    """Start an entry's run, unless a page has removed the entry meanwhile."""
     started: list[Entry] = []
 
     def mark(entries: list[Entry]) -> list[Entry]:
@@ -72,17 +72,17 @@ def begin(roots: Roots, entry: Entry) -> None:
 
 
 def busy_devices(roots: Roots) -> set[str]:
-    """Return the devices on which runs train, whoever started them."""
+    """Return the devices on which runs are training, whoever started them."""
     busy = {each.device for each in queue.read(roots) if each.state == "running"}
     return busy | {_device_of_run(folder) for folder in roots.all_runs() if is_held(folder)}
 
 
 def outcome(roots: Roots, entry: Entry) -> tuple[State, str] | None:
-    """Return how a run that was started has ended, and why; None while it runs."""
+    """Return how a started run ended, and why; None while it is running."""
     if processes.running(roots, log_name(entry.name)):
         return None
     code = processes.exit_code(roots, log_name(entry.name))
-    if code is None:  # nobody was there to see it: ask its folder
+    if code is None:  # no runner saw it end: look in its folder
         folder = roots.run(entry.name)
         found = state_of(folder) if folder is not None else None
         word = ENDINGS.get(found.word, "killed") if found is not None else "killed"
@@ -107,7 +107,7 @@ def words_of(entry: Entry) -> list[str]:
 
 
 def _adopted(roots: Roots, entry: Entry) -> Entry:
-    """Mark an entry whose run was started by a runner that was killed before it could write that down."""
+    """Mark an entry as running if a runner started its run but was killed before recording it."""
     name = log_name(entry.name)
     if entry.state != "waiting" or processes.words_of(roots, name) != words_of(entry):
         return entry
@@ -115,12 +115,12 @@ def _adopted(roots: Roots, entry: Entry) -> Entry:
 
 
 def _is_taken(roots: Roots, entry: Entry) -> bool:
-    """Tell whether a run of this name trains, or its log is still being written."""
+    """Return whether a run with this name is training, or its log is still being written."""
     return is_held(roots.runs / entry.name) or processes.running(roots, log_name(entry.name))
 
 
 def _device_of_run(folder: Path) -> str:
-    """Return the device of a running run: that of its last attempt, else that of its configuration."""
+    """Return a running run's device: its last attempt's, or else its configuration's."""
     attempts = attempts_of(folder)
     if attempts:
         return CPU if attempts[-1].device.startswith("cpu") else GPU

@@ -1,4 +1,4 @@
-"""Which folders the pages may read and write: the runs' folder and the named roots, nothing else."""
+"""The folders that the pages may read and write: the runs' folder and the named roots, nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletune.options import UserError
 from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
 
-OWN = ".web"  # beside the runs: configurations, logs and the queue of the pages
+OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
 
 
 class OutsideRoots(UserError):
@@ -18,11 +18,11 @@ class OutsideRoots(UserError):
 
 @dataclass(frozen=True)
 class Roots:
-    """Hold the folders that the pages may touch.
+    """The folders that the pages may touch.
 
     Args:
         runs: folder of the runs.
-        named: further folders with pictures and configurations; the first is what relative paths refer to.
+        named: further folders with pictures and configurations; relative paths are relative to the first.
     """
 
     runs: Path
@@ -34,7 +34,7 @@ class Roots:
         return self.runs / OWN
 
     def resolve(self, text: str) -> Path:
-        """Resolve a path that a user gave, links included.
+        """Resolve a path given by a user, including links.
 
         Raises:
             OutsideRoots: it lies outside of all roots; the message names the remedy.
@@ -42,7 +42,7 @@ class Roots:
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
-        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, a name that is too long
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name
             raise OutsideRoots(f"{text!r} is not a path") from None
         if not any(path.is_relative_to(root) for root in (self.runs, *self.named)):
             allowed = ", ".join(map(str, self.named))
@@ -73,7 +73,7 @@ class Roots:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is a run's, finished or not."""
+    """Return whether a folder is a run's, finished or not."""
     return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
 
 

@@ -1,6 +1,5 @@
-"""The page of a run: the parts of ``running``, and what can be done once the run no longer trains.
-
-That is its report, comparisons, the step to use, files for other tools, and going on.
+"""The page of a run: the parts of ``running``, and what can be done when the run is not training: its report,
+comparisons, choosing a step, files for other tools, and continuing.
 """
 
 from __future__ import annotations
@@ -109,13 +108,13 @@ def exports_of(roots: Roots, name: str) -> Path:
 
 
 def after(request: Request) -> Response:
-    """GET /run/NAME/after: what can be done with the run."""
+    """GET /run/NAME/after: what can be done with the run when it is not training."""
     folder = run_of(request)
     return render(request, "run_after.html", drawing=drawing_defaults(folder), **after_of(request, folder))
 
 
 def jobs(request: Request) -> Response:
-    """GET /run/NAME/jobs: what runs for this page."""
+    """GET /run/NAME/jobs: the processes started from this page."""
     return render(request, "run_jobs.html", jobs=jobs_of(request, run_of(request)))
 
 
@@ -132,7 +131,7 @@ def jobs_of(request: Request, folder: Path) -> list[Job]:
 
 
 def after_of(request: Request, folder: Path) -> Json:
-    """What the page offers for a run."""
+    """The values for the part with what the page offers for a run."""
     roots: Roots = request.app.state.roots
     progress, summary, best = progress_of(folder), json_object(folder / SUMMARY), best_of(folder)
     exports = exports_of(roots, folder.name)
@@ -157,13 +156,13 @@ def best_of(folder: Path) -> Choice | None:
 
 
 def has_strength(progress: Progress) -> bool:
-    """Tell whether a run's result is an adapter, which has a strength."""
+    """Return whether a run's result is an adapter, which has a strength."""
     adapter = progress.state.settings.get("adapter")
     return not (isinstance(adapter, dict) and adapter.get("method") in WHOLE)
 
 
 def more_steps(progress: Progress) -> int:
-    """The number of steps that going on asks for unless told otherwise: as planned, or half as many again."""
+    """The default number of steps for continuing: as planned, or half as many again."""
     steps = progress.steps or progress.state.done
     return steps if progress.state.done < steps else steps + max(1, steps // 2)
 
@@ -182,7 +181,7 @@ async def compare(request: Request) -> Response:
 
 
 async def choose_step(request: Request) -> Response:
-    """POST /run/NAME/choose: take a step as the best, or let the figures choose."""
+    """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
     folder, form = run_of(request), await read_fields(request)
     step = form.get("step", "auto")
     chosen = "auto" if step == "auto" else str(whole(step, "step"))
@@ -194,7 +193,7 @@ async def export(request: Request) -> Response:
     folder, form = run_of(request), await read_fields(request)
     layout, step = form.get("format", ""), form.get("step", "")
     if layout not in FORMATS:
-        raise UserError(f"{layout[:40]!r} is no format. Use {', '.join(FORMATS)}")
+        raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
     place = exports_of(request.app.state.roots, folder.name)
     place.mkdir(parents=True, exist_ok=True)
     source = named(folder, step)
@@ -217,7 +216,7 @@ async def finish(request: Request) -> Response:
 
 
 async def go_on(request: Request) -> Response:
-    """POST /run/NAME/continue: put the run into the queue, to train on to a number of steps."""
+    """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
     folder, form = run_of(request), await read_fields(request)
     steps = whole(form.get("steps", ""), "steps")
     progress = progress_of(folder)
@@ -231,14 +230,14 @@ async def go_on(request: Request) -> Response:
 
 
 def going_on(folder: Path, settings: Json, steps: int) -> Json:
-    """A run's configuration with which it goes on in its folder to a number of steps."""
+    """The configuration with which a run continues in its folder up to a number of steps."""
     train, output = ({**settings[key]} if isinstance(settings.get(key), dict) else {} for key in ("train", "output"))
     train |= {"steps": steps} | ({"epochs": None} if "epochs" in train else {})
     return {**settings, "name": folder.name, "train": train, "output": output | {"runs": str(folder.parent)}}
 
 
 def _queued(roots: Roots, name: str, settings: Json) -> None:
-    """Write the configuration for the queue, and put the run there."""
+    """Write the configuration for the queue, and queue the run."""
     config = roots.own / "configs" / f"{job_name(TRAIN, name)}-goes-on.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     write_json(config, settings, shared=True)
@@ -251,7 +250,7 @@ def named(folder: Path, step: str) -> str:
 
 
 async def _begun(request: Request, folder: Path, kind: str, words: list[str]) -> Response:
-    """Start a verb and say so."""
+    """Start a verb, and report it."""
     await run_in_threadpool(begin, request.app.state.roots, kind, folder.name, words)
     return render(request, "run_begun.html", kind=kind)
 

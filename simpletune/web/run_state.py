@@ -1,4 +1,4 @@
-"""The state of a run in a few figures, read cheaply: the ends of its files, not the whole of them."""
+"""A run's state in a few figures, read cheaply from the ends of its files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Runs = Sequence[tuple[Path, bool]]
 
 @dataclass(frozen=True)
 class RunState:
-    """Describe a run.
+    """A run's state.
 
     Args:
         name: its folder's name.
         word: running, finished, stopped, failed, killed or new.
-        reason: why it ended, if not by itself.
+        reason: why it ended, if it did not finish.
         done: finished steps.
         steps: planned steps; None if the configuration does not say.
-        loss: of the last step; None before the first.
+        loss: the last step's loss; None before the first.
         settings: its configuration as JSON; empty if it is missing or damaged.
         picture: newest sheet of validation pictures, relative to the run's folder.
     """
@@ -68,7 +68,7 @@ def _ending(folder: Path, summarised: bool) -> tuple[str, str]:
 
 
 def last_row(file: Path) -> Json:
-    """Return the last whole row of a file of JSON lines; empty if there is none."""
+    """Return the last complete row of a JSON Lines file; empty if there is none."""
     try:
         with file.open("rb") as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
@@ -95,7 +95,7 @@ def json_object(file: Path) -> Json:
 
 
 def stamp(folder: Path, held: bool) -> Hashable:
-    """Return what changes whenever a page about the run would look different.
+    """Return a value that changes whenever a page about the run would look different.
 
     Args:
         folder: run folder.
@@ -105,7 +105,7 @@ def stamp(folder: Path, held: bool) -> Hashable:
 
 
 def stamps_in(folder: Path) -> dict[str, Hashable]:
-    """Return a stamp of each file in a folder, by name; empty if there is no folder."""
+    """Return each file's stamp in a folder, by name; empty if there is no folder."""
     found: dict[str, Hashable] = {}
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -116,7 +116,7 @@ def stamps_in(folder: Path) -> dict[str, Hashable]:
 
 
 def file_stamp(file: Path) -> tuple[int, int] | None:
-    """Return what changes when a file or the entries of a folder do; None if it is missing."""
+    """Return a value that changes when a file or a folder's entries do; None if it is missing."""
     try:
         found = file.stat()
     except OSError:

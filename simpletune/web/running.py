@@ -1,6 +1,5 @@
-"""Parts of a run's page while it trains: how far it is, charts, pictures, requests to it, its log.
-
-The page writes nothing into the run's folder but its control file. What computes is a verb in a process of its own.
+"""Parts of a run's page while it trains: progress, charts, pictures, requests, log. In the run's folder, the page
+writes only the control file. Whatever computes is a verb in a separate process.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from simpletune.web.run.progress import Progress, charts_of
 from simpletune.web.run_state import file_stamp, state_of
 from simpletune.web.templates import read_fields, render
 
-SHOWN = 12  # requests and pictures on request, newest first
+SHOWN = 12  # requests, and requested pictures, newest first
 LINES = 40  # of the log
 WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
 NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
-# Our own pages hold their scripts and pictures. Sandboxed, those cannot ask this server for anything.
+# Our own pages contain their scripts and pictures. Sandboxed, they cannot send requests to this server.
 ALONE = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox allow-scripts"
 )
-SENT: dict[str, dict[str, str]] = {  # files that are sent, by suffix, with their headers
+SENT: dict[str, dict[str, str]] = {  # files that may be sent, by suffix, with their headers
     ".png": {"content-type": "image/png"},
     ".html": {"content-type": "text/html; charset=utf-8", "content-security-policy": ALONE},
     ".safetensors": {"content-type": "application/octet-stream", "content-disposition": "attachment"},
@@ -59,18 +58,18 @@ SENT: dict[str, dict[str, str]] = {  # files that are sent, by suffix, with thei
     ".jsonl": {"content-type": "text/plain; charset=utf-8"},
     ".md": {"content-type": "text/plain; charset=utf-8"},
 }
-TRAIN = "run"  # as the queue calls the process of a run
+TRAIN = "run"  # the queue's name for a run's process
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 JOB_LINES = 12  # of another log
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process of a run's page.
+    """A process started from a run's page.
 
     Args:
         kind: compare, export and so on.
-        running: whether it runs.
+        running: whether it is running.
         failed: whether it ended with an error.
         lines: the end of its log.
     """
@@ -83,7 +82,7 @@ class Job:
 
 @functools.lru_cache(maxsize=4096)
 def job_name(kind: str, run: str) -> str:
-    """Name the process and log of a verb for a run; names that do not fit into it are told apart by their hash."""
+    """Name the process and log of a verb for a run; a hash distinguishes names that do not fit."""
     plain = UNUSUAL.sub("_", run)[:100]
     unusual = plain != run
     return f"{kind}-{plain}" + (f"-{hashlib.sha256(run.encode()).hexdigest()[:8]}" if unusual else "")
@@ -93,7 +92,7 @@ def begin(roots: Roots, kind: str, run: str, words: Sequence[str]) -> None:
     """Start a verb for a run.
 
     Raises:
-        UserError: one of this kind is running for it.
+        UserError: one of this kind is already running for the run.
     """
     start(roots, words, job_name(kind, run))
 
@@ -156,7 +155,7 @@ def now(request: Request) -> Response:
 
 
 def form(request: Request) -> Response:
-    """GET /run/NAME/form: what can be asked of the run, if it trains."""
+    """GET /run/NAME/form: the form for requests to the run, if it is training."""
     folder = run_of(request)
     return render(request, "run_ask.html", name=folder.name, run=progress_of(folder), drawing=drawing_defaults(folder))
 
@@ -168,7 +167,7 @@ def pictures(request: Request) -> Response:
 
 
 def requests(request: Request) -> Response:
-    """GET /run/NAME/requests: what was asked, and what became of it."""
+    """GET /run/NAME/requests: requests and their outcomes."""
     folder = run_of(request)
     return render(request, "run_requests.html", name=folder.name, **requests_of(folder))
 
@@ -179,18 +178,18 @@ def log(request: Request) -> Response:
 
 
 def progress_of(folder: Path) -> Progress:
-    """How far a run is."""
+    """Read a run's progress."""
     return progress.progress_of(folder, state_of(folder))
 
 
 def now_of(folder: Path) -> Json:
-    """How far a run is, and its charts."""
+    """The values for a run's progress and charts."""
     found = progress_of(folder)
     return {"name": folder.name, "run": found, "charts": charts_of(folder, found.steps)}
 
 
 def requests_of(folder: Path) -> Json:
-    """What is asked of a run and waits, the answers, and the pictures, newest first."""
+    """A run's waiting requests, answers and requested pictures, newest first."""
     answers = read_answers(folder)
     answered = {answer["id"] for answer in answers}
     try:
@@ -206,12 +205,12 @@ def requests_of(folder: Path) -> Json:
 
 
 def log_of(request: Request, folder: Path) -> Json:
-    """The end of the log of a run that a page started."""
+    """The end of the log, for a run that a page started."""
     return {"lines": tail(request.app.state.roots, job_name(TRAIN, folder.name), LINES)}
 
 
 def drawing_defaults(folder: Path) -> Json:
-    """What the form for a picture shows first: the settings of the run's validation."""
+    """The defaults of the picture form: the settings of the run's validation."""
     settings = progress_of(folder).state.settings
     validation, data = settings.get("validation"), settings.get("data")
     option: Json = validation if isinstance(validation, dict) else {}
@@ -236,7 +235,7 @@ async def ask_run(request: Request) -> Response:
 
 
 def request_from(form: dict[str, str]) -> AnyRequest:
-    """Read a request from a form; empty fields take the run's settings.
+    """Read a request from a form; empty fields mean the run's settings.
 
     Raises:
         UserError: a value is not allowed.

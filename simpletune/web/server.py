@@ -1,4 +1,4 @@
-"""Start and stop the server of the pages."""
+"""Start and stop the pages' server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from simpletune.web.roots import make_roots
 
 
 class Server(uvicorn.Server):
-    """A server that ends its event streams when it stops; otherwise open pages would keep it for ever.
+    """A server that ends its event streams when it stops; otherwise open pages would keep it running forever.
 
     Args:
-        config: uvicorn's.
+        config: uvicorn's configuration.
         web: the application.
     """
 
@@ -30,8 +30,8 @@ class Server(uvicorn.Server):
         self.web = web
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop on a signal; runs and the queue go on."""
-        say(f"{signal.Signals(sig).name}: the page stops; runs and the queue go on")
+        """Stop on a signal; runs and the queue continue."""
+        say(f"{signal.Signals(sig).name}: the page stops; runs and the queue continue")
         self.web.watch.close()
         super().handle_exit(sig, frame)
 

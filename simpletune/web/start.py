@@ -1,4 +1,4 @@
-"""Start: a card, a folder and a trigger word, then Start; every other field folded below, with its prediction."""
+"""The page Start: a card, a folder and a trigger word, then Start; below, a prediction and all other fields."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``estimates`` and ``queue``; see that the queue is worked off."""
+    """Return the stamps of the topics ``estimates`` and ``queue``; makes sure that the queue's runner is running."""
     queue.ensure_runner(roots)
     return {"estimates": live.stamp(roots), "queue": queue.stamp(roots)}
 
@@ -59,7 +59,7 @@ def page(request: Request) -> Response:
 
 
 async def change(request: Request) -> Response:
-    """POST /start/change: the parts that differ after a change."""
+    """POST /start/change: the parts that a change affects."""
     form = await read_form(request)
     return await run_in_threadpool(_change, request, form)
 
@@ -78,14 +78,14 @@ def _change(request: Request, form: Mapping[str, list[str]]) -> Response:
 
 
 def live_line(request: Request) -> Response:
-    """GET /start/live?key=KEY&last=KEY: the live line, when a prediction is ready."""
+    """GET /start/live?key=KEY&last=KEY: the live line, once a prediction is ready."""
     roots, query = request.app.state.roots, request.query_params
     shown = _live(roots, query.get("key") or None, query.get("last") or None, "")
     return render(request, "start_live.html", live=shown)
 
 
 async def begin(request: Request) -> Response:
-    """POST /start/run: write the configuration and put the run into the queue; or show the problems."""
+    """POST /start/run: write the configuration and queue the run, or show the problems."""
     form = await read_form(request)
     return await run_in_threadpool(_begin, request, form)
 
@@ -113,14 +113,14 @@ async def download(request: Request) -> Response:
 
 
 def queued(request: Request) -> Response:
-    """GET /queued/ID: a run that waits, starts or has failed; leads to the run's page as soon as there is one."""
+    """GET /queued/ID: a run that is waiting, starting or has failed; redirects to the run's page once it exists."""
     entry = _entry(request)
     target = _run_page(request.app.state.roots, entry)
     return RedirectResponse(target, 303) if target else render(request, "queued.html", 200, **_waiting(request, entry))
 
 
 def queued_part(request: Request) -> Response:
-    """GET /queued/ID/part: its state alone."""
+    """GET /queued/ID/part: only its state."""
     entry = _entry(request)
     target = _run_page(request.app.state.roots, entry)
     if target:
@@ -137,7 +137,7 @@ def _entry(request: Request) -> Entry:
 
 
 def _run_page(roots: Roots, entry: Entry) -> str | None:
-    """Return the address of a run that has begun; while it prepares, an older run of its name may be there."""
+    """Return the address of a run that has begun; while it prepares, an older run may still have its name."""
     log = "\n".join(processes.tail(roots, queue.log_name(entry.name), 1000))
     begun = entry.state in ("running", "finished", "stopped") and roots.run(entry.name) is not None
     prepared = entry.state != "running" or (roots.runs / entry.name / "attempts.json").exists() and "step" in log
@@ -155,7 +155,7 @@ def _waiting(request: Request, entry: Entry) -> dict[str, object]:
 
 
 def _asked(form: Mapping[str, list[str]]) -> tuple[Asked, dict[str, object]]:
-    """Read the form: what is asked for, and the state that the page carries along."""
+    """Read the form: the request, and the state that the page carries along."""
     texts = {name: values[-1] for name, values in form.items()}
     try:
         state = json.loads(texts.pop("state", "{}"))
@@ -180,7 +180,7 @@ def _whole(request: Request, filled: Filled, form: str, last: object, status: in
 
 
 def _values(request: Request, filled: Filled, form: str, last: object) -> dict[str, object]:
-    """Return what the page and the parts of it have in common."""
+    """Return the values common to the page and its parts."""
     roots: Roots = request.app.state.roots
     key = None
     if filled.planned is not None:
@@ -205,7 +205,7 @@ def _values(request: Request, filled: Filled, form: str, last: object) -> dict[s
 
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:
-    """Return the live line: the prediction, or the last one, greyed, while the new one is made."""
+    """Return the live line: the prediction, or, while a new one is made, the last one, greyed out."""
     found = live.kept(roots, key) if key else None
     old = live.kept(roots, last) if last and found is None else None
     figures = found or old or {}
@@ -220,7 +220,7 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
 
 
 def _warnings(roots: Roots, filled: Filled) -> list[str]:
-    """Say what Start will do to older runs of the name, and where it cannot work."""
+    """Warn what Start will do to older runs with this name, and where it cannot work."""
     name = filled.config.name if filled.config else ""
     found = []
     older = roots.run(name) if name else None
@@ -229,7 +229,7 @@ def _warnings(roots: Roots, filled: Filled) -> list[str]:
         any(each.name == name and each.state in ("waiting", "running") for each in queue.read(roots)) if name else False
     )
     if waits:
-        found.append(f"{name} is in the queue already: this run waits for its end and moves it to {name}.{number}")
+        found.append(f"{name} is already in the queue: this run waits until it ends and moves it to {name}.{number}")
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
     if filled.config is not None and card_here() is None and queue.device_of(filled.data) == queue.GPU:
@@ -238,7 +238,7 @@ def _warnings(roots: Roots, filled: Filled) -> list[str]:
 
 
 def _free_file(roots: Roots, name: str) -> Path:
-    """Return a file for a configuration that no run in the queue still needs."""
+    """Return a file name for a configuration that no run in the queue still needs."""
     needed = {each.config for each in queue.read(roots) if each.state in ("waiting", "running")}
     folder = roots.own / CONFIGS
     names = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))

@@ -40,7 +40,7 @@ def render(request: Request, template: str, status: int = 200, **values: object)
     Args:
         request: its path marks the current entry of the navigation.
         template: file name; a whole page extends ``base.html``, a part does not.
-        status: of the response.
+        status: the response's status.
         values: the template's variables.
     """
     text = environment().get_template(template).render(path=request.url.path, **values)
@@ -51,7 +51,7 @@ MOST_FORM = 2**20  # bytes of a form
 
 
 async def read_form(request: Request) -> dict[str, list[str]]:
-    """Read a form as browsers send it (``application/x-www-form-urlencoded``), each field with all its values.
+    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with all its values.
 
     Raises:
         HTTPException: 413 if it is larger than 1 MiB, 415 for another type, 400 if it is not UTF-8.
@@ -71,5 +71,5 @@ async def read_form(request: Request) -> dict[str, list[str]]:
 
 
 async def read_fields(request: Request) -> dict[str, str]:
-    """Read a form, each field with its last value. Raises what ``read_form`` raises."""
+    """Read a form: each field with its last value. Raises what ``read_form`` raises."""
     return {name: values[-1] for name, values in (await read_form(request)).items()}

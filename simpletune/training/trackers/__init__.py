@@ -77,7 +77,7 @@ class Trackers:
         """Flush and close all trackers; a second call does nothing.
 
         Args:
-            failed: the run was stopped or failed.
+            failed: whether the run was stopped or failed.
         """
         self._each(lambda tracker: tracker.close(failed))
         self._open.clear()
@@ -94,7 +94,7 @@ class Trackers:
         """Call a function; after an error, disable the tracker for the rest of the run."""
         try:
             call()
-        except Exception as error:  # no tracker may fail a run
+        except Exception as error:  # a tracker must not fail the run
             self._open.pop(name, None)
             self.warn(f"{name} failed and is off for the rest of the run ({reason_of(error)})")
 
@@ -112,7 +112,7 @@ def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = 
         config: configuration as the user gave it.
         folder: run folder.
         start: step that a resumed run starts from.
-        writes: this process logs; only the first of several does.
+        writes: whether this process logs; only the first of several does.
     """
     option = config.tracking
     makers: dict[str, Callable[[Warn], Tracker]] = {}

@@ -26,7 +26,7 @@ class Wandb:
     """Log a run to wandb. Without credentials or without an answer, an online run continues offline.
 
     Args:
-        folder: run folder; contains wandb's folder with the run's id, by which a resumed run continues.
+        folder: run folder; contains wandb's folder with the run's id, with which a resumed run continues.
         name: name of the run.
         project: wandb project.
         online: upload during the run.
@@ -113,7 +113,7 @@ def run_id(folder: Path) -> str:
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
-    """Tell whether wandb can log in without a prompt: by a key or token file in the environment, or by netrc."""
+    """Return whether wandb can log in without a prompt: by a key or token file in the environment, or by netrc."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = environment.get("NETRC")

@@ -1,7 +1,8 @@
-"""Put a user's changes on top of a base configuration, and say of every value where it comes from.
+"""Apply a user's changes to a base configuration, and name every value's source.
 
-A form posts all of its fields. Changed is what differs from what it was shown with, or was changed before: so a new
-base (another card, another file) replaces the values that the user has not touched and leaves theirs alone.
+A form posts all of its fields. A field counts as changed if it differs from what the form was shown with, or was
+changed before. So a new base (another card, another file) replaces the values that the user has not touched, and keeps
+the user's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from simpletune.memory.profiles import with_profile
 from simpletune.options import Json
 from simpletune.web.form.fields import PROFILE, Section, Shown, sections_of
 
-DEEPEST = 4  # structures inside each other
+DEEPEST = 4  # nesting depth of structures
 YOU, DEFAULT = "you", "default"
 
 
@@ -28,11 +29,11 @@ class Base:
 
     Args:
         data: its JSON.
-        label: where it comes from, as the form says it of a value: ``preset``, ``file NAME``, ``run NAME``.
+        label: its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``.
         origin: the shipped configuration or the file that it was made from, for the command line.
         reasons: why a field has its value, by path.
-        notes: what the user should know.
-        made_by: the command that writes ``origin``, which ends where the file is named; empty: it is there.
+        notes: notes for the user.
+        made_by: the command that writes ``origin``, without the file's name at its end; empty if the file exists.
     """
 
     data: Json
@@ -51,7 +52,7 @@ class Edited:
         data: JSON to validate and to save: the base with the user's changes.
         sections: all fields with their texts.
         mine: the user's texts by path.
-        sources: where the value of each field comes from, by path.
+        sources: for each field's path, where its value comes from.
     """
 
     data: Json
@@ -69,8 +70,8 @@ def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[s
 
     Args:
         posted: the form's fields.
-        shown: the texts that it was shown with.
-        mine: texts that were the user's already; those of fields that are not shown at present stay.
+        shown: the texts that the form was shown with.
+        mine: texts that were already the user's; keeps those of fields that are currently not shown.
     """
     posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
     touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
@@ -78,11 +79,11 @@ def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[s
 
 
 def edited(base: Base, mine: Mapping[str, str]) -> Edited:
-    """Apply a user's changes, those first that decide which fields there are.
+    """Apply a user's changes, starting with those that determine which fields exist.
 
     Args:
-        base: to start from.
-        mine: texts by path; unknown paths and those of fields that are not there are left out.
+        base: the base to start from.
+        mine: texts by path; ignores unknown paths and fields that do not exist.
     """
     data, kept = copy.deepcopy(base.data), {}
     for _ in range(DEEPEST):
@@ -104,12 +105,12 @@ def edited(base: Base, mine: Mapping[str, str]) -> Edited:
 
 
 def complete(data: Json) -> Json:
-    """Fill in what the family, the profile and the unions' tags decide."""
+    """Fill in what the family, the profile and the unions' tags determine."""
     return with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
 
 
 def set_at(data: Json, path: str, value: object) -> None:
-    """Set a value in place; sections on the way are made."""
+    """Set a value in place, creating missing sections."""
     *parents, leaf = path.split(".")
     for name in parents:
         if not isinstance(data.get(name), dict):
@@ -141,7 +142,7 @@ def _fields(data: Json) -> list[Shown]:
 
 
 def _with_structure(data: Json, field: Shown, text: str) -> Json:
-    """Set a tag as an override does, which drops what the new member lacks; or a section that may be missing."""
+    """Set a tag as an override does, which drops fields that the new member lacks; or set an optional section."""
     if field.info is None or field.path == PROFILE:
         set_at(data, field.path, field.parse(text))
         return data
@@ -150,7 +151,7 @@ def _with_structure(data: Json, field: Shown, text: str) -> Json:
 
 
 def _with_texts(section: Section, mine: Mapping[str, str]) -> Section:
-    """Show the user's own texts, which may be no values yet."""
+    """Show the user's own texts, which may not be valid values yet."""
     items: list[Shown | Section] = []
     for each in section.items:
         if isinstance(each, Section):
@@ -162,7 +163,7 @@ def _with_texts(section: Section, mine: Mapping[str, str]) -> Section:
 
 
 def _sources(base: Base, data: Json, sections: list[Section], mine: Mapping[str, str]) -> dict[str, str]:
-    """Say of every field where its value comes from."""
+    """Name the source of every field's value."""
     own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
     whole, profile = complete(data), get_at(data, PROFILE)
 

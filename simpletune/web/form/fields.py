@@ -1,4 +1,4 @@
-"""List the fields of a configuration as a form shows them: from the option classes, with their docstrings as help."""
+"""List a configuration's fields for a form, from the option classes, with their docstrings as help."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from simpletune.options import Json, Option, item_of, member_for, option_classes
 
 Kind = Literal["choice", "text", "lines", "json"]
 HIDDEN = ("$schema", "version", "about")
-ON = "on"  # of a section that may be missing
+ON = "on"  # for an optional section
 PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Describe one field.
+    """One field of the form.
 
     Args:
-        path: dotted, as in overrides.
+        path: the dotted path, as in overrides.
         text: its value as text; empty for null.
         help: its docstring.
-        kind: how it is entered: ``lines`` has a text a line, ``json`` is for what has no simpler form.
-        choices: values of a ``choice``, and words that a ``text`` may be.
-        structure: other fields depend on it.
-        info: its option's field; None: it switches a section that may be missing.
+        kind: how it is entered: ``lines``: one text per line; ``json``: values without a simpler form.
+        choices: the values of a ``choice``, and suggested words for a ``text``.
+        structure: whether other fields depend on it.
+        info: its option's field; None: it switches an optional section.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Shown:
         return self.path.rpartition(".")[2].replace("_", " ")
 
     def parse(self, text: str) -> object:
-        """Return the JSON value of a text; what is no value stays text, for validation to object to."""
+        """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
         if self.info is None:
             return {} if text == ON else None
         arms = _arms(self.info)
@@ -67,12 +67,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """Group fields.
+    """A group of fields.
 
     Args:
         path: dotted.
-        help: of the section.
-        items: fields and further sections.
+        help: the section's help.
+        items: fields and nested sections.
     """
 
     path: str
@@ -90,7 +90,7 @@ class Section:
         return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
     def fields(self) -> Iterator[Shown]:
-        """Yield the fields, those of inner sections included."""
+        """Yield the fields, including those of nested sections."""
         for item in self.items:
             if isinstance(item, Section):
                 yield from item.fields()
@@ -99,10 +99,10 @@ class Section:
 
 
 def sections_of(data: Json) -> list[Section]:
-    """List the sections of a configuration, the one with the fields beside the sections first.
+    """List a configuration's sections, starting with the one for fields outside of sections.
 
     Args:
-        data: JSON, complete with profile and tags; values may be wrong.
+        data: JSON, completed with profile and tags; values may be invalid.
     """
     items = list(_items(TrainConfig, data, ""))
     general = Section("", "The run's name and device.", [item for item in items if isinstance(item, Shown)])
@@ -143,7 +143,7 @@ def _section(info: FieldInfo, path: str, value: object) -> Section:
 
 
 def text_of(value: object, kind: Kind = "text") -> str:
-    """Return a JSON value as a form shows it."""
+    """Format a JSON value for a form."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -182,7 +182,7 @@ def _arms(info: FieldInfo) -> list[object]:
 
 
 def _is_fixed(info: FieldInfo) -> bool:
-    """Tell whether a field has one possible value."""
+    """Return whether a field has only one possible value."""
     kind, choices = _kind(info)
     return kind == "choice" and len(choices) == 1
 

@@ -1,4 +1,4 @@
-"""A form filled in: the base that was chosen, the user's changes, all problems at once, and the rest in words."""
+"""A filled-in form: the chosen base, the user's changes, all problems at once, and a description in words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNSAID = ("$schema", "about")
 
 
 class Places(Protocol):
-    """Where a form may read: ``web.roots.Roots``."""
+    """Where a form may read; implemented by ``web.roots.Roots``."""
 
     @property
     def runs(self) -> Path:
@@ -37,7 +37,7 @@ class Places(Protocol):
         """Resolve a path inside of the roots.
 
         Raises:
-            UserError: it lies outside.
+            UserError: the path lies outside.
         """
         ...
 
@@ -48,14 +48,14 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a form asks for.
+    """A form's request.
 
     Args:
         base: ``preset``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``.
-        card: value of the choice of cards.
-        trigger: word that shall name what is learned.
+        card: the chosen card's value.
+        trigger: the word to name what is learned.
         texts: posted fields by path.
-        shown: what they were shown with.
+        shown: the texts that the fields were shown with.
         mine: the user's texts.
     """
 
@@ -69,17 +69,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Filled:
-    """A form filled in.
+    """A filled-in form.
 
     Args:
-        asked: what for.
-        base: that was chosen.
-        card: to train on; None: there is none.
+        asked: the request.
+        base: the base that was chosen.
+        card: the card to train on; None: there is none.
         edited: the fields.
         data: JSON to save, paths absolute.
-        config: validated; None: it has problems.
-        planned: what is predicted: without the pictures if they are the only problem; None: it has other problems.
-        problems: all of them.
+        config: the validated configuration; None if it has problems.
+        planned: the configuration to predict: without the pictures if these are the only problem; None if there are
+            others.
+        problems: all problems.
     """
 
     asked: Asked
@@ -105,7 +106,7 @@ class Filled:
 
     @property
     def line(self) -> str:
-        """The most telling settings in a line; empty if they cannot be read."""
+        """The most important settings in a line; empty if they cannot be read."""
         config = self.planned
         if config is None:
             return ""
@@ -117,12 +118,12 @@ class Filled:
 
     @property
     def about(self) -> str:
-        """The rest in words, as ``check`` explains it; empty while there are problems."""
+        """A description like ``check``'s; empty while there are problems."""
         return explain(self.config) if self.config is not None else ""
 
     @property
     def command(self) -> str:
-        """The command line that does the same."""
+        """The equivalent command line."""
         made_by = self.base.made_by
         origin = self.base.data if made_by else read_json(Path(self.base.origin))
         changed = overrides(origin, self.data)
@@ -135,8 +136,8 @@ def fill(places: Places, asked: Asked) -> Filled:
     """Fill in a form.
 
     Args:
-        places: that it may touch.
-        asked: what for.
+        places: where it may read.
+        asked: the request.
 
     Raises:
         UserError: the base or the card does not exist.
@@ -145,7 +146,7 @@ def fill(places: Places, asked: Asked) -> Filled:
     mine = changes(asked.texts, asked.shown, asked.mine)
     base = _base(places, asked, card, mine.get(FOLDER, ""))
     found = edited(base, mine)
-    if mine.get(FOLDER):  # the folder is the user's, whatever base is chosen next
+    if mine.get(FOLDER):  # the folder is the user's, whichever base is chosen next
         found = Edited(found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU})
     data, outside = inside(found.data, places.resolve, places.runs)
     problems = [*outside, *_problems(data, {each.path for each in outside})]
@@ -168,14 +169,14 @@ def _base(places: Places, asked: Asked, card: Card | None, folder: str) -> Base:
         file = places.resolve(name)
         label = f"file {file.name}"
     else:
-        raise UserError(f"{asked.base[:80]!r} is no configuration to start from")
+        raise UserError(f"{asked.base[:80]!r} is not a configuration to start from")
     data = read_json(file)
     data.pop("$schema", None)
     return Base(data, label, str(file))
 
 
 def _folder(places: Places, text: str) -> Path | None:
-    """Return the folder of pictures, if it is one that may be looked into."""
+    """Return the folder of pictures, if the page may read it."""
     try:
         found = places.resolve(text) if text and ":" not in text else None
     except UserError:
@@ -184,7 +185,7 @@ def _folder(places: Places, text: str) -> Path | None:
 
 
 def _problems(data: Json, outside: set[str]) -> list[Problem]:
-    """Return what ``check`` objects to, but for paths that may not be looked at."""
+    """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
     tried = copy.deepcopy(data)
     for path in outside:
         if not path.startswith("data.sources"):
@@ -192,7 +193,7 @@ def _problems(data: Json, outside: set[str]) -> list[Problem]:
     empty = get_at(tried, FOLDER) == ""
     if empty:
         set_at(tried, FOLDER, PLACEHOLDER)
-    required = [Problem(FOLDER, "is required: the folder with the pictures. Name it")] if empty else []
+    required = [Problem(FOLDER, "is required: give the folder with the pictures")] if empty else []
     try:
         validate(tried, "form")
     except ConfigError as error:
@@ -201,7 +202,7 @@ def _problems(data: Json, outside: set[str]) -> list[Problem]:
 
 
 def _without_pictures(data: Json) -> TrainConfig | None:
-    """Return the configuration if nothing but its pictures is missing."""
+    """Return the configuration if only its pictures are missing."""
     tried = copy.deepcopy(data)
     if get_at(tried, FOLDER) == "":
         set_at(tried, FOLDER, PLACEHOLDER)

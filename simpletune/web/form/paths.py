@@ -1,4 +1,4 @@
-"""Which files a form's configuration may name: those inside of the page's roots. Makes them absolute."""
+"""Restrict the files in a form's configuration to the page's roots, and make their paths absolute."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from simpletune.hub.fetch import HUB_NAME
 from simpletune.options import Json, Problem, UserError
 
 Resolve = Callable[[str], Path]
-"""Returns a path inside of the roots.
+"""Resolves a path inside of the roots.
 
 Raises:
-    UserError: it lies outside.
+    UserError: the path lies outside.
 """
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
 OUTPUT = ("profiles", "cache", "prices")
 
 
 def inside(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
-    """Make the paths of a configuration absolute, and its runs' folder the page's.
+    """Make a configuration's paths absolute, and set its runs' folder to the page's.
 
     Args:
         data: the configuration's JSON.
-        resolve: of the roots.
+        resolve: the roots' ``resolve``.
         runs: folder of the runs.
 
     Returns:
@@ -68,12 +68,12 @@ def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
 
 
 def _is_of_hub(text: str, path: str) -> bool:
-    """Tell whether a text may be a repository of the hub: of a model or a data set."""
+    """Return whether a text may be a repository on the hub, of a model or a data set."""
     return path.startswith(("model.", "data.")) and not path.endswith("mask_path") and bool(HUB_NAME.match(text))
 
 
 def _lies_here(text: str, resolve: Resolve) -> bool:
-    """Tell whether a relative path exists in the first root, if only as a link out of it."""
+    """Return whether a relative path exists in the first root, even if only as a link out of it."""
     try:
         return (resolve(".") / text).exists()
     except (OSError, UserError):

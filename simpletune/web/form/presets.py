@@ -1,4 +1,4 @@
-"""Bases of the form by card: the shipped configuration nearest to it, for the user's folder and trigger word."""
+"""The form's bases by card: the shipped configuration nearest to the card, for the user's folder and trigger word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simpletune.init.suggest import suggest
 from simpletune.options import Json, UserError
 from simpletune.web.form.edit import Base, set_at
 
-HERE = "here"  # the machine of the page
+HERE = "here"  # the machine that serves the page
 WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
 CAPTIONS = (".txt", ".caption", ".jsonl")
 LOOKED_AT = 1000  # entries of a folder; decoding more would keep the form waiting
@@ -28,7 +28,7 @@ TRY_OUT = (
 
 @cache
 def card_here() -> Card | None:
-    """Return the first graphics card of this machine that torch can use; None if there is none."""
+    """Return this machine's first graphics card that torch can use; None if there is none."""
     from simpletune.init.machine import card_here
 
     return card_here()[0]
@@ -42,7 +42,7 @@ def cards() -> list[tuple[str, str]]:
 
 
 def card_named(value: str) -> Card | None:
-    """Return the card of a choice; None for a machine without one.
+    """Return the chosen card; None for a machine without one.
 
     Raises:
         UserError: there is no such card.
@@ -54,14 +54,14 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
     """Return a configuration for a card.
 
     Args:
-        card: to train on; None: there is none.
-        folder: of pictures; None: not chosen yet.
-        trigger: word that shall name what is learned; may be empty.
+        card: the card to train on; None: there is none.
+        folder: the folder of pictures; None: not chosen yet.
+        trigger: the word to name what is learned; may be empty.
     """
     if folder is not None and _entries(folder) <= LOOKED_AT:
         try:
             return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
-        except UserError:  # nothing can be used: said at the field
+        except UserError:  # nothing is usable: reported at the field
             pass
     origin = WITHOUT_CARD if card is None else WITH_CARD
     data = copy.deepcopy(read_json(Path(origin)))
@@ -80,7 +80,7 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
 
 @lru_cache(maxsize=64)
 def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> Base:
-    """Return what ``simpletune init`` suggests for a folder; looked at again when it has changed."""
+    """Return what ``simpletune init`` suggests for a folder; cached until the folder changes."""
     found = suggest(folder, Answers(trigger=trigger or None), card)
     reasons = {each.path: each.why for each in found.reasons}
     words = ["init", str(folder), *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
@@ -92,7 +92,7 @@ def shipped(name: str, folder: Path | None, trigger: str) -> Base:
     """Return a shipped configuration for the user's pictures.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is no shipped configuration with this name.
     """
     if name not in shipped_names():
         raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one of the list")
@@ -120,7 +120,7 @@ def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str
 
 
 def _entries(folder: Path) -> int:
-    """Count the entries of a folder, up to one more than are looked at."""
+    """Count a folder's entries, up to one more than the limit."""
     try:
         return sum(1 for _ in zip(range(LOOKED_AT + 1), folder.rglob("*"), strict=False))
     except OSError:
@@ -128,7 +128,7 @@ def _entries(folder: Path) -> int:
 
 
 def has_captions(folder: Path) -> bool:
-    """Tell whether a folder holds captions beside its pictures."""
+    """Return whether a folder holds captions beside its pictures."""
     try:
         entries = (each for _, each in zip(range(LOOKED_AT), folder.iterdir(), strict=False))
         return any(each.suffix.lower() in CAPTIONS for each in entries)

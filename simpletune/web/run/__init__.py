@@ -1,4 +1,5 @@
-"""What a run's page shows, read from the run's files: progress, charts, pictures, comparisons; and its forms' fields.
+"""The content of a run's page, read from the run's files: progress, charts, pictures, comparisons; and its forms'
+fields.
 
-May import report, runs and what is below them, and no other part of the pages. Only those import it.
+May import report, runs and what is below them, but no other part of the pages. Only the pages import it.
 """

@@ -1,4 +1,4 @@
-"""Lay out small line charts; ``chart.html`` draws them as SVG, without scripts and styles, which the policy forbids."""
+"""Lay out small line charts; ``chart.html`` draws SVG without scripts and styles, which the content policy forbids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WIDTH, WIDE, HEIGHT = 560, 1120, 200  # of the drawing; the page scales it
+WIDTH, WIDE, HEIGHT = 560, 1120, 200  # size of the drawing; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 10, 30
 LEAST = 1e-30
 
@@ -19,8 +19,8 @@ class Line:
     """A line of a chart.
 
     Args:
-        name: for the legend; empty: none.
-        dots: by step.
+        name: the name in the legend; empty: none.
+        dots: dots by step.
         kind: its class in app.css: ``raw``, ``smooth`` or ``held``.
         errors: half the length of the bar through each dot; empty: no bars and no dots.
     """
@@ -57,11 +57,11 @@ class Chart:
 
     Args:
         title: what it shows.
-        about: the same with the last values, for those who cannot see it.
+        about: a text alternative with the last values.
         lines: in the order in which they are drawn.
         values: (y, text) of each mark of the vertical axis.
         steps: (x, text) of each mark of the horizontal axis.
-        width: of the drawing.
+        width: the drawing's width.
     """
 
     title: str
@@ -75,19 +75,19 @@ class Chart:
 
     @property
     def right(self) -> int:
-        """The end of the horizontal axis."""
+        """The right end of the horizontal axis."""
         return self.width - RIGHT
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where values lie in a drawing.
+    """Maps values to positions in a drawing.
 
     Args:
         last: last step; the first is 0.
         low: lowest value.
         high: highest value.
-        width: of the drawing.
+        width: the drawing's width.
     """
 
     last: float
@@ -100,7 +100,7 @@ class Frame:
         return round(LEFT + step / (self.last or 1) * (self.width - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        """Pixels from the top; values beyond the frame lie on its edge."""
+        """Pixels from the top; clamps values to the frame."""
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
@@ -120,8 +120,8 @@ def chart(title: str, lines: Sequence[Line], steps: int | None = None, width: in
     Args:
         title: what it shows.
         lines: in the order in which they are drawn.
-        steps: last step of the axis; None: that of the lines.
-        width: of the drawing.
+        steps: last step of the axis; None: the lines' last step.
+        width: the drawing's width.
     """
     drawn = [line for line in lines if line.dots]
     if not drawn:
@@ -139,7 +139,7 @@ def chart(title: str, lines: Sequence[Line], steps: int | None = None, width: in
 
 
 def limits(lines: Sequence[Line]) -> tuple[float, float]:
-    """The values that a chart spans: without the most extreme hundredth of a line on either side."""
+    """The range of values of a chart, without the most extreme hundredth of a line on either side."""
     found: list[float] = []
     for line in lines:
         values = sorted(dot[1] for dot in line.dots)
@@ -153,7 +153,7 @@ def limits(lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers between two values: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers between two values, spaced by 1, 2 or 5 times a power of ten."""
     span = max(high - low, LEAST)
     power = 10.0 ** math.floor(math.log10(span / most))
     apart = next(factor * power for factor in (1, 2, 5, 10, 20) if span / (factor * power) <= most)
@@ -161,12 +161,12 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
 
 
 def shown(value: float) -> str:
-    """A number in at most four digits."""
+    """Format a number with at most four digits."""
     return f"{value:.4g}"
 
 
 def thinned_places(count: int, most: int) -> list[int]:
-    """Places of ``most`` of ``count`` items: evenly spaced, the first and the last included."""
+    """Indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})

@@ -1,4 +1,4 @@
-"""Comparisons that ``simpletune compare`` has drawn for a run."""
+"""The comparisons that ``simpletune compare`` has drawn for a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simpletune.report.recorded import read_object
 from simpletune.runs.outputs import folder_name
 
 COMPARE = "compare"
-COMPARISONS = 3  # that the page shows, newest first
+COMPARISONS = 3  # shown on the page, newest first
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Comparison:
     """One comparison of ``simpletune compare``.
 
     Args:
-        name: its folder's.
-        prompt: of its first picture.
-        seed: of its first picture.
+        name: its folder's name.
+        prompt: the prompt of its first picture.
+        seed: the seed of its first picture.
         frames: the first picture of each model, the base first.
         page: its own page, relative to the run's folder; empty if it is missing.
     """
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def comparisons_of(folder: Path) -> list[Comparison]:
-    """The newest comparisons of a run; damaged ones are left out."""
+    """A run's newest comparisons; skips damaged ones."""
     place = folder / COMPARE
     names = sorted((entry.name for entry in place.iterdir() if entry.is_dir()), reverse=True) if place.is_dir() else []
     found = [_comparison(folder, name) for name in names if not name.startswith(".")]

@@ -15,7 +15,7 @@ def whole(text: str, what: str) -> int:
     """Read a whole number.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a whole number.
     """
     text = text.strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
@@ -27,7 +27,7 @@ def plain_text(text: str, what: str) -> str:
     """Read a text without control characters.
 
     Raises:
-        UserError: it is empty, or has one.
+        UserError: it is empty or contains control characters.
     """
     text = " ".join(text.split())
     if not text or not text.isprintable() or len(text) > LONGEST:
@@ -36,10 +36,11 @@ def plain_text(text: str, what: str) -> str:
 
 
 def strengths_of(text: str) -> list[float]:
-    """Read strengths from a text such as ``0.5 1``, in order, each once; without 0, because the base is always drawn.
+    """Read strengths from a text such as ``0.5 1``, in order and without duplicates; drops 0, because the base is
+    always drawn.
 
     Raises:
-        UserError: one is no number, or there are none or too many.
+        UserError: one is not a number, or there are none or too many.
     """
     parts = re.split(r"[\s,;]+", text.strip())
     rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"

@@ -1,4 +1,4 @@
-"""Pictures of a run for its page: validation pictures as a matrix, others by name; small copies of them."""
+"""A run's pictures for its page: validation pictures as a matrix, others by name; and small copies of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cell:
     """A picture of the matrix.
 
     Args:
-        file: relative to the run's folder; empty if it is missing.
+        file: its path relative to the run's folder; empty if it is missing.
         about: what it shows.
     """
 
@@ -48,9 +48,9 @@ class Matrix:
     """Validation pictures, prompt by step.
 
     Args:
-        titles: of the columns.
+        titles: the columns' titles.
         rows: one for each prompt.
-        left_out: steps between that are not shown.
+        left_out: the number of steps in between that are not shown.
     """
 
     titles: list[str]
@@ -59,7 +59,7 @@ class Matrix:
 
 
 def matrix_of(folder: Path) -> Matrix:
-    """Arrange a run's validation pictures: the base, and at most ``COLUMNS`` steps evenly spaced, the last included."""
+    """Arrange a run's validation pictures: the base, and at most ``COLUMNS`` evenly spaced steps up to the last."""
     place = folder / SAMPLES
     try:
         names = [entry.name for entry in place.iterdir()]
@@ -105,7 +105,7 @@ def small_copy(file: Path) -> bytes:
     """A copy of a picture of at most ``SIDE`` pixels a side, as WebP.
 
     Raises:
-        OSError, SyntaxError, ValueError: the file is no picture.
+        OSError, SyntaxError, ValueError: the file is not a picture.
     """
     status = file.stat()
     return _small(file, status.st_mtime_ns, status.st_size)

@@ -1,4 +1,4 @@
-"""How far a run is, how long it still takes, what will interrupt it, and what mends it if it ended otherwise."""
+"""A run's progress: how far it is, the time left, coming interruptions, and what to do if it ended early."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ENDED = {"stopped": "was stopped", "failed": "failed", "killed": "was killed, or
 
 @dataclass(frozen=True)
 class Progress:
-    """Describe how far a run is.
+    """A run's progress.
 
     Args:
-        state: as on the page of all runs.
+        state: the state shown on the page of all runs.
         steps: planned steps; None if not known yet.
         pace: median seconds of the last steps.
-        left: time left; empty if not known.
-        coming: what will interrupt it, in words.
+        left: time left; empty if unknown.
+        coming: coming interruptions, in words.
         stages: time and peak memory by stage.
         predicted: predicted memory by stage, as in ``estimate --json``; empty without a prediction.
-        trouble: why it ended before its end, and what to do; empty otherwise.
-        command: that mends it; empty if nothing is to be mended.
+        trouble: why it ended early, and what to do; empty otherwise.
+        command: the command that fixes it; empty if nothing needs fixing.
     """
 
     state: RunState
@@ -55,7 +55,7 @@ class Progress:
 
     @property
     def running(self) -> bool:
-        """Whether a process trains it now."""
+        """Whether a process is training it now."""
         return self.state.word == "running"
 
     @property
@@ -65,11 +65,11 @@ class Progress:
 
 
 def progress_of(folder: Path, state: RunState) -> Progress:
-    """Read how far a run is; what is damaged counts as missing.
+    """Read a run's progress; damaged files count as missing.
 
     Args:
         folder: run folder.
-        state: the same as on the page of all runs.
+        state: the state shown on the page of all runs.
     """
     planned = read_object(folder / PLANNED, [], expected=False)
     rows = METRIC_ROWS.of(folder / METRICS)
@@ -97,7 +97,7 @@ def pace_of(rows: Follower) -> float | None:
 
 
 def interruptions(done: int, steps: int, pace: float, every: dict[str, int | None]) -> list[str]:
-    """Say when the run saves and validates next."""
+    """Describe when the run saves and validates next."""
     words = {"save": "saves", "validate": "evaluates and draws"}
     found = []
     for name, period in every.items():
@@ -107,15 +107,15 @@ def interruptions(done: int, steps: int, pace: float, every: dict[str, int | Non
 
 
 def trouble_of(state: RunState, attempts: list[Attempt]) -> str:
-    """Say why a run is not finished; empty if it runs or is finished."""
+    """Explain why a run is not finished; empty if it is running or finished."""
     if state.word not in ENDED:
         return ""
     ending = f"This run {ENDED[state.word]}"
     if state.word == "stopped":
-        return f"{ending} by {state.reason or 'a signal'} after step {state.done:,}. It is saved and can go on."
+        return f"{ending} by {state.reason or 'a signal'} after step {state.done:,}. It is saved and can continue."
     if state.word == "failed":
         return f"{ending} after step {state.done:,}:\n{state.reason or 'no reason was recorded'}"
-    return f"{ending} after step {state.done:,}: no end was recorded. It can go on from its last checkpoint."
+    return f"{ending} after step {state.done:,}: no end was recorded. It can continue from its last checkpoint."
 
 
 def _every(settings: Json, section: str) -> int | None:
@@ -125,7 +125,7 @@ def _every(settings: Json, section: str) -> int | None:
 
 
 def _each_took(folder: Path, name: str, stages: dict[str, Stage]) -> float:
-    """The mean seconds of what happened between steps so far."""
+    """The mean seconds of each kind of interruption so far."""
     if name not in stages:
         return 0.0
     times = len(list(folder.glob(f"{SAMPLES}/*/"))) if name == "validate" else len(list_checkpoints(folder))
@@ -148,7 +148,7 @@ def charts_of(folder: Path, steps: int | None) -> list[Chart]:
 
 
 def evaluation_lines(folder: Path) -> list[Line]:
-    """The evaluation losses with their standard errors: on held-out pictures, or on those of training."""
+    """The evaluation losses with their standard errors, on held-out or training pictures."""
     rows = EVALUATION_ROWS.of(folder / EVALUATIONS).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")

@@ -1,7 +1,7 @@
-"""Follow a file of JSON lines that grows, and keep of each of its numbers as many points as a chart shows.
+"""Follow a growing JSON Lines file, and keep as many points of each of its numbers as a chart shows.
 
 A look reads only what was appended. Neighbouring points are merged in pairs once there are too many, so that memory and
-charts of a run of a hundred thousand steps are as small as those of a thousand.
+charts of a run with a hundred thousand steps are as small as with a thousand.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from simpletune.options import Json
 
 MOST = 400  # points of a series; a chart is about 700 pixels wide
-SHARE, LONGEST = 1 / 20, 100  # of the steps so far, and at most this many: what the smoothed line averages over
-RECENT = 50  # last rows that are kept whole, unless told otherwise
-CHUNK = 2**22  # bytes that are read at once
+SHARE, LONGEST = 1 / 20, 100  # the smoothed line's span: a fraction of the steps so far, at most 100 steps
+RECENT = 50  # last rows to keep whole by default
+CHUNK = 2**22  # bytes read at once
 KEPT = 16  # runs whose series are kept
 
 
@@ -27,9 +27,9 @@ class Point:
     """Several neighbouring steps.
 
     Args:
-        step: the last of them.
-        count: how many.
-        total: sum of their values.
+        step: the last step.
+        count: the number of steps.
+        total: the sum of their values.
         low: smallest value.
         high: largest value.
         smooth: smoothed value at the last step.
@@ -48,14 +48,14 @@ class Point:
         return self.total / self.count
 
     def merged(self, later: Point) -> Point:
-        """This point and the next as one."""
+        """Merge this point and the next."""
         low, high = min(self.low, later.low), max(self.high, later.high)
         return Point(later.step, self.count + later.count, self.total + later.total, low, high, later.smooth)
 
 
 @dataclass
 class Series:
-    """A number by step, in at most ``MOST`` points of equally many steps."""
+    """A number by step, in at most ``MOST`` points that cover equally many steps."""
 
     points: list[Point] = field(default_factory=list)
     width: int = 1
@@ -102,7 +102,7 @@ class Follower:
         return self.recent[-1] if self.recent else {}
 
     def look(self) -> None:
-        """Read what was appended; everything again if the file was replaced or has become shorter, as by a resume."""
+        """Read what was appended; rereads everything if the file was replaced or became shorter, as after a resume."""
         try:
             with self.file.open("rb") as opened:
                 status = self.file.stat()
@@ -113,7 +113,7 @@ class Follower:
                 while text := opened.read(CHUNK):
                     whole, newline, _ = text.rpartition(b"\n")
                     if not newline:
-                        break  # still being written, or one line longer than any of ours
+                        break  # still being written, or longer than any line of ours
                     self._place += len(whole) + 1
                     opened.seek(self._place)
                     self._take(whole)
@@ -124,7 +124,7 @@ class Follower:
         for line in text.split(b"\n"):
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):  # damaged; a resume says so and sets the file aside
+            except (ValueError, RecursionError):  # damaged; a resume warns about it and sets the file aside
                 continue
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 continue
@@ -138,7 +138,7 @@ class Follower:
 
 
 class Followers:
-    """Keep the followers of the runs that were looked at last.
+    """Keep the followers of the most recently viewed runs.
 
     Args:
         names: numbers of a row to follow.
