@@ -14,6 +14,8 @@ simpletune_setup "$root" dev
 cd "$root"
 python=$root/.venv/bin/python
 failed=()
+# Compiled tests and modules are kept: to compile them again would take every worker and child process seconds.
+unset PYTHONDONTWRITEBYTECODE
 
 # timed NAME COMMAND...: runs it, says how long it took, remembers a failure.
 timed() {

@@ -52,7 +52,7 @@ UNETS: dict[str, dict[str, Any]] = {  # 15 units
     "sd15": UNET | {"attention_head_dim": 2},
     "sd2": UNET | {"attention_head_dim": [1, 2], "use_linear_projection": True},
 }
-STEPS, ACCUMULATION = 3, 2
+STEPS, ACCUMULATION = 2, 2
 
 
 def load(

@@ -34,7 +34,11 @@ COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count trainings, but in a process that only hands tests to others and need not import torch."""
+    """Count trainings, but in a process that only hands tests to others and need not import torch.
+
+    Collecting garbage while torch is imported and asserts are rewritten would take half of a worker's start.
+    """
+    gc.disable()
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         count_trainings()
 
@@ -51,6 +55,12 @@ def count_trainings() -> None:
         return honest(config, *args, **named)
 
     loop.train = train
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,6 +97,14 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """``fsync`` does nothing: a run calls it 19 times, and only a machine that loses power would show a difference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which also refuses what is not open
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ As a program it takes jobs from standard input, a JSON object a line, and answer
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -119,10 +120,14 @@ def serve() -> None:
 
     from simpletune.system.devices import prepare_environment
 
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/conftest.py
+    gc.disable()
     prepare_environment()
     preload()
     import simpletune.training.loop  # noqa: F401
 
+    gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
     for line in sys.stdin:
         print(json.dumps(launch(json.loads(line))), flush=True)
 

@@ -203,7 +203,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=6))
 def test_any_json_gives_a_config_or_a_clean_error(data: dict) -> None:
     try:

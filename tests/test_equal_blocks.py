@@ -97,7 +97,7 @@ def a_random_run(seed: int, tiny_config: dict, pipeline: Path) -> TrainConfig:
     raise AssertionError("the rules allow nothing")
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
+@pytest.mark.parametrize("seed", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60) if n != 13)])
 def test_a_random_run_counts_as_the_whole(
     seed: int, tiny_config: dict, five_blocks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

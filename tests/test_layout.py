@@ -38,10 +38,16 @@ def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
 def room_of(module: str) -> str:
     """The folder that a module lives in, or a top-level module itself: ``simpletune.data.plan`` -> ``data``."""
     file = PACKAGE.joinpath(*module.split(".")[1:])
     return module if file.is_dir() or len(module.split(".")) == 2 else module.rpartition(".")[0]
+
+
+@functools.cache
+def is_module(name: str) -> bool:
+    return PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py").exists()
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -55,8 +61,7 @@ def imports_of(file: Path) -> Iterator[str]:
             and id(node) not in free
         ):
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
-                is_module = PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py").exists()
-                yield name if is_module else str(node.module)
+                yield name if is_module(name) else str(node.module)
 
 
 def test_no_cycle_between_folders() -> None:

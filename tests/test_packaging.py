@@ -145,6 +145,9 @@ def declared(*extras: str) -> set[str]:
     return {normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
 
+distributions = functools.cache(packages_distributions)  # reads what is installed
+
+
 @functools.cache
 def imported(folder: Path) -> list[tuple[str, str]]:
     """(distribution, file) of every import outside the standard library and the project, late and typing-only too."""
@@ -152,7 +155,7 @@ def imported(folder: Path) -> list[tuple[str, str]]:
 
 
 def imports(folder: Path) -> Iterator[tuple[str, str]]:
-    brought_by = packages_distributions()
+    brought_by = distributions()
     for file in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

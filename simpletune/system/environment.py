@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,12 @@ def describe_machine() -> dict[str, str]:
     else:
         threads = torch.get_num_threads()
         device = f"{plural(threads, 'CPU thread')} ({cpu_name()})"
-    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    return {"device": device, "python": platform.python_version(), "versions": versions}
+    return {"device": device, "python": platform.python_version(), "versions": _versions()}
+
+
+@functools.cache
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
 
 
 def cpu_name() -> str:

@@ -36,4 +36,8 @@ def reseed_global(seed: int, *parts: int | str) -> None:
     """Seed the global generators for code that still uses them (LoRA dropout, adapter initialisation)."""
     import torch
 
-    torch.manual_seed(key_of(seed, *parts) % 2**63)
+    drawn = key_of(seed, *parts) % 2**63
+    if torch.accelerator.is_available():
+        torch.manual_seed(drawn)
+    else:
+        torch.default_generator.manual_seed(drawn)  # manual_seed would format the call stack for every absent backend
