@@ -8,7 +8,7 @@
 # Pictures over HTTP (docs/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
 #   -v "$PWD/hub:/simpletune/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
 #
-# The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver take a CUDA 12 image and the
+# The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver, use a CUDA 12 image and the
 # index of its torch builds (see README): --build-arg CUDA_IMAGE=... --build-arg SIMPLETUNE_TORCH_INDEX=...
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 FROM ${CUDA_IMAGE}

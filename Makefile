@@ -10,7 +10,7 @@ PY := .venv/bin/python
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup:  ## make .venv with what the tests need; time not measured (mostly the download of torch)
+setup:  ## make .venv with everything that the tests need; time not measured (mostly the download of torch)
 	@source simpletune/setup.sh && simpletune_setup . dev
 
 quality: setup  ## run ruff and mypy, change nothing; 50 s without mypy's cache
@@ -25,23 +25,23 @@ style: setup  ## let ruff fix and format the code; 1 s
 test:  ## run what CI runs: quality, then every test not marked gpu or slow; 7 min 40 s on idle cores, once .venv is made
 	@./test.sh
 
-durations: setup  ## which tests and files take the processor time, of busy machines too; as long as the tests of make test
+durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
 slow: setup  ## run the tests that take minutes or many GiB; time not measured
 	$(PY) -m pytest -m "slow and not gpu"
 
-gpu: setup  ## what does this card do? 12 stages within 30 minutes, the most telling first; goes on where it stopped
+gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run what torch's CUDA build does on a simulated card (docs/dry_gpu.md); 3 min 15 s on 2 idle cores once .venv-cuda (5.7 GiB) is made, which it is first
+dry: setup  ## run torch's CUDA build on a simulated card (docs/dry_gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 3 min 15 s on 2 idle cores
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
 	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -m dry tests/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
 
-kernels: setup  ## compile the Triton kernels for absent cards by both versions of Triton, check the code; 25 min with 2 busy cores
+kernels: setup  ## compile the Triton kernels for several cards with two versions of Triton, check the code; 25 min on 2 busy cores
 	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
 	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
@@ -57,12 +57,12 @@ coverage: setup  ## show which code the tests run, and why the rest is not run; 
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
 	$(PY) tests/coverage_table.py .coverage.json
 
-torture: setup  ## kill 50 runs at named and random moments (10 minutes on 2 idle cores), attack its files, fuzz what is read
+torture: setup  ## kill runs 50 times at named and random moments (10 minutes on 2 idle cores), attack their files, fuzz the readers
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
-torture-together: setup  ## kill 40 times one or all of 1, 2 and 4 processes of a run, also while they prepare; 22 min with 2 busy cores (23 November 2026)
+torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 22 min on 2 busy cores (23 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
@@ -71,13 +71,13 @@ web: setup  ## click through the pages in headless Chromium (apt-get install chr
 screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
 
-mutants: setup  ## does a test fail for each fault of tests/mutants.toml? begins none after 30 minutes, and then goes on
+mutants: setup  ## check that a test fails for each fault of tests/mutants.toml; starts none after 30 minutes; repeat to continue
 	PYTHONPATH=. $(PY) tests/mutants.py --minutes 30
 
-tiny-sd3: setup  ## make the tiny Stable Diffusion 3 that comes with the tool, from nothing; hours on 2 cores, resumable
+tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m simpletune.demo.make_tiny_sd3
 
-tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from nothing; 30 min on one thread of a busy machine
+tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m simpletune.evaluation.train_tiny_encoders
 
 clean:  ## remove caches and built files, keep .venv, runs/ and profiles/; seconds, not measured

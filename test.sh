@@ -17,7 +17,7 @@ failed=()
 # Compiled tests and modules are kept: to compile them again would take every worker and child process seconds.
 unset PYTHONDONTWRITEBYTECODE
 
-# timed NAME COMMAND...: runs it, says how long it took, remembers a failure.
+# timed NAME COMMAND...: runs the command, prints how long it took, records a failure.
 timed() {
     local name=$1 began=$SECONDS status=0
     shift
@@ -32,7 +32,7 @@ if (($# == 0)); then
     timed "ruff format --check" "$python" -m ruff format --check .
     timed "mypy" "$python" -m mypy
 fi
-# Every worker imports torch, about 1 GiB: no more than four. A file's tests stay together, for what they share.
+# At most four workers, because each imports torch (about 1 GiB). A file's tests run in one worker and share fixtures.
 (($#)) || set -- -n auto --maxprocesses 4 --dist loadfile
 timed "pytest" "$python" -m pytest "$@"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes Stable Diffusion 3 as CONFIG says; installs everything it needs into .venv first. See usage below.
+# Installs everything it needs into .venv, then fine-tunes Stable Diffusion 3 as CONFIG says. See usage below.
 
 set -euo pipefail
 
@@ -14,12 +14,12 @@ usage: ./train.sh [CONFIG | FOLDER] [key.path=value ...] [--flags]
 
   CONFIG            a JSON file, or the name of one in configs/, such as sd3_medium_lora_8gb
                     (default: configs/demo.json, which needs no GPU and no download of weights)
-  FOLDER            a folder of pictures: FOLDER.json is written beside it, with reasons, unless it is there
-  key.path=value    overrides one field of it, e.g. train.steps=30
-  --flags           go to `simpletune train`, e.g. --resume latest
+  FOLDER            a folder of pictures; writes FOLDER.json beside it, with reasons, unless it exists
+  key.path=value    overrides one field of the configuration, e.g. train.steps=30
+  --flags           are passed to `simpletune train`, e.g. --resume latest
 
 The first call makes .venv and installs simpletune; later ones start at once. PYTHON=... chooses the Python,
-SIMPLETUNE_TORCH_INDEX=URL the index that torch comes from.
+SIMPLETUNE_TORCH_INDEX=URL the package index for torch.
 EOF
 }
 
@@ -27,7 +27,7 @@ for argument in "$@"; do
     [[ $argument == --help || $argument == -h ]] || continue
     usage
     venv=$root/.venv
-    if _setup_is_current run; then # --help must not set off an install
+    if _setup_is_current run; then # --help must not start an install
         cd "$root"
         echo
         exec "$venv/bin/python" -m simpletune train --help
@@ -39,7 +39,7 @@ config=configs/demo.json
 if (($#)) && [[ -e $1 || ($1 != *=* && $1 != -*) ]]; then
     config=$1
     shift
-    # Relative to the caller's folder; else, relative to the project or the name of one of its configurations.
+    # Relative to the caller's folder; otherwise relative to the project, or the name of one of its configurations.
     if [[ $config != /* && $caller != "$root" ]]; then
         if [[ -e $caller/$config || ! (-e $root/$config || -f $root/configs/$config.json) ]]; then
             config=$caller/$config

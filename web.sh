@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Opens the page to start, watch and judge runs; installs everything it needs into .venv first.
+# Installs everything it needs into .venv, then opens the pages to start, watch and judge runs.
 #
-#   ./web.sh [--flags]    flags go to `simpletune web`, e.g. --root ~/pictures, --port 8200
+#   ./web.sh [--flags]    flags are passed to `simpletune web`, e.g. --root ~/pictures, --port 8200
 
 set -euo pipefail
 

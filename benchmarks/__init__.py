@@ -1,7 +1,7 @@
 """Benchmark grids: ``python -m benchmarks GRID`` measures and writes JSON and Markdown tables.
 
 Rows that are already in the JSON are not measured again, so a grid can be measured in several sessions. This package is
-not installed; it may import every room, and no room imports it.
+not installed; it may import every folder of ``simpletune``, and none imports it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def estimate(args: argparse.Namespace) -> object:
 
 
 def dry(args: argparse.Namespace) -> object:
-    """memory that torch's CUDA allocator hands out on a simulated card, beside the prediction"""
+    """memory that torch's CUDA allocator hands out on a simulated card, compared with the prediction"""
     from benchmarks import dry
 
     return dry.run(args.out, args.minutes, args.rows, args.card or ["L4"], args.predict)
@@ -52,14 +52,14 @@ def masks(args: argparse.Namespace) -> object:
 
 
 def prior(args: argparse.Namespace) -> object:
-    """how far a class drifts while a subject of it is learned, without and with prior preservation"""
+    """how far a class drifts while a run learns one subject of it, without and with prior preservation"""
     from benchmarks import prior
 
     return prior.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
 
 
 def choice(args: argparse.Namespace) -> object:
-    """whether the checkpoint that is chosen is better than the last one, on the tiny SD3"""
+    """whether the chosen checkpoint is better than the last one, on the tiny SD3"""
     from benchmarks import choice
 
     return choice.run(args.out, args.prompts, args.minutes, args.rows, args.overrides, args.set)
@@ -82,14 +82,14 @@ def study(args: argparse.Namespace) -> object:
 
 
 def vertex(args: argparse.Namespace) -> object:
-    """Stable Diffusion 1.5: counted and predicted figures beside those of the Vertex report"""
+    """Stable Diffusion 1.5: counted and predicted figures, compared with the Vertex report's"""
     from benchmarks import vertex
 
     return vertex.run(args.out, args.minutes, args.rows)
 
 
 def vertex_quality(args: argparse.Namespace) -> object:
-    """the Vertex report's quality figures on the tiny SD3: fidelity over steps, batch against learning rate, cost"""
+    """the Vertex report's quality figures on the tiny SD3: fidelity over steps, batch size and learning rate, cost"""
     from benchmarks import vertex_quality
 
     return vertex_quality.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
@@ -117,7 +117,7 @@ def convolutions(args: argparse.Namespace) -> object:
 
 
 def methods(args: argparse.Namespace) -> object:
-    """seconds and predicted memory of other adapters' steps beside LoRA's, at SD3 Medium's width"""
+    """seconds and predicted memory of other adapters' steps, compared with LoRA's, at SD3 Medium's width"""
     from benchmarks import methods
 
     return methods.run(args.out, args.minutes, args.rows)
@@ -138,14 +138,14 @@ def speed(args: argparse.Namespace) -> object:
 
 
 def times(args: argparse.Namespace) -> object:
-    """predicted beside measured seconds of a step on this machine's CPU; needs simpletune calibrate --device cpu"""
+    """predicted and measured seconds of a step on this machine's CPU; needs simpletune calibrate --device cpu"""
     from benchmarks import times
 
     return times.run(args.out, args.minutes, args.rows, args.calibration)
 
 
 def hours(args: argparse.Namespace) -> object:
-    """predicted seconds, hours and prices beside those that others published"""
+    """predicted seconds, hours and prices, compared with published ones"""
     from benchmarks import hours
 
     return hours.run(args.out, args.minutes, args.rows)
@@ -173,14 +173,14 @@ def remote_cache(args: argparse.Namespace) -> object:
 
 
 def kernels(args: argparse.Namespace) -> object:
-    """machine code of the int8 kernels for cards that are not here; needs Triton, but no GPU"""
+    """machine code of the int8 kernels for several architectures; needs Triton, but no GPU"""
     from benchmarks import kernels
 
     return kernels.run(args.out, args.minutes, args.rows)
 
 
 def elementwise(args: argparse.Namespace) -> object:
-    """machine code of the kernels for norms and gates for cards that are not here; needs Triton, but no GPU"""
+    """machine code of the kernels for norms and gates for several architectures; needs Triton, but no GPU"""
     from benchmarks import elementwise
 
     return elementwise.run(args.out, args.minutes, args.rows)
@@ -262,7 +262,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "rows": {"default": "", "help": "measure only these rows: names or parts of names, separated by ;"},
     "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},
     "card": {"action": "append", "help": "card to simulate (default: L4); repeatable"},
-    "predict": {"action": "store_true", "help": "predict measured rows again, and measure none"},
+    "predict": {"action": "store_true", "help": "predict the measured rows again and measure none"},
     "set": {"choices": ("first", "second"), "default": "first", "help": "set of fine-tunings (default: first)"},
     "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},

@@ -1,9 +1,9 @@
 """``choice``: whether the chosen checkpoint is better than the last one, on the tiny SD3 with its checker.
 
-Eight fine-tunings of different methods and lengths in each of two sets. Each checkpoint is judged by the checker on
-prompts and seeds that choosing never saw; the checkpoints chosen by fidelity, by held-out loss and by training loss
-stand beside the last one. The rule of choosing was mended after the first set was seen; the second was measured once,
-after that.
+Each of two sets has eight fine-tunings of different methods and lengths. The checker judges each checkpoint on prompts
+and seeds that the choice never saw; the checkpoints chosen by fidelity, by held-out loss and by training loss are
+compared with the last one. The rule was corrected after the first set was seen; the second was measured once, after
+that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SECOND: dict[str, list[str]] = {
     ],
     "subject: full, 200 steps": [*FULL, *SUBJECT[:1], "optimizer.lr=0.0005", *SUBJECT[3:], "train.seed=18"],
 }  # fmt: skip
-"""Other seeds, methods and data than those of ``ROWS``."""
+"""Seeds, methods and data that differ from those of ``ROWS``."""
 PARTS = 5  # checkpoints of a run
 COLUMNS = {
     "what": "", "last": "last", "chosen": "chosen", "step": "at step", "by": "by", "difference": "chosen - last",
@@ -123,11 +123,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``choice.json`` and ``choice.md``, or ``choice_second.json`` and its page.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score, with and without the trigger word.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the demo's configuration.
+        overrides: for the demo's configuration.
         chosen: one of ``SETS``.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Predict training on many cards: computation of one card, exchange of gradients not hidden by it, rate of the data.
+"""Predict training on many cards: one card's computation, the exposed exchange of gradients, and the data rate.
 
-Bandwidths are stated by others (``FABRICS``); nothing is fitted to a published scaling table.
+Bandwidths are taken from others (``FABRICS``); nothing is fitted to a published scaling table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FABRICS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, with how many pictures a step.
+    """What is trained, with how many pictures per step.
 
     Args:
         config: with the micro-batch as ``train.batch_size``.
@@ -61,12 +61,12 @@ class Job:
 
     @property
     def exchanged(self) -> int:
-        """Bytes of the gradients of what trains."""
+        """Bytes of the gradients of trained parameters."""
         return GRADIENT * self.config.adapter.trainable(self.config.model.known_shapes())
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes that a prepared sample takes on the disk: its latents and its prompt."""
+        """Bytes that a cached sample takes on disk: its latents and its prompt."""
         model, wide = self.config.model, self.config.precision.encoder_dtype().itemsize
         latent = self.config.data.resolution**2 // 64 * model.latent_channels * LATENT_BYTES
         return latent + model.text_tokens * model.text_width * wide
@@ -162,8 +162,8 @@ def exchange_seconds(bytes_: int, cards: int, fabric: Fabric) -> float:
 def predict(job: Job, cards: int, compute: Compute, fabric: Fabric) -> Prediction:
     """Predict a step on a number of cards.
 
-    The exchange begins with the last micro-batch's backward pass; what that does not hide is exposed, and at least the
-    last bucket always is. Reading goes on beside the computation.
+    The exchange begins with the last micro-batch's backward pass; the part that this does not hide is exposed, at least
+    the last bucket. Reading runs in parallel with the computation.
     """
     micro, passes = divided(job.batch, job.config.train.micro_batch, cards)
     busy = compute.first + (passes - 1) * compute.each + micro * passes * compute.encoding

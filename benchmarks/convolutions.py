@@ -97,7 +97,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Measure missing rows; write ``convolutions.json`` and ``convolutions.md``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

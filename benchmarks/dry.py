@@ -1,6 +1,6 @@
-"""``dry``: memory that torch's own CUDA allocator hands out on a simulated card, beside the prediction.
+"""``dry``: compare the prediction with the memory that torch's CUDA allocator hands out on a simulated card.
 
-A stub of the CUDA runtime stands under torch's CUDA build (tests/dry_gpu): launches do nothing, and device memory is
+torch's CUDA build runs over a stub of the CUDA runtime (tests/dry_gpu): launches do nothing, and device memory is
 address space. The allocator, the dispatcher, the choice of attention kernels and the C++ of the operators are torch's.
 """
 
@@ -53,11 +53,11 @@ def run(folder: Path, minutes: float, only: str, cards: list[str], again: bool) 
     """Measure the missing rows on each card until the time is up.
 
     Args:
-        folder: of the results; each card has its own in it.
+        folder: for the results; each card has a subfolder.
         minutes: start no row of a card after this many.
         only: text that row names must contain.
         cards: names.
-        again: predict the rows again that are already measured, and measure none.
+        again: predict the measured rows again and measure none.
 
     Returns:
         The tables' files.
@@ -102,9 +102,9 @@ def measured_part(row: Json) -> Json:
 
 
 def squeezed(name: str, row: Row, found: Json, card: Card, minutes: float) -> Json:
-    """Measure a row that reserved more than the tool says again, on a card that has no more than that.
+    """Repeat a row that reserved more than ``estimate`` requires, on a card that has no more than that.
 
-    With memory to spare, torch keeps what an earlier phase freed; short of it, torch hands it back.
+    With memory to spare, torch caches what an earlier phase freed; when memory is short, it frees that.
 
     Raises:
         UserError: it runs out of memory there.
@@ -116,7 +116,7 @@ def squeezed(name: str, row: Row, found: Json, card: Card, minutes: float) -> Js
 
 
 def compared(row: Json) -> Json:
-    """Add the error of the prediction in percent, and what the tool tells users to have."""
+    """Add the error of the prediction in percent, and what ``estimate`` requires of a card."""
     must_have = needed(round(row["predicted_mib"] * 2**20)) / 2**20
     return row | {
         "error": round(100 * (row["predicted_mib"] / row["allocated_mib"] - 1), 2),
@@ -142,7 +142,7 @@ def summary(rows: dict[str, Json]) -> str:
 
 
 def measured(rows: dict[str, Row], card: Card, minutes: float) -> Iterator[tuple[str, Json]]:
-    """Measure rows on the simulated card, several in a process as long as none leaves memory behind.
+    """Measure rows on the simulated card, several per process as long as none leaves memory allocated.
 
     Yields:
         A row's name and figures.

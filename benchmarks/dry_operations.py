@@ -1,7 +1,7 @@
-"""Operations of cuDNN on a card that is not there: outputs as torch allocates them, and the workspace that is stated.
+"""Operations of cuDNN on a simulated card: outputs as torch allocates them, and a stated workspace.
 
 cuDNN cannot run on a simulated card, and torch's convolutions without it unfold the whole input. So these operations
-are replaced where torch dispatches them to CUDA. Their values are never computed.
+replace torch's for CUDA in the dispatcher. They compute no values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure rows of ``dry`` on a simulated card in this process: JSON lists of rows in, a line of JSON for each row out.
 
-It ends after a row that leaves memory behind, so that no row begins with another's; the caller starts it again.
+The process ends after a row that leaves memory allocated, so every row starts clean; the caller starts it again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(row: Row) -> Json:
 
 
 def chosen_attention(config: TrainConfig, stage: str) -> str:
-    """The kernel that torch chooses for a stage's type and head width, or the one that the run asks for."""
+    """The kernel that torch chooses for a stage's type and head width, or the one that the run requests."""
     import torch
 
     from simpletune.step.attention import Shape, usable
@@ -112,7 +112,7 @@ def empty_vae(config: TrainConfig) -> Any:  # a diffusers autoencoder
 
 
 def latents(config: TrainConfig) -> None:
-    """Encode two pictures: the first one's attention makes cuBLAS's workspace."""
+    """Encode two pictures, because the first one's attention allocates cuBLAS's workspace."""
     import torch
 
     side, vae = config.data.resolution, empty_vae(config)

@@ -1,4 +1,4 @@
-"""The rows of ``dry``: configurations and stages whose memory torch's CUDA allocator tells on a simulated card."""
+"""The rows of ``dry``: configurations and stages whose memory is measured on a simulated card."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def by(name: str) -> tuple[str, ...]:
     return (f"optimizer.name={name}",)
 
 
-# The memory grid's training steps, but three not yet measured, one that an L4 cannot hold, and two that take 12 GB of
-# host memory once more.
+# The memory grid's training steps, except three not yet measured, one too large for an L4, and two that take 12 GB of
+# host memory again.
 LEFT_OUT = (
     "LoRA r16 int8, plan, only feed-forward recomputed",
     "LoRA r16 int8, plan, checkpoint inputs and attention on the host, feed-forward alone",
@@ -112,7 +112,7 @@ MORE = {
     "SD 1.5: LoRA r8 int8, 512 px": Row(UNET),
     "SD 1.5: LoRA r8 int8, 512 px, streamed": Row((*UNET, *STREAMED)),
     "SD 1.5: full bf16, adamw8bit in backward, 512 px": Row(FULL_UNET),
-    # The other stages. Convolutions count the stated allowance for cuDNN in both columns.
+    # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),
     "pictures to latents": Row((), "latents"),
@@ -142,9 +142,9 @@ OLD = {
 
 
 def rows_of(capability: tuple[int, int]) -> dict[str, Row]:
-    """The rows to measure on a card: all on an L4's capability, elsewhere those that can differ from it.
+    """The rows to measure on a card: all for an L4's capability, for others those that can differ from it.
 
-    Cards without bf16 have rows of their own; Hopper and Blackwell have larger workspaces, Hopper another attention.
+    Cards without bf16 have separate rows; Hopper and Blackwell have larger workspaces, Hopper another attention kernel.
     """
     if capability == (8, 9):
         return ROWS

@@ -1,7 +1,7 @@
-"""``elementwise``: compile the kernels for norms, gates and residuals for cards that are not here.
+"""``elementwise``: compile the kernels for norms, gates and residuals for several architectures.
 
-Like kernels.py for int8. But results need not equal the CPU's bit for bit, so that multiply-adds may be fused, and
-Turing counts.
+It works like kernels.py for int8. But results need not equal the CPU's bit for bit, so multiply-adds may be fused, and
+Turing is included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simpletune.system.console import say
 FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "elementwise"
 SOURCES = tuple(FOLDER / name for name in ("adaln_kernels.py", "rms_kernels.py", "sizes.py"))
 DECIDES = ("block_of", "rows_of")
-"""Functions beside the kernels themselves that the compiled code follows from."""
+"""Functions besides the kernels on which the compiled code depends."""
 COMMITTED = kernels.COMMITTED.with_name("elementwise.json")
 SHARED_BYTES = {75: 64 * 1024, **SHARED}
 COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
@@ -147,7 +147,7 @@ def problems(row: Row, found: Json) -> list[str]:
 
 
 def source_hash() -> str:
-    """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
+    """Hash the source of the compiled code, without comments, docstrings and layout; needs no Triton."""
     parts = []
     for source in SOURCES:
         for node in ast.parse(source.read_text(encoding="utf-8")).body:
@@ -163,7 +163,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Compile the missing rows with the installed version of Triton, and write the table of all versions.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

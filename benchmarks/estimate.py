@@ -1,4 +1,4 @@
-"""``estimate``: compare predictions with measurements of the memory grid and of the study behind this tool."""
+"""``estimate``: compare predictions with measurements, for the memory grid and for the study behind this tool."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(folder: Path, minutes: float, only: str = "") -> str:
     """Complete the memory grid and the study; compare predicted with measured memory.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

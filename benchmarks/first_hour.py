@@ -1,4 +1,4 @@
-"""``python -m benchmarks.first_hour``: find out in 30 minutes what a card does, the most telling part first.
+"""``python -m benchmarks.first_hour``: test and measure on a card for 30 minutes, the most informative part first.
 
 Named stages run one after another, each in its own process with a time budget and a log. A stage that fails, hangs
 or is killed does not end the hour. ``stages.json`` and ``stages.md`` are written before and after every stage; a second
@@ -101,7 +101,7 @@ def hour(out: Path) -> list[Stage]:
 
 
 def run(stages: Sequence[Stage], folder: Path, minutes: float, card: str = "", again: bool = False) -> int:
-    """Run the stages that have not succeeded yet, whatever becomes of each, and record every one.
+    """Run the stages that have not succeeded yet, even if one fails, and record each.
 
     Args:
         stages: in order.
@@ -136,7 +136,7 @@ def run(stages: Sequence[Stage], folder: Path, minutes: float, card: str = "", a
 
 
 def run_one(stage: Stage, folder: Path, limit: float, record: Record) -> tuple[str, float]:
-    """Run one stage in a process group of its own, and end the whole group.
+    """Run one stage in its own process group, and end the whole group.
 
     Returns:
         The outcome, and seconds.
@@ -190,7 +190,7 @@ def fate(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     return next((line[:200] for line in reversed(lines) if line), "")
 
@@ -227,7 +227,7 @@ class Record:
 
 
 def card_name() -> str | None:
-    """CUDA's name of the device that torch would use, found in a process of its own; None without one."""
+    """CUDA's name of the device that torch would use, found in a child process; None without one."""
     code = "import torch; print(torch.cuda.get_device_name())"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

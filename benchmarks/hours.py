@@ -1,7 +1,7 @@
-"""``hours``: seconds, hours and prices predicted for jobs that others published, beside their figures.
+"""``hours``: predict seconds, hours and prices of published jobs, and compare with the published figures.
 
 Everything is predicted from the operations of our step and the stated figures of a card
-(``simpletune/timing/stated.py``). Beside published rows the step has diffusers' blocks of SD3, which their authors ran.
+(``simpletune/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their authors ran.
 Nothing was fitted to a published figure, and nothing here ran on a card.
 """
 
@@ -39,7 +39,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Predict the rows that are missing, then write the page and its figure.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 
@@ -81,7 +81,7 @@ def jobs(known: dict[str, Json]) -> dict[str, Callable[[], Json]]:
 
 
 def step_row(name: str, file: Path, overrides: tuple[str, ...]) -> Json:
-    """Predict a training step on a card, latents and prompts prepared."""
+    """Predict a training step on a card with cached latents and prompts."""
     card = card_named(name)
     compute = () if card.has_bf16 else ("precision.compute=fp16",)
     step, seconds = of_step(config_of(file, (*overrides, *compute), card), StatedSpeeds(card))
@@ -89,7 +89,7 @@ def step_row(name: str, file: Path, overrides: tuple[str, ...]) -> Json:
 
 
 def page(found: dict[str, Json]) -> Report:
-    """Lay out the page from the rows that are there."""
+    """Lay out the page from the rows that exist."""
     beside = [row for row in rows() if row.key in found]
     sections = [
         *hours_tables.beside_sections(beside, found),
@@ -105,7 +105,7 @@ def page(found: dict[str, Json]) -> Report:
 
 
 def facts(beside: list[Row], found: dict[str, Json]) -> Iterable[Fact]:
-    """How near the predictions are."""
+    """How close the predictions are."""
     goals = {row: ratio_of(row, found[row.key]) for row in beside if row.goal}
     if goals:
         near = sum(0.8 <= ratio <= 1.25 for ratio in goals.values())

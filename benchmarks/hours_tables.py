@@ -1,4 +1,4 @@
-"""The tables of ``hours``: predicted beside published, and what the same predictions say of cost and of other cards."""
+"""The tables of ``hours``: predicted and published figures, and what the predictions say about cost and other cards."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ratio_of(row: Row, found: Json) -> float:
 
 
 def beside_sections(beside: Sequence[Row], found: dict[str, Json]) -> list[Section]:
-    """A section for each source, predicted beside published."""
+    """A section for each source, with predicted and published figures."""
     sections = []
     for group, title in TITLES.items():
         rows = [row for row in beside if row.group == group]

@@ -115,7 +115,7 @@ def run(
     """Measure all rows, and write JSON and Markdown.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain; diffusers is always measured.
         prices: of this machine, for the cost table.

@@ -167,10 +167,10 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
     """Measure missing rows; write ``int8.json``, ``int8.md`` and ``int8.png``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the demo's configuration.
+        overrides: for the demo's configuration.
 
     Returns:
         The Markdown table.

@@ -1,4 +1,4 @@
-"""What the grid ``kernels`` compiles beside the products' own tiles, and with which arguments."""
+"""What the grid ``kernels`` compiles besides the products' own tiles, and with which arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, str]
 WORDS_SPILL = (64, "their largest tiles have no register left, and the tuning times the tiles")
-"""Bytes that gradients by words may spill, and why."""
+"""Bytes that kernels of ``words`` may spill, and why."""
 
 
 class Kernel(Protocol):

@@ -1,4 +1,4 @@
-"""Fine-tune the tiny SD3, and judge its checkpoints by its encoders and by its checker; charts of what is found."""
+"""Fine-tune the tiny SD3, judge its checkpoints by its encoders and by its checker, and chart the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tuned:
 
 
 class Studio:
-    """A folder for runs, and how to train and judge in it.
+    """Trains and judges runs in a folder.
 
     Args:
         file: the configuration.
@@ -115,7 +115,7 @@ def fidelities_of(point: Json) -> Json:
 
 
 def means(points: Sequence[Json], keys: Sequence[str]) -> Json:
-    """Average values over runs; with several runs, the distance from least to most as ``KEY_range``."""
+    """Average values over runs; with several runs, add maximum minus minimum as ``KEY_range``."""
     found: Json = {}
     for key in keys:
         values = [point[key] for point in points]
@@ -126,7 +126,7 @@ def means(points: Sequence[Json], keys: Sequence[str]) -> Json:
 
 
 def lacking(rows: Iterable[str], found: Container[str]) -> list[str]:
-    """Lines that name the rows still to be measured; none if there are all."""
+    """Lines that name the rows still to be measured; empty if none is missing."""
     left = [name for name in rows if name not in found]
     return ["", f"Not measured yet: {'; '.join(left)}."] if left else []
 

@@ -1,4 +1,4 @@
-"""``kernels``: compile the int8 kernels for cards that are not here, and check the machine code.
+"""``kernels``: compile the int8 kernels for several architectures, and check the machine code.
 
 Needs Triton, but no GPU and no CUDA build of torch: Triton brings NVIDIA's assembler and disassembler. Each row is one
 kernel, one tile, one kind of matrix and one architecture. A figure that breaks a rule ends the command with an error,
@@ -28,7 +28,7 @@ QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "quant"
 SOURCE, ROTATION = QUANT / "int8_kernel.py", QUANT / "rotation_kernel.py"
 WORDS, GELU = QUANT / "int8_gradient_kernel.py", QUANT / "int8_gelu_kernel.py"
 SOURCES = {"rotated": ROTATION, "words": WORDS, "gelu": GELU}
-"""Where kernels are that ``SOURCE`` does not hold."""
+"""Source files of kernels that are not in ``SOURCE``."""
 COMMITTED = Path(__file__).resolve().parent / "results" / "kernels" / "kernels.json"
 DECIDES = {
     SOURCE: ("_rows", "_product", "_blocks", "TILES", "SAFE_TILE", "LONGEST_BLOCK"),
@@ -56,7 +56,7 @@ class Row:
 
     Args:
         card: the architecture: 89 for sm_89.
-        kernel: ``product``, ``words`` (a gradient that reads the weight by words), ``rows``, ``rotated`` rows or rows
+        kernel: ``product``, ``words`` (a gradient that reads the weight in words), ``rows``, ``rotated`` rows or rows
             of ``gelu``.
         kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type, and
             ``back`` if they are of GELU's gradient.
@@ -176,7 +176,7 @@ def usage_of(file: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what the compiler itself writes to standard error: a page for each failure."""
+    """Drop what the compiler writes to standard error, a page per failure."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -196,7 +196,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
-    """List the rules that a compiled row breaks, but for accepted ones.
+    """List the rules that a compiled row breaks, except accepted ones.
 
     Args:
         row: the row.
@@ -234,7 +234,7 @@ def source_of(name: str) -> str:
 
 
 def source_hash(source: Path = SOURCE, text: str | None = None) -> str:
-    """Hash what the compiled code follows from, without comments, docstrings and layout; needs no Triton."""
+    """Hash the source of the compiled code, without comments, docstrings and layout; needs no Triton."""
     parts = []
     for node in ast.parse(source.read_text(encoding="utf-8") if text is None else text).body:
         names: list[str] = []
@@ -253,7 +253,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Compile the missing rows with the installed version of Triton, and write the table of all versions.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 
@@ -292,7 +292,7 @@ def markdown(
     """Write one table for each version of Triton: a line for each kernel and kind, a column for each card.
 
     Args:
-        title: of the page.
+        title: title of the page.
         about: what the cells are.
         rows: by name: version of Triton, card, and what was compiled.
         cards: their architectures: 89 for sm_89.

@@ -1,6 +1,6 @@
 """``masks``: show that training with masks does not teach the background, on the tiny SD3 with its own checker.
 
-Five pictures of one figure, all on the same background, with captions that do not mention it: without masks, the
+Five pictures show one figure, all on the same background, which the captions do not mention: without masks, the
 figure's name comes to mean the background, too.
 """
 
@@ -93,7 +93,7 @@ def ground(image: Image.Image) -> np.ndarray:
 
 
 def pull(images: list[Image.Image], base: list[Image.Image]) -> float:
-    """How far backgrounds moved from the base's towards the training pictures', as a share of the way."""
+    """How far backgrounds moved from the base's (0) to the training pictures' (1)."""
     shares = []
     for image, before in zip(images, base, strict=True):
         way = np.array(pictures.BACKGROUNDS[BACKGROUND], float) - ground(before)
@@ -102,7 +102,7 @@ def pull(images: list[Image.Image], base: list[Image.Image]) -> float:
 
 
 class Measured:
-    """The rows' data, and the base's pictures with which they are compared.
+    """The rows' data, and the base's pictures for comparison.
 
     Args:
         scratch: a folder for pictures and runs.
@@ -151,7 +151,7 @@ def run(folder: Path, count: int, minutes: float, only: str) -> Path:
     """Measure missing rows; write ``masks.json``, ``masks.md`` and a contact sheet.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
         minutes: start no row after this many.
         only: text that row names must contain.

@@ -1,7 +1,7 @@
-"""``memory --measure-only``: measure the memory grid beside stored predictions, all rows in one process.
+"""``memory --measure-only``: measure the memory grid for comparison with stored predictions, all rows in one process.
 
-A row costs seconds instead of a prediction and an import. If the process dies, the row at which it died is reported and
-the others follow in a new process.
+A row takes seconds, without a prediction and imports. If the process dies, the row at which it died is reported and a
+new process measures the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Measure the rows that are missing, until the time is up.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: row names or parts of them, separated by ``;``.
 
@@ -90,7 +90,7 @@ def stored_predictions() -> Mapping[str, dict[str, Any]]:
 
 
 def predicted_for(stored: Mapping[str, Any], capability: tuple[int, int]) -> dict[str, Any]:
-    """A stored prediction with another card's workspace of cuBLAS; in MiB."""
+    """A stored prediction with another card's cuBLAS workspace, in MiB."""
     from simpletune.memory.device_terms import cublas_workspace
 
     more = (cublas_workspace(capability) - cublas_workspace(memory.SM_89)) / 2**20

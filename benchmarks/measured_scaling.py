@@ -1,4 +1,4 @@
-"""Train on processes of this machine, and measure pictures a second and the exchange of gradients.
+"""Train with several processes on this machine; measure pictures per second and the exchange of gradients.
 
 ``python -m benchmarks.measured_scaling BYTES`` is one process of the second measurement.
 """
@@ -36,7 +36,7 @@ COMMON = (
 
 
 def measured(method: str, processes: int, passes: int) -> Json:
-    """Train the tiny SD3 in several processes of one thread each; a step has ``passes`` micro-batches in all.
+    """Train the tiny SD3 in several processes of one thread each, with ``passes`` micro-batches per step in total.
 
     Args:
         method: of ``METHODS``.

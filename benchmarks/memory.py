@@ -170,7 +170,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Measure the missing rows, each in its own process, until the time is up.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

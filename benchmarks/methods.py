@@ -56,7 +56,7 @@ def with_adapter(shipped: str, adapter: Json, *overrides: str) -> TrainConfig:
 
 
 def stepper(adapter: Json) -> Callable[[], object]:
-    """Assemble a few blocks with random weights and an adapter; return what takes a training step."""
+    """Assemble a few blocks with random weights and an adapter; return a function that takes a training step."""
     shapes = {**sd3_medium_config(), "num_layers": BLOCKS}
     overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
     config = with_adapter(SHIPPED[-1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
@@ -68,7 +68,7 @@ def stepper(adapter: Json) -> Callable[[], object]:
 
 
 def measure(adapter: Json) -> dict[str, float]:
-    """Measure one method beside LoRA, in turns, and predict both peaks."""
+    """Measure one method and LoRA, alternating, and predict both peaks."""
     steps = {"lora": stepper(LORA), "step": stepper(adapter)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP + ROUNDS):
@@ -93,7 +93,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Measure missing rows; write ``methods.json`` and ``methods.md``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

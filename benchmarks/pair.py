@@ -63,7 +63,7 @@ class Job:
     Args:
         folder: for everything that both sides write.
         steps: of each run.
-        overrides: of our configuration.
+        overrides: for our configuration.
         layers: of the tiny model.
         size: of the pictures.
     """
@@ -121,11 +121,11 @@ def run(
     """Measure the missing rounds, then one with everything on.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         rounds: number of rounds.
         steps: of each run; None: 20.
         minutes: start no round after this many.
-        overrides: of our configuration.
+        overrides: for our configuration.
 
     Returns:
         The Markdown table.
@@ -227,7 +227,7 @@ def theirs(job: Job, name: str, whole: bool) -> dict[str, Any]:
 
 
 def median(seconds: Sequence[float]) -> float:
-    """Drop the first steps, if there are others."""
+    """Median without the first steps, if there are others."""
     return statistics.median(seconds[WARM_UP:] or seconds)
 
 

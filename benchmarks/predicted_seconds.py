@@ -76,13 +76,13 @@ def predicted(row: Row) -> Json:
 
 @contextmanager
 def diffusers_blocks() -> Iterator[None]:
-    """Leave SD3's blocks as diffusers has them, which is what the published rows ran; ours move a third fewer bytes."""
+    """Use diffusers' blocks of SD3, which the published rows ran; ours move a third fewer bytes."""
     with mock.patch("simpletune.families.sd3.transformer.use_joint_blocks"):
         yield
 
 
 def of_step(config: TrainConfig, speeds: StatedSpeeds) -> tuple[StepSeconds, float]:
-    """Predict a step of at most two micro-batches, and the seconds of one of all: each further one takes as long."""
+    """Predict a step of at most two micro-batches, and extrapolate to all: each further one takes as long."""
     several = config.train.accumulation
     found = []
     for count in range(1, min(several, 2) + 1):

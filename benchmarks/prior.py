@@ -1,6 +1,6 @@
-"""``prior``: how far a class drifts while a subject of it is learned, without and with prior preservation.
+"""``prior``: how far a class drifts while a run learns one subject of it, without and with prior preservation.
 
-The base is the tiny SD3. The subject is the figure of configs/demo_subject.json, its class are figures.
+The base is the tiny SD3. The subject is the figure of configs/demo_subject.json, its class "figure".
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Priors:
 
     Args:
         count: prompts per score.
-        overrides: of the configuration, for all rows.
+        overrides: for the configuration, for all rows.
     """
 
     def __init__(self, count: int, overrides: list[str]):
@@ -165,11 +165,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``prior.json``, ``prior.md`` and, of the rows measured now, ``prior.png``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the configuration.
+        overrides: for the configuration.
 
     Returns:
         The Markdown table.

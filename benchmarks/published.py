@@ -1,7 +1,7 @@
-"""Seconds, speeds and costs that others published, with what each was measured on and where it stands.
+"""Seconds, speeds and costs that others published, with hardware and source.
 
-Nothing that predicts is chosen by these figures. Configurations are ours, set as the sources say; what a source does
-not say is assumed, and said in ``assumed``.
+No prediction is fitted to these figures. Configurations are ours, set as the sources say; what a source leaves open is
+assumed, and stated in ``assumed``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
         value: published.
         unit: of the value: ``STEP``, ``PICTURES`` or ``RATE``.
         config: of the job.
-        overrides: of the configuration.
+        overrides: for the configuration.
         goal: whether the method is ours and the timing is steady, so that the prediction should be near.
         inside: the source encodes pictures and prompts in every step.
         stores_scores: its attention writes the scores to memory and reads them, which ours does not.
@@ -102,7 +102,7 @@ DREAMBOOTH = ("precision.weights=fp32", "optimizer.name=adamw", "memory.checkpoi
 
 
 def vertex() -> Iterator[Row]:
-    """Iterations of DreamBooth with LoRA by batch and size, and what a step costs once a run has begun."""
+    """Iterations of DreamBooth with LoRA by batch and size, and a step's cost without the start of the run."""
     for batch, rate in {2: 1.24, 4: 1.17, 8: 1.14, 16: 0.87}.items():
         overrides = (*LORA, f"train.batch_size={batch}")
         yield Row("vertex", f"batch {batch}", "A100-40GB", 1 / rate, STEP, SD15, overrides, inside=True,
@@ -165,7 +165,7 @@ def mosaic() -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """All rows that are predicted beside a figure."""
+    """All rows with a published figure to predict."""
     for table in (study, sweep, vertex, serving, mosaic):
         yield from table()
 

@@ -157,9 +157,9 @@ class Quality:
     """The grid and the data that its rows share.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
-        overrides: of the demo's configuration, for all rows.
+        overrides: for the demo's configuration, for all rows.
     """
 
     def __init__(self, folder: Path, count: int, overrides: list[str]):
@@ -260,11 +260,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``quality.json`` and ``quality.md``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the demo's configuration.
+        overrides: for the demo's configuration.
 
     Returns:
         The Markdown table.

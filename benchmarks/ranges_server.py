@@ -1,8 +1,8 @@
-"""A plain web server for files that honours ranges, for ``python -m benchmarks remote-cache`` and for tests.
+"""A plain file server that supports ranges, for ``python -m benchmarks remote-cache`` and for tests.
 
     python -m benchmarks.ranges_server FOLDER [SECONDS]
 
-serves a folder, waiting so long before each answer, and prints the port.
+serves a folder, waits SECONDS before each response, and prints the port.
 """
 
 from __future__ import annotations

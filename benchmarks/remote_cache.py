@@ -1,8 +1,8 @@
-"""``remote-cache``: samples a second from the cache, at the sizes of SD3 Medium's at 1024 px.
+"""``remote-cache``: samples per second from the cache, at SD3 Medium's sizes for 1024 px.
 
 A sample is a latent of 1.0 MiB in fp32, T5's 256 tokens (2.0 MiB in bf16, 1.06 in int8) and CLIP's 77 (0.3 MiB). Every
-row is a process of its own. Of a web server each sample is read once, with an empty local part; the server is another
-process on this machine, whose processor time does not count, and may wait before each answer as a distant one would.
+row is a separate process. From a web server each sample is read once, with an empty local copy; the server is another
+process on this machine, whose processor time does not count, and may delay each response like a distant one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _fill(cache: Cache, part: str, keys: list[str], int8: bool) -> int:
 
 @contextmanager
 def _served(folder: Path, way: Way) -> Iterator[CachePlace]:
-    """The place to read from; of a web server while it runs."""
+    """Yield the folder or URL to read from; runs the web server meanwhile."""
     if way.form != "web":
         yield CachePlace(folder, "files" if way.form == "files" else "shards")
         return

@@ -1,7 +1,6 @@
-"""``scaling``: pictures a second by number of processes: measured here, predicted for up to 256 cards, beside Mosaic's.
+"""``scaling``: pictures per second by processes: measured here, predicted for up to 256 cards, published by Mosaic.
 
-Predicted rows follow from ``benchmarks/cluster.py``; nothing was fitted to a published figure, and nothing of them ran
-on a card.
+Predicted rows come from ``benchmarks/cluster.py``; nothing was fitted to a published figure, and none ran on a card.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Plan:
     Args:
         card: which it runs on.
         config: its configuration.
-        overrides: of the configuration.
+        overrides: for the configuration.
         batch: pictures a step.
         pictures: of the whole training; 0: none are given.
         inside: pictures and prompts are encoded in every step.
@@ -84,7 +83,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Measure and predict the rows that are missing, then write the page.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 
@@ -99,7 +98,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
 
 
 def jobs() -> dict[str, Callable[[], Json]]:
-    """Name every row and what finds it: processes that this machine can run, then cards by plan."""
+    """Name every row and the function that measures or predicts it: this machine's processes, then cards by plan."""
     found: dict[str, Callable[[], Json]] = {}
     for method in ("LoRA", "full"):
         for processes in (1, 2, 4, 8):

@@ -27,13 +27,13 @@ BASE = 8  # cards whose rate per card counts as an efficiency of 100%, as in the
 
 
 def page(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Report:
-    """Lay out the page from the rows that are there."""
+    """Lay out the page from the rows that exist."""
     sections = [section for section in (measured_section(found), *predicted_sections(found, plans)) if section.tables]
     return Report(TITLE, LEAD, "", [], list(facts(found, plans)), sections, data={"losses": []})
 
 
 def facts(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Iterable[Fact]:
-    """How near predicted efficiencies are to published ones, as ours updates and if each card updated its part."""
+    """How close predicted efficiencies are to published ones, with our update and with a sharded one."""
     pairs = [pair for name, plan in plans.items() for pair in efficiencies(name, plan, found) if pair[0] > BASE]
     for column, title in ((1, "efficiency within 5 points"), (2, "the same, update sharded")):
         if pairs:
@@ -53,14 +53,14 @@ def efficiencies(name: str, plan: Plan, found: Mapping[str, Json]) -> Iterable[t
 
 
 def efficiency(cards: int, rows: Mapping[int, Json], sharded: bool = False) -> float:
-    """Pictures a second of a card, against those with ``BASE`` cards; ``sharded``: each card updates its part alone."""
+    """Pictures per second and card, relative to ``BASE`` cards; ``sharded``: each card updates only its part."""
     update = update_of(rows) if sharded else 0.0
     rates = [rows[n]["batch"] / n / (rows[n]["seconds"] - update * (1 - 1 / n)) for n in (cards, BASE)]
     return rates[0] / rates[1]
 
 
 def update_of(rows: Mapping[int, Json]) -> float:
-    """Seconds of the optimizer's update: what a step takes beside its passes, from two rows that differ in these."""
+    """Seconds of the optimizer's update: a step without its passes, from two rows with different numbers of passes."""
     alike = [row for row in rows.values() if row["micro"] == max(each["micro"] for each in rows.values())]
     few, many = (pick(alike, key=lambda row: row["passes"]) for pick in (min, max))
     if few["passes"] == many["passes"]:
@@ -116,14 +116,14 @@ def predicted_sections(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> 
 
 
 def all_cards(found: Mapping[str, Json], name: str, plan: Plan) -> list[int]:
-    """The numbers of cards whose rows are there."""
+    """The numbers of cards that have rows."""
     start, end = f"{name}, ", f" {plan.card}"
     named = [row.removeprefix(start).removesuffix(end) for row in found if row.startswith(start) and row.endswith(end)]
     return sorted(int(cards) for cards in named if cards.isdigit())
 
 
 def about(plan: Plan) -> str:
-    """What the rows of a plan stand on."""
+    """What the rows of a plan assume."""
     pictures = f"Days, card-hours and cost are of {plan.pictures / 1e6:,.1f} million pictures"
     price = f"at ${plan.price:g} a card and hour" + (", the source's price" if plan.source else "")
     source = f" Published by {plan.source}." if plan.source else " No published figure."

@@ -33,7 +33,7 @@ class Row:
     """One job.
 
     Args:
-        overrides: of the configuration.
+        overrides: for the configuration.
         beside: the diffusers row with equal settings; for a diffusers row, its own name.
     """
 

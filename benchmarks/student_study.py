@@ -1,8 +1,8 @@
-"""``student-study``: what the published study of four runs compared by eye, measured on the tiny SD3.
+"""``student-study``: measure on the tiny SD3 what the published study of four runs compared by eye.
 
-Full fine-tuning and LoRA of rank 64, 16 and 1, with the settings of ``benchmarks study``, learn the demo's style. Each
-result is judged by the demo's encoders and its checker, and its drift, bytes and seconds stand beside them. Peaks and
-seconds of SD3 Medium are predicted, beside those that the study published for an L4.
+Full fine-tuning and LoRA of rank 64, 16 and 1, with the settings of ``benchmarks study``, learn the demo's style. The
+demo's encoders and its checker judge each result, and drift, bytes and seconds are added. Peaks and seconds of SD3
+Medium are predicted and compared with those that the study published for an L4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from simpletune.system.console import say
 SEEDS = (0, 1, 2)
 CARD = "L4"
 SECONDS = {"full": 2.56, "LoRA r64, int8": 1.38, "LoRA r16, int8": 1.89, "LoRA r1, int8": 1.35}
-"""Published for the L4, by the names of ``benchmarks.estimate.PUBLISHED``: seconds, of a step by their size."""
+"""Published for the L4, keyed as ``benchmarks.estimate.PUBLISHED``: seconds, by their size per step."""
 SCORES = (
     "subject", "prompt", "style", "asked", "others", "drift_captions", "drift_unrelated", "drift_pictures", "seconds",
 )  # fmt: skip
@@ -70,11 +70,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``student_study.json``, its page, its chart and its pictures.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score of the checker.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the configuration.
+        overrides: for the configuration.
 
     Returns:
         The Markdown page.
@@ -99,9 +99,9 @@ class Study:
     """The rows that train.
 
     Args:
-        folder: of the pictures.
+        folder: for the pictures.
         count: prompts per score of the checker.
-        overrides: of the configuration.
+        overrides: for the configuration.
     """
 
     def __init__(self, folder: Path, count: int, overrides: list[str]):
@@ -156,7 +156,7 @@ class Study:
         return [*self.styled[:3], self.others[-1]]
 
     def strip_file(self, name: str) -> Path:
-        """Where the pictures of a run lie."""
+        """The file with a run's pictures."""
         return self.folder / f"{file_name(name)}.png"
 
 
@@ -179,7 +179,7 @@ def predicted_row(name: str) -> Json:
 
 
 def averaged(rows: Mapping[str, Json]) -> dict[str, Json]:
-    """Means over the seeds that are there, by run."""
+    """Means over the measured seeds, by run."""
     found: dict[str, Json] = {}
     for name in RUNS:
         runs = [rows[key] for seed in SEEDS if (key := f"{name}, seed {seed}") in rows]

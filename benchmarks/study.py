@@ -92,7 +92,7 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
     """Complete the missing runs, each in its own process, then write the report on all of them.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no run after this many.
         only: text that names must contain.
         model: a hub name, a folder or a file; None: the tiny model.

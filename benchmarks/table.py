@@ -93,7 +93,7 @@ class Results:
         """Write the Markdown table.
 
         Args:
-            title: of the page.
+            title: title of the page.
             about: description of the rows.
             machine: hardware and versions.
             more: titles of further tables, and their columns; a row belongs to the table that its ``table`` names.

@@ -1,7 +1,7 @@
-"""``times``: predicted beside measured seconds of a step on the CPU, for the trainer's own step on random weights.
+"""``times``: predicted and measured seconds of a step on the CPU, for the trainer's own step on random weights.
 
-Each measured step stands between two of a fixed reference load, and their ratio is compared: other programs of the
-machine slow both down.
+Each measured step runs between two runs of a fixed reference load, and the ratio is compared, because other programs on
+the machine slow both down.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run(folder: Path, minutes: float, only: str = "", calibration: Path | None =
     """Predict and measure the rows that are missing, until the time is up.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
         calibration: file of this machine's constants; None: the one in the cache.
@@ -146,7 +146,7 @@ def config_of(models: Path, model: str, overrides: tuple[str, ...]) -> TrainConf
 
 
 def larger(models: Path) -> Path:
-    """The embedded model's configurations with more and wider blocks."""
+    """The tiny SD3's configurations with more and wider blocks."""
     folder = models / "larger"
     if not folder.exists():
         shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("*.safetensors"))

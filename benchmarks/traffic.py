@@ -1,8 +1,7 @@
 """``traffic``: bytes, launches and products of a training step by class of operation, counted without a GPU.
 
-The step runs on fake tensors, as for a prediction, and the same recorder counts what it would make a card do. The small
-rows, of the demo's model, are counted again by the fast tests, the others by the slow ones: a change that moves more
-bytes has to be made on purpose.
+The step runs on fake tensors, as for a prediction, and the same recorder counts what a card would do. The fast tests
+recount the small rows of the demo's model, the slow tests the others, so no change moves more bytes unnoticed.
 """
 
 from __future__ import annotations
@@ -92,12 +91,12 @@ def counted(sections: Iterable[Section]) -> Json:
 
 
 def launches_of(work: Work) -> int:
-    """Kernels of a piece of work; an operation on a list of tensors takes one for each few dozen."""
+    """Kernels that an operation launches; one on a list of tensors launches one per few dozen tensors."""
     return max(1, round(work.extents[0] / SCALES)) if work.kind == "each" else 1
 
 
 def bytes_of(work: Work, name: str) -> int:
-    """Bytes read and written; of products and attention those of their operands and results."""
+    """Bytes read and written; for products and attention, those of operands and results."""
     if name == ATTENTION:
         heads, queries, keys, width = work.extents
         tensors = 2 * heads * width * (queries + keys) * ITEM[work.dtype]
@@ -133,7 +132,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Count missing rows; write ``traffic.json`` and ``traffic.md``.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 

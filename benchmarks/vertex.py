@@ -1,4 +1,4 @@
-"""``vertex``: the tables of the Stable Diffusion 1.5 report of Vertex Model Garden, beside what is predicted here.
+"""``vertex``: compare the tables of Vertex Model Garden's Stable Diffusion 1.5 report with our predictions.
 
 The report fine-tuned SD 1.5 by DreamBooth, in full and by LoRA on ``to_q`` and ``to_v``, on an A100 with 40 GB, with
 diffusers' scripts. Counts follow from shapes and must equal the published ones. Memory is predicted by executing our
@@ -99,7 +99,7 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     """Predict the rows that are missing, then write the page.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         minutes: start no row after this many.
         only: text that row names must contain.
 
@@ -132,7 +132,7 @@ def config_of(*overrides: str) -> TrainConfig:
 
 
 def counts(rank: int) -> Json:
-    """Count the parameters of a LoRA by shapes, and weigh the file that would be written."""
+    """Count a LoRA's parameters from shapes, and the bytes of the file that a run would write."""
     config = config_of(*BASE, f"adapter.rank={rank}")
     shapes = config.model.known_shapes()
     trained = config.adapter.trainable(shapes)
@@ -209,7 +209,7 @@ def largest_batch(job: Callable[[int], int], card: Card) -> int:
 
 
 def page(found: dict[str, Json]) -> Report:
-    """Lay out the page from the rows that are there."""
+    """Lay out the page from the rows that exist."""
     ranks = [rank for rank in COUNTS if f"rank {rank}" in found]
     facts = [Fact("trainable at rank 8", f"{found['rank 8']['trained']:,}", "published 797,184")] if 8 in ranks else []
     lean = found.get("peak: LoRA r8, checkpointing, batch 1")
@@ -301,6 +301,6 @@ def batch_section(found: dict[str, Json]) -> Section:
 
 
 def speed_section() -> Section:
-    """Where the tables of speed and cost are."""
+    """Point to the tables of speed and cost."""
     notes = ["hours.md beside this page has the report's iterations, costs and serving seconds beside predicted ones."]
     return Section("speed", "Speed and cost", notes)

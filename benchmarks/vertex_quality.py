@@ -1,8 +1,8 @@
 """``vertex-quality``: the quality figures of the Vertex report, repeated on the tiny SD3.
 
-The report trained one dog into Stable Diffusion 1.5 in full and by LoRA and scored subject fidelity (DINO) and prompt
-fidelity (CoCa) over steps, and gave the cost of as many pictures at several batch sizes. Here the demo's subject is
-trained into the tiny model, judged by its encoders and its checker; costs of Stable Diffusion 1.5 are predicted.
+The report taught Stable Diffusion 1.5 one dog, in full and by LoRA, scored subject fidelity (DINO) and prompt fidelity
+(CoCa) over steps, and gave the cost of 800 pictures at several batch sizes. Here the tiny model learns the demo's
+subject, judged by its encoders and its checker; costs of Stable Diffusion 1.5 are predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simpletune.system.console import say
 CONFIG = Path("configs/demo_subject.json")
 STEPS, EVERY, SEEDS = 600, 100, (0, 1)
 PICTURES = 800
-"""Pictures shown in every row of batch against learning rate, as in the report's cost table."""
+"""Pictures shown in every row of batch size and learning rate, as in the report's cost table."""
 ALL = (
     "schedule.name=constant", "schedule.warmup_steps=0", "validation.eval_samples=0", "data.repeats=32",
     "train.batch_size=4", *PRECISIONS["fp32"],
@@ -94,11 +94,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``vertex_quality.json``, its page, its chart and its pictures.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score of the checker.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the configuration.
+        overrides: for the configuration.
 
     Returns:
         The Markdown page.
@@ -122,9 +122,9 @@ class Study:
     """The rows that train.
 
     Args:
-        folder: of the pictures.
+        folder: for the pictures.
         count: prompts per score of the checker.
-        overrides: of the configuration.
+        overrides: for the configuration.
     """
 
     def __init__(self, folder: Path, count: int, overrides: list[str]):
@@ -181,7 +181,7 @@ class Study:
         return found
 
     def strip_file(self, name: str, step: int) -> Path:
-        """Where the pictures of a checkpoint lie."""
+        """The file with a checkpoint's pictures."""
         return self.folder / f"{file_name(name)}-{step:04d}.png"
 
     def strips(self) -> list[tuple[str, Path]]:
@@ -252,7 +252,7 @@ def panels(found: Mapping[str, Json], paths: Mapping[str, Mapping[int, Json]]) -
 
 
 def batch_rows(found: Mapping[str, Json], rule: str) -> dict[str, Json]:
-    """The rows of a rule that are there; at the reference batch all rules are one."""
+    """The measured rows of a rule; at the reference batch all rules are the same."""
     names = [(batch, f"batch {batch}, {rule}") for batch in sorted({*BATCHES[rule], BATCH})]
     same = {BATCH: f"batch {BATCH}, same rate"}
     return {f"batch {batch}, {rule}": found[same.get(batch, name)] for batch, name in names
@@ -276,7 +276,7 @@ def page(found: Mapping[str, Json]) -> list[str]:
 
 
 def costs(found: Mapping[str, Json]) -> dict[str, Json]:
-    """The rows of cost that are there, each beside its batch of 1."""
+    """The measured cost rows, each relative to its batch of 1."""
     rows: dict[str, Json] = {}
     for (method, card), published in COSTS.items():
         first = found.get(f"cost: {method}, {card}, batch 1")

@@ -1,7 +1,7 @@
 """``which-method``: every training method at several sizes on the tiny SD3: what it learns, spoils and costs.
 
-Each row trains the demo's style with one method and is judged by the demo's checker, as in ``quality``. A step is timed
-in turns with LoRA's, and the peak on SD3 Medium is predicted.
+Each row trains the demo's style with one method, judged by the demo's checker as in ``quality``. Its step is timed
+alternating with LoRA's, and the peak on SD3 Medium is predicted.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class Bench:
     """What the rows share.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
-        overrides: of the demo's configuration, for all rows.
+        overrides: for the demo's configuration, for all rows.
     """
 
     def __init__(self, folder: Path, count: int, overrides: list[str]):
@@ -271,11 +271,11 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """Measure missing rows; write ``which_method.json``, its table and its pictures.
 
     Args:
-        folder: of the results.
+        folder: for the results.
         count: prompts per score.
         minutes: start no row after this many.
         only: text that row names must contain.
-        overrides: of the demo's configuration.
+        overrides: for the demo's configuration.
 
     Returns:
         The Markdown table.

@@ -1,4 +1,4 @@
-"""Lets the scripts of this folder run from any shell: outside of .venv they start again inside it."""
+"""Let the scripts in this folder run from any shell: outside .venv they restart themselves inside it."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def enter() -> None:
     """Start the script again with the project's own Python, unless simpletune is installed here.
 
-    Where the current folder has no runs/, the project's folder becomes the current one.
+    If the current folder has no runs/, change to the project's folder.
     """
     if not Path("runs").is_dir() and "--runs" not in sys.argv and (ROOT / "runs").is_dir():
         print(f"paths are taken from {ROOT}")
@@ -21,5 +21,7 @@ def enter() -> None:
         return
     python = ROOT / ".venv" / "bin" / "python"
     if not python.exists() or Path(sys.prefix) == ROOT / ".venv":
-        sys.exit("error: simpletune is not installed. Run ./train.sh once: it sets everything up (or pip install -e .)")
+        sys.exit(
+            "error: simpletune is not installed. Run ./train.sh once, which sets everything up (or pip install -e .)"
+        )
     os.execv(python, [str(python), *sys.argv])

@@ -1,4 +1,4 @@
-"""Draw one picture with a full model: the newest run's transformer; a LoRA is folded into the base."""
+"""Draw one picture with a full model: the newest run's transformer, or its LoRA merged into the base."""
 
 from _venv import enter
 

@@ -3,11 +3,11 @@
 #
 #     simpletune_setup ROOT run|dev
 #
-# "run" is what training needs; "dev" adds the tools of the tests, and serves "run" as well. The second call starts at
-# once: a stamp in .venv holds what it was made from, and pip runs again only when that changed.
+# "run" installs what training needs; "dev" adds what the tests need, and also satisfies "run". Later calls return at
+# once: a stamp in .venv records what it was made from, and pip runs again only if that has changed.
 #
 # Environment: PYTHON                  the Python to make .venv with (default: the newest found, 3.13 to 3.11)
-#              SIMPLETUNE_TORCH_INDEX  URL of the package index that torch comes from (default: pip's own settings)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
 # Exit codes:  3  this machine lacks something (Python, venv, NVIDIA driver); nothing was installed
 #              4  the install failed; its log is .venv/install.log
 
@@ -17,7 +17,7 @@ _SIMPLETUNE_MIN_DRIVER=580 # CUDA 13, for which the package index's torch wheels
 
 _setup_say() { printf 'setup: %s\n' "$*" >&2; }
 
-# _setup_stop CODE LINE...: the problem, then what to do about it, a line each.
+# _setup_stop CODE LINE...: prints the problem, then what to do about it, one line each, and exits.
 _setup_stop() {
     local code=$1
     shift
@@ -38,7 +38,7 @@ except ImportError:
     usable = "no-venv"
 print("%d.%d.%d %s" % (sys.version_info[:3] + (usable,)))'
     local candidates=(python3.13 python3.12 python3.11 python3 python)
-    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON") # an explicit choice is taken or refused, never replaced
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON") # an explicit choice is used or refused, never replaced
     local candidate answer version major minor too_old='' without_venv=''
     for candidate in "${candidates[@]}"; do
         answer=$("$candidate" -c "$probe" 2>/dev/null) || continue # absent, or a version manager's empty shim
@@ -72,27 +72,27 @@ _setup_check_driver() {
     command -v nvidia-smi >/dev/null || return 0
     local answer driver
     if ! answer=$(timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1); then
-        _setup_say "nvidia-smi is there but fails (${answer%%$'\n'*}). Going on: until it works, only the CPU can be used."
+        _setup_say "nvidia-smi is installed but fails (${answer%%$'\n'*}). Continuing: until it works, only the CPU can be used."
         return 0
     fi
     driver=${answer%%$'\n'*}
     if [[ ! ${driver%%.*} =~ ^[0-9]+$ ]]; then
-        _setup_say "nvidia-smi names no driver version (${driver:-empty answer}). Going on: until it does, only the CPU can be used."
+        _setup_say "nvidia-smi reports no driver version (${driver:-empty answer}). Continuing: until it does, only the CPU can be used."
         return 0
     fi
     if [[ -n $1 ]] || ((${driver%%.*} >= _SIMPLETUNE_MIN_DRIVER)); then return 0; fi
     _setup_stop 3 "NVIDIA driver $driver is too old for the torch that pip would install: torch 2.11 and newer is built for CUDA 13 and needs driver $_SIMPLETUNE_MIN_DRIVER or newer." \
         "Update the driver (Ubuntu: sudo apt install nvidia-driver-$_SIMPLETUNE_MIN_DRIVER, then reboot)," \
-        "or take a torch built for CUDA 12 (driver 525 or newer): its index URL, ending in cu126 or cu128, is on PyTorch's" \
+        "or use a torch built for CUDA 12 (driver 525 or newer): its index URL, ending in cu126 or cu128, is on PyTorch's" \
         "\"Get Started\" page: SIMPLETUNE_TORCH_INDEX=URL $0"
 }
 
-# Says what Triton lacks to compile int8 products and speed.compile on a card; training works without. Reads `venv`.
+# Warns if Triton cannot compile int8 products and speed.compile on a card; training works without. Reads `venv`.
 _setup_check_compiler() {
     command -v nvidia-smi >/dev/null || return 0
     local compilers=(gcc clang cc) lacks='' include version
     [[ -z ${CC:-} ]] || compilers=("$CC")
-    command -v "${compilers[@]}" >/dev/null || lacks="a C compiler" # one of them is enough
+    command -v "${compilers[@]}" >/dev/null || lacks="a C compiler" # one is enough
     include=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null) || return 0
     [[ -f $include/Python.h ]] || lacks=${lacks:+$lacks and }Python.h
     [[ -n $lacks ]] || return 0
@@ -123,7 +123,7 @@ _setup_is_current() {
 
 _setup_recorded_index() { cat "$venv/.simpletune-torch-index" 2>/dev/null || true; }
 
-# Prints why the existing .venv cannot be built upon; prints nothing when it can. Reads `root` and `venv`.
+# Prints why the existing .venv cannot be used; prints nothing if it can. Reads `root` and `venv`.
 _setup_venv_defect() {
     local file version
     if [[ -e $venv/.simpletune-installing ]]; then
@@ -151,19 +151,19 @@ _setup_install_failed() {
     if grep -qE 'No space left|Disk quota exceeded' "$log"; then
         cause="The disk is full ($(df -hP "$venv" | awk 'NR == 2 {print $4}') free in $root; pip also needs room in ${TMPDIR:-/tmp}). Free some, or set TMPDIR, and run it again."
     elif grep -qE 'ConnectionError|Temporary failure in name resolution|Network is unreachable|timed out|Max retries|SSLError|ProxyError' "$log"; then
-        cause="The package index was not reached. Check the network or proxy and run it again."
+        cause="The package index could not be reached. Check the network or proxy and run it again."
     elif grep -qF 'from versions: none' "$log"; then # pip says no more than this for an index that refuses, too
-        cause="The package index was not reached, or has nothing for Python ${python_version:-of .venv}. Check the network or proxy and run it again."
+        cause="The package index could not be reached, or has nothing for Python ${python_version:-of .venv}. Check the network or proxy and run it again."
     elif grep -qE 'No matching distribution|ResolutionImpossible' "$log"; then
         cause="The package index has no fitting version for Python ${python_version:-of .venv}. Try another: rm -r .venv, then PYTHON=python3.11 $0"
     fi
     tail -n 15 "$log" | sed 's/^/       | /' >&2
-    # Ended by a signal, pip may leave a package half unpacked, which a later pip takes for whole: keep the marker.
+    # pip killed by a signal may leave a half-unpacked package, which a later pip takes for complete: keep the marker.
     (($2 >= 128)) || rm -f "$venv/.simpletune-installing"
     _setup_stop 4 "$1 failed (exit status $2). The whole log: $log" "$cause"
 }
 
-# Makes or mends .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
+# Makes or repairs .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
 _setup_install() {
     local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch status
     local defect='' made='' python='' python_version=''
@@ -212,7 +212,7 @@ simpletune_setup() {
     if command -v flock >/dev/null; then
         exec {lock}>"$root/.venv.lock"
         flock -n "$lock" || { _setup_say "waiting for another set-up of $root" && flock "$lock"; } ||
-            _setup_say "cannot lock here; going on without"
+            _setup_say "cannot lock here; continuing without a lock"
     fi
     _setup_is_current "$extra" || _setup_install "$extra" # another call may have done it while this one waited
     [[ -z $lock ]] || exec {lock}>&-

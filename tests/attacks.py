@@ -1,6 +1,6 @@
-"""What a disk or a stranger may do to a run, and what may come in from outside: the second half of ``make torture``.
+"""Attacks on a run's files and hostile input: the second part of ``make torture``.
 
-Each attack is tried as often as it is told to be; what is found is listed, and the exit code is then 1.
+Each attack is tried the given number of times. Findings are listed, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY = 16 * 2**30  # bytes of address space that a hostile input may make a co
 
 @dataclass
 class Attack:
-    """What was tried, and what was found."""
+    """The tries of one attack, and its findings."""
 
     name: str
     tries: int = 0
@@ -104,7 +104,7 @@ def attack_run(origin: Place, folder: Path, tries: int, draw: random.Random) -> 
     return attack
 
 
-# --- what comes in from outside -------------------------------------------------------------------------------------
+# --- hostile input --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _config(folder: Path, place: Place, text: str | None = None, **changes: Any)
 
 
 def _with(place: Place, section: str, value: str) -> str:
-    """The configuration's text with something in it that no JSON writer writes."""
+    """The configuration's text with something that no JSON writer produces."""
     return json.dumps({**place.data, section: "HERE"}).replace('"HERE"', value)
 
 
@@ -248,7 +248,7 @@ def _bounded() -> None:
 
 
 def fault_of(case: Hostile, folder: Path, place: Place) -> str:
-    """What is wrong with the answer to hostile input; empty: nothing."""
+    """What is wrong with a command's reaction to hostile input; empty: nothing."""
     folder.mkdir()
     command = [sys.executable, "-m", "simpletune", *case.command(folder, place)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -271,7 +271,7 @@ def fault_of(case: Hostile, folder: Path, place: Place) -> str:
 
 
 def attack_from_outside(place: Place, folder: Path, only: str = "") -> Attack:
-    """Hostile configurations, models, LoRA files and data: an answer in words, in time."""
+    """Try hostile configurations, models, LoRA files and data: each must end with a message, in time."""
     attack = Attack("hostile input")
     for number, case in enumerate(case for case in HOSTILE if only in case.name):
         began = time.perf_counter()
@@ -285,7 +285,7 @@ def attack_from_outside(place: Place, folder: Path, only: str = "") -> Attack:
 
 
 def main() -> None:
-    """The command line of ``make torture``."""
+    """Run the attacks of ``make torture``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, default=2000, help="changes of a state.json, of bits and of digits each")
     parser.add_argument("--runs", type=int, default=100, help="damaged runs")

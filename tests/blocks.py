@@ -1,4 +1,4 @@
-"""What the tests of checkpointing and streaming share: a transformer, U-Nets, their steps, an unkind queue."""
+"""Shared by the tests of checkpointing and streaming: a transformer, U-Nets, their steps, adversarial copy queues."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
 
 
 def shake_updates(model: nn.Module) -> None:
-    """Make a LoRA's updates count from the first step on: PEFT starts lora_B at zero."""
+    """Make a LoRA's updates matter from the first step on, because PEFT starts lora_B at zero."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -114,7 +114,7 @@ def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
 
 
 class LivelyTensors(unets.RandomTensors):
-    """Random weights whose residual branches do not begin near zero, so that every error shows."""
+    """Random weights whose residual branches do not start near zero, so that every error shows."""
 
     def get(self, name: str) -> Tensor:
         """Draw one tensor."""
@@ -157,7 +157,7 @@ class Setting:
 
 
 def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload | None:
-    """Give a model's blocks their passes."""
+    """Install the passes of a model's blocks."""
     queue = setting.queue
     queues = None if queue is None else ((setting.inward or queue)(), queue())
     where = torch.device(device)
@@ -202,7 +202,7 @@ def assert_same_run(ours: tuple[list[float], list[dict]], theirs: tuple[list[flo
 
 
 class UpdateInBackward:
-    """The least optimizer in the backward pass: a hook, and an optimizer for each parameter."""
+    """A minimal optimizer in the backward pass: a hook and an optimizer for each parameter."""
 
     def __init__(self, model: nn.Module, streamed: BlockOffload | None, kind: Any):
         self.state: dict[nn.Parameter, dict] = {}
@@ -230,30 +230,30 @@ class UpdateInBackward:
 
 
 class LateCopies:
-    """A queue that does nothing until it must: a use that does not wait finds what was there before."""
+    """A copy queue that works as late as possible, so that a use without a wait sees the old contents."""
 
     def __init__(self) -> None:
         self._queue: list[Late] = []
 
     def mark(self) -> CopyEvent:
-        """The computation is done already, on the CPU."""
+        """Do nothing: on the CPU the computation is already done."""
         return None
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Keep the work for later."""
+        """Queue the work."""
         late = Late(self, work, list(after))
         self._queue.append(late)
         return late
 
     def wait(self, ticket: CopyEvent) -> None:
-        """Do what was handed out up to that work."""
+        """Do all work up to this item."""
         if ticket is not None:
             ticket.queue.flush(ticket)
 
     join = wait
 
     def flush(self, last: Late) -> None:
-        """Work in order, each after what it waits for."""
+        """Do the queued work in order, each item after those that it waits for."""
         while not last.done:
             late = self._queue.pop(0)
             for ticket in late.after:
@@ -264,10 +264,10 @@ class LateCopies:
 
 
 class EagerCopies(LateCopies):
-    """A queue that does its work as soon as it may: a copy that does not wait for a late one is ahead of it."""
+    """A copy queue that works as early as possible, so that a copy without a wait overtakes a late one."""
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Do the work after what it names, before anything else."""
+        """Do the work right after the items that it names."""
         event = super().run(work, after)
         self.wait(event)
         return event

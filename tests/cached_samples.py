@@ -1,4 +1,4 @@
-"""Samples for tests of caches, and what fills a cache with them."""
+"""Samples for tests of caches, and a function that fills a cache with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(key: str) -> dict[str, torch.Tensor]:
 
 
 def fill(cache: Cache, keys: list[str] = KEYS, share: Share = ALONE) -> list[str]:
-    """Encode what is lacking as the prepare stages do."""
+    """Encode missing samples as the prepare stages do."""
     made = []
     for group in cache.claimed(cache.lacking(keys, share), share, 4):
         for key in group:

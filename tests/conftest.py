@@ -1,4 +1,4 @@
-"""What the tests share: a tiny model, a tiny data set, and where the real inputs are."""
+"""Shared fixtures: a tiny model, a tiny data set, runs trained once, and the folder of real inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count trainings, but in a process that only hands tests to others and need not import torch.
+    """Count trainings, except in a process that only distributes tests and need not import torch.
 
     Collecting garbage while torch is imported and asserts are rewritten would take half of a worker's start.
     """
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def count_trainings() -> None:
-    """Let every call of ``training.loop.train`` be counted, before a test module imports it."""
+    """Wrap ``training.loop.train`` to count its calls, before a test module imports it."""
     from simpletune.training import loop
 
     honest = loop.train
@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests under the stub of CUDA are skipped without it."""
+    """Skip tests that need the stub of CUDA if it is not loaded."""
     if dry.is_loaded():
         return
     for item in items:
@@ -73,27 +73,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its count to the process that started it."""
+    """Pass a worker's count to the process that started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["trainings"] = len(TRAININGS)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add up what a worker counted; one that crashed has handed over nothing."""
+    """Add a worker's count; a crashed one has passed on none."""
     counted = node.config.stash.get(COUNTED, 0)
     node.config.stash[COUNTED] = counted + getattr(node, "workeroutput", {}).get("trainings", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The figure that decides how long the suite takes."""
+    """Print the number of trainings, which decides how long the suite takes."""
     number = len(TRAININGS) + config.stash.get(COUNTED, 0)
     terminalreporter.write_line(f"{number} trainings in this run, without those in child processes")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny products are fastest on one thread, and sums have one order."""
+    """Use one thread: tiny products are fastest on it, and sums have one order."""
     import torch
 
     torch.set_num_threads(1)
@@ -109,8 +109,8 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_are_not_collected() -> None:
-    """Every run collects garbage several times; over all that torch and its libraries import, that takes a quarter of a
-    second each, half of a tiny run. Again for each module, because some end with everything thawed."""
+    """Exclude imported objects from garbage collection, which otherwise takes half of a tiny run: each run collects
+    several times, a quarter of a second each. Repeated per module, because some tests unfreeze them."""
     gc.collect()
     gc.freeze()
 
@@ -138,13 +138,13 @@ def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all runs of the session: prompts and pictures are encoded once."""
+    """One cache for all runs of the session, so that prompts and pictures are encoded once."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path: Path) -> dict:
-    """The JSON of a run that takes a fraction of a second; outputs lie in the test's own folder."""
+    """The JSON of a run that takes a fraction of a second, with outputs in the test's own folder."""
     return {
         "name": "tiny",
         "device": "cpu",
@@ -203,14 +203,14 @@ def copy_run(train_once: TrainOnce) -> TrainOnce:
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """Starts processes that need not import torch and its libraries, each of which would take 4 s for that."""
+    """A launcher of processes that have torch and its libraries imported, which saves 4 s each."""
     with Launcher(tmp_path_factory.mktemp("jobs")) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def simulate_once() -> Callable[..., StepReport]:
-    """``simulate``, which remembers: searches ask for the same steps again and again."""
+    """``simulate`` with a memory for the session, because searches ask for the same steps again and again."""
     from simpletune.simulation.simulate import simulate
 
     known: dict[str, StepReport] = {}
@@ -227,7 +227,7 @@ def simulate_once() -> Callable[..., StepReport]:
 
 @pytest.fixture
 def write_config(tmp_path: Path):
-    """Writes a JSON value as a configuration file and gives its path."""
+    """A function that writes a JSON value as a configuration file and returns its path."""
 
     def write(value: object, name: str = "config.json") -> Path:
         file = tmp_path / name
@@ -239,7 +239,7 @@ def write_config(tmp_path: Path):
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real inputs; tests that need it are marked ``data``."""
+    """The folder of real inputs, for tests marked ``data``."""
     folder = Path(os.environ.get("SIMPLETUNE_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no real inputs at {folder}: set SIMPLETUNE_TEST_DATA")

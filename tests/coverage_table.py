@@ -1,6 +1,6 @@
-"""What of the package and the benchmarks the tests run, and why the rest is not run: ``make coverage`` prints it.
+"""Print for ``make coverage`` how much of the package and the benchmarks the tests run, and why the rest is not run.
 
-Reads coverage's JSON report. Fails when lines are not covered that no reason of REASONS is given for.
+Reads coverage's JSON report. Fails if uncovered lines have no reason in REASONS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damage to the files of a run, for tests and ``make torture``: what a disk, a full quota or a person may leave."""
+"""Damage a run's files, for tests and ``make torture``, as a disk, a full quota or a person may."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ sys.addaudithook(_refuse)  # root may read everything, whatever its mode
 
 
 def delete(file: Path, draw: random.Random) -> None:
-    """The file is gone."""
+    """Delete the file."""
     shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def empty(file: Path, draw: random.Random) -> None:
-    """It has no byte."""
+    """Truncate it to no bytes."""
     file.write_bytes(b"")
 
 
 def one_byte(file: Path, draw: random.Random) -> None:
-    """It has its first byte."""
+    """Truncate it to its first byte."""
     file.write_bytes(file.read_bytes()[:1])
 
 
 def byte(file: Path, draw: random.Random) -> None:
-    """One of its bytes is another."""
+    """Change one of its bytes."""
     data = bytearray(file.read_bytes())
     if data:
         data[draw.randrange(len(data))] ^= draw.randrange(1, 256)
@@ -60,7 +60,7 @@ def byte(file: Path, draw: random.Random) -> None:
 
 
 def digit(file: Path, draw: random.Random) -> None:
-    """One of its digits is another."""
+    """Change one of its digits."""
     data = bytearray(file.read_bytes())
     places = [place for place, value in enumerate(data) if chr(value).isdigit()]
     if places:
@@ -70,27 +70,27 @@ def digit(file: Path, draw: random.Random) -> None:
 
 
 def folder(file: Path, draw: random.Random) -> None:
-    """A folder with a file in it has its name."""
+    """Replace it by a folder with a file in it."""
     delete(file, draw)
     file.mkdir()
     (file / "inside").write_text("x")
 
 
 def link(file: Path, draw: random.Random) -> None:
-    """A link to nothing has its name."""
+    """Replace it by a dangling link."""
     delete(file, draw)
     file.symlink_to(file.with_name("nowhere"))
 
 
 def other_kind(file: Path, draw: random.Random) -> None:
-    """A file stands where a folder was."""
+    """Replace a folder by a file."""
     delete(file, draw)
     file.write_text("x")
 
 
 @contextmanager
 def unreadable(file: Path) -> Iterator[None]:
-    """Within this context reading it is not allowed; opening it for writing neither."""
+    """Forbid reading and writing it within this context."""
     _UNREADABLE.add(str(file))
     try:
         yield
@@ -107,7 +107,7 @@ CODES = {0, 2, 3, 4, 5, 6, 130, 143}  # docs/interruptions.md
 
 
 class Place:
-    """A finished run, of which each test damages a copy."""
+    """A finished run; each test damages a copy of it."""
 
     def __init__(self, folder: Path, data: dict[str, Any]):
         self.folder, self.data = folder, data
@@ -116,13 +116,13 @@ class Place:
         self.run = Path(data["output"]["runs"]) / data["name"]
 
     def copied(self, folder: Path) -> Place:
-        """The same in another folder."""
+        """Copy it to another folder."""
         shutil.copytree(self.folder, folder, symlinks=True)
         output = {**self.data["output"], "runs": str(folder / "runs"), "profiles": str(folder / "profiles")}
         return Place(folder, {**self.data, "output": output})
 
     def stopped(self) -> Place:
-        """As it was after step 4, when it was killed."""
+        """Turn it into a run that was killed after step 4."""
         remove(checkpoint.checkpoint_folder(self.run, STEPS))
         for name in ("summary.json", "pytorch_lora_weights.safetensors", "README.md", "report.html", "report.md"):
             (self.run / name).unlink()
@@ -192,19 +192,19 @@ def targets(place: Place) -> list[str]:
 
 
 def damage(place: Place, target: str, kind: str, seed: object = 0) -> None:
-    """Damage something of a run; ``unreadable`` is done by ``answer``."""
+    """Damage a file of a run, except by ``unreadable``, which ``answer`` does."""
     entry = place.run.parent / target
     if kind != "unreadable":
         (OF_FOLDERS if entry.is_dir() else DAMAGES)[kind](entry, random.Random(f"{target} {kind} {seed}"))
 
 
 def answer(place: Place, command: str, hidden: Path | None = None) -> tuple[int, str]:
-    """A command's exit code, and what is wrong with how it answers; empty: nothing.
+    """Run a command; return its exit code, and what is wrong with its reaction; empty: nothing.
 
     Args:
         place: of the run.
         command: of ``commands``.
-        hidden: what may not be read meanwhile.
+        hidden: file that cannot be read meanwhile.
     """
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), unreadable(hidden) if hidden else nullcontext():
@@ -220,7 +220,7 @@ def answer(place: Place, command: str, hidden: Path | None = None) -> tuple[int,
 
 
 def is_alike(place: Place, origin: Place) -> bool:
-    """Whether a run trained what another did, bit for bit, and exported it."""
+    """Whether a run trained the same weights as another, bit for bit, and exported them."""
     pairs = [(each.weights(), load_file(each.run / "pytorch_lora_weights.safetensors")) for each in (place, origin)]
     return all(
         mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -14,7 +14,7 @@ STARTS = r"(?:\.venv/bin/)?simpletune |\./(?:train|test)\.sh|python -m benchmark
 COMMAND = re.compile(rf"\s*(?:until )?((?:{STARTS}).*)")
 SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|FOLDER|LORA|LOKR|MODEL|BASE)\b|A:0\.7"
 
-# Why a command is parsed and not run, by what it contains. A comment with "needs" in the page says it as well.
+# Why a command is parsed and not run, by what it contains. A comment with "needs" in the page is a reason, too.
 NOT_RUN = {
     r"\bbias\b|_bias\b|^simpletune schema >": "of the walkthrough (tests/test_docs.py runs its listings)",
     SYNOPSIS: "a synopsis",
@@ -66,7 +66,7 @@ def commands(page: str) -> list[Command]:
 
 
 def inline_verbs(page: str) -> set[str]:
-    """The verbs of commands inside of sentences."""
+    """The verbs of commands within sentences."""
     return set(re.findall(r"`simpletune ([a-z]+)\b", (ROOT / page).read_text()))
 
 

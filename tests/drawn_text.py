@@ -1,4 +1,4 @@
-"""What the tests of the text side share: prompts encoded with a text side, without a cache."""
+"""Shared by the tests of the text side: prompts encoded with a text side, without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests under the stub of CUDA share (tests/dry_gpu): its counters, and processes of their own on another card."""
+"""Shared by tests under the stub of CUDA (tests/dry_gpu): its counters, and child processes on another card."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def used(device: int = 0) -> int:
 
 @dataclass
 class Counts:
-    """What was counted within a context, by name."""
+    """The counts of a context, by name."""
 
     found: dict[str, int] = field(default_factory=dict)
 
@@ -54,14 +54,14 @@ def counted(*names: str) -> Iterator[Counts]:
 
 
 def process(code: str, **environment: object) -> subprocess.CompletedProcess[str]:
-    """Python code in a process of its own, under the stub with other variables: ``process("...", DRY_CC=75)``."""
+    """Run Python code in a child process, under the stub with other variables: ``process("...", DRY_CC=75)``."""
     changed = {name: str(value) for name, value in environment.items()}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, timeout=240)
 
 
 def printed(code: str, **environment: object) -> str:
-    """What code in a process of its own printed."""
+    """Run code in a child process and return what it printed."""
     done = process(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""An HTTP server on 127.0.0.1 that answers as the hub does: listings, files with ranges, and its ways of failing."""
+"""An HTTP server on 127.0.0.1 that behaves like the hub: listings, files with ranges, and its failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "hf_SecretOfTheTest"
 
 @dataclass
 class Failure:
-    """How the hub fails: a status with the hub's error code, or no answer.
+    """How the hub fails: with a status and the hub's error code, or without a response.
 
     Args:
         status: of the answer, or ``close`` (the connection ends), ``reset`` (it breaks) or ``stall`` (nothing comes).
@@ -42,12 +42,12 @@ class Failure:
 
 @dataclass
 class FakeHub:
-    """What the hub holds and how it behaves.
+    """The hub's files and behaviour.
 
     Args:
         files: of the one repository, by path.
-        failure: instead of an answer.
-        cut_at: GET of a large file breaks off after this many bytes of the answer; None: never.
+        failure: to return instead of a response.
+        cut_at: GET of a large file is cut after this many bytes; None: never.
         cuts: how many times.
         delay: seconds before an answer.
         damage: large files hold zeros.

@@ -1,5 +1,5 @@
 """The kernels for adaptive norms and gated sums in Triton's interpreter, on the CPU. Run by test_elementwise.py in a
-process of its own, because TRITON_INTERPRET must stand before Triton is imported."""
+process of its own, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 

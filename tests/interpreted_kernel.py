@@ -1,5 +1,5 @@
 """The int8 kernels in Triton's interpreter, on the CPU. Run by test_int8_products.py in a process of its own, because
-TRITON_INTERPRET must stand before Triton is imported."""
+TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 

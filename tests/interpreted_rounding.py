@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to round as a card does. Import only where TRITON_INTERPRET is set."""
+"""Make Triton's interpreter round as a card does. Import only if TRITON_INTERPRET is set."""
 
 from __future__ import annotations
 

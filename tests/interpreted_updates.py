@@ -1,5 +1,5 @@
 """The kernels for updates of bf16 numbers in Triton's interpreter, on the CPU. Run by test_bf16_updates.py in a process
-of its own, because TRITON_INTERPRET must stand before Triton is imported."""
+of its own, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 

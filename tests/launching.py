@@ -1,6 +1,6 @@
-"""Processes that are forked from one that has imported all: runs of several, started as torchrun does, and programs.
+"""Fork processes from one that has imported everything: runs of several, started as torchrun does, and programs.
 
-As a program it takes jobs from standard input, a JSON object a line, and answers each with a line.
+As a program it reads jobs from standard input, one JSON object per line, and answers each with a line.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Launcher:
         kills: dict[int, float] | None = None,
         alone: bool = False,
     ) -> Outcome:
-        """``simpletune train``, in as many processes as there are configurations.
+        """Run ``simpletune train`` in one process per configuration.
 
         Args:
             configs: one for each process, of which the first is rank 0; they differ only in tests of what differs.
@@ -87,7 +87,7 @@ class Launcher:
     def programs(
         self, code: str, *words: list[str], environment: dict[str, str] | None = None, limit: float = PATIENCE
     ) -> Outcome:
-        """``python -c``, with the heavy libraries imported, at once in as many processes as there are lists of words.
+        """Run ``python -c`` with the heavy libraries imported, at once in one process per list of words.
 
         Args:
             code: of all of them.

@@ -48,7 +48,7 @@ MOST_FAILED = 20  # tests of the whole suite, after which it stops
 
 
 class BadList(Exception):
-    """What is wrong with the list of faults, or with the tests that it names."""
+    """The list of faults, or the tests that it names, are wrong."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a fault; of a test without any, its node id stands for the fault's."""
+    """The result of a fault, or of a test without a fault, whose node id then replaces the fault's id."""
 
     key: str
     id: str
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass
 class Ran:
-    """A run of pytest: its exit code (None: it took too long), and the node ids of what passed and failed."""
+    """A run of pytest: its exit code (None: it took too long), and the node ids of passed and failed tests."""
 
     code: int | None
     seconds: float
@@ -92,7 +92,11 @@ class Ran:
 
 
 def read_list(file: Path) -> list[Mutant]:
-    """The faults of a file, by ``BadList`` where an entry lacks a field or has one too many."""
+    """Read the faults of a file.
+
+    Raises:
+        BadList: an entry lacks a field or has an unknown one.
+    """
     names, found = {each.name for each in fields(Mutant)}, []
     for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]:
         if set(entry) != names:
@@ -102,9 +106,9 @@ def read_list(file: Path) -> list[Mutant]:
 
 
 def problems(root: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """What is wrong with faults, as far as can be seen without running anything."""
+    """List what is wrong with the faults, as far as it shows without running anything."""
     twice = [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1]
-    found = [f"{name}: stands twice. Give one another id" for name in twice]
+    found = [f"{name}: occurs twice. Give one of them another id" for name in twice]
     defined: dict[str, dict[str, bool] | None] = {}
     for mutant in mutants:
         found += [f"{mutant.id}: {text}" for text in _faults_of_entry(root, mutant)]
@@ -130,13 +134,13 @@ def _faults_of_entry(root: Path, mutant: Mutant) -> list[str]:
         return ["find and replace are the same"]
     text = file.read_text(encoding="utf-8")
     if not mutant.find or (count := text.count(mutant.find)) != 1:
-        return [f"its text stands {count if mutant.find else 'any number of'} times in {mutant.file}, not once"]
+        return [f"its text occurs {count if mutant.find else 'any number of'} times in {mutant.file}, not once"]
     if file.suffix != ".py":
         return []
     try:
         changed = ast.dump(ast.parse(text.replace(mutant.find, mutant.replace)))
     except SyntaxError as error:
-        return [f"{mutant.file} is no Python any more (line {error.lineno}: {error.msg})"]
+        return [f"{mutant.file} is no longer valid Python (line {error.lineno}: {error.msg})"]
     return ["changes nothing that runs"] if changed == _dump(text) else []
 
 
@@ -424,7 +428,7 @@ class Work:
         return self._judged(mutant, ran)
 
     def try_suite(self, copy: Copy, mutant: Mutant) -> Row:
-        """Run every test; those that fail without the fault too, in a copy or by themselves, do not count."""
+        """Run every test; those that also fail without the fault, in a copy or by themselves, do not count."""
         with copy.faulty(mutant):
             ran = copy.pytest([f"--maxfail={MOST_FAILED}", f"--ignore={OWN_TEST}"], SUITE_PATIENCE)
         row = self._judged(mutant, ran, whole=True)
@@ -453,7 +457,7 @@ class Work:
 
 
 def _read_row(line: str) -> Row | None:
-    """A kept result; None: a killed process has left half a line."""
+    """Parse a kept result; None: a killed process has left half a line."""
     try:
         return Row(**json.loads(line))
     except (ValueError, TypeError):
@@ -461,7 +465,7 @@ def _read_row(line: str) -> Row | None:
 
 
 def run(mutants: Sequence[Mutant], work: Work, jobs: int, whole: bool) -> None:
-    """Try every fault of which nothing is known, then with the whole suite those that survive."""
+    """Try every fault without a result, then try survivors with the whole suite."""
     todo = [mutant for mutant in mutants if (row := work.row_of(mutant)) is None or row.state == ERROR]
     packages = {Path(mutant.file).parts[0] for mutant in mutants if mutant.file.endswith(".py")}
 
@@ -488,11 +492,11 @@ def run(mutants: Sequence[Mutant], work: Work, jobs: int, whole: bool) -> None:
             work.each(lambda copy, item: tried(copy, item, work.try_suite), survivors())
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------
 
 
 def score(rows: Sequence[Row | None]) -> str:
-    """The figures in a line."""
+    """Summarise the results in a line."""
     states = Counter(row.state for row in rows if row is not None)
     noticed = sum(states[state] for state in NOTICED)
     judged = noticed + states[SURVIVED]
@@ -513,9 +517,10 @@ def write_page(root: Path, mutants: Sequence[Mutant], rows: Sequence[Row | None]
 
     machine = {**describe_machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "command": f"`{command}`"}
     about = (
-        "Do the tests notice a mistake? Each fault of `tests/mutants.toml` was put into a copy of the project, one at a "
-        "time. The tests that should catch it ran until the first failed; if none did, the whole suite ran. *timeout* "
-        "means that a test did not end. Seconds are for a whole pytest process while others ran on the machine."
+        "Do the tests notice a mistake? Each fault of `tests/mutants.toml` was put into a copy of the project, one at "
+        "a time. The tests that should catch it ran until the first failed; if none did, the whole suite ran. "
+        "*timeout* means that a test did not end. Seconds are for a whole pytest process while others ran on the "
+        "machine."
     )
     lines = ["# Faults that the tests catch", "", about, "", *(f"- {key}: {value}" for key, value in machine.items())]
     lines += [f"- result: {score(rows)}", "", "| fault | file | what | result | test | s |"]
@@ -535,15 +540,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Try the faults.
 
     Returns:
-        0: all that were tried are caught; 1: one survives, or has an error; 2: the list or a test of it is wrong; 130:
+        0: all tried faults are caught; 1: one survives or has an error; 2: the list or one of its tests is wrong; 130:
         Ctrl-C or SIGTERM.
     """
     parser = argparse.ArgumentParser(description="does a test fail for each fault of tests/mutants.toml?")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the project")
-    parser.add_argument("--only", action="append", metavar="ID", help="this fault; may be given again")
-    parser.add_argument("--jobs", type=int, default=2, help="copies that work at once (default: 2)")
-    parser.add_argument("--minutes", type=float, help="nothing is begun after so many; the same command goes on")
-    parser.add_argument("--whole", action=argparse.BooleanOptionalAction, default=True, help="every test for survivors")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the project")
+    parser.add_argument("--only", action="append", metavar="ID", help="try this fault; repeatable")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the project to use at once (default: 2)")
+    parser.add_argument("--minutes", type=float, help="start no fault after this many; the same command continues")
+    parser.add_argument(
+        "--whole", action=argparse.BooleanOptionalAction, default=True, help="run all tests on survivors"
+    )
     args = parser.parse_args(argv)
     root = args.root.resolve()
     try:

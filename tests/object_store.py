@@ -1,4 +1,4 @@
-"""An S3-compatible server for tests (moto's), and a proxy before it that injects faults."""
+"""An S3-compatible server for tests (moto's), and a proxy in front of it that injects faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class Faults:
-    """Says which fault a request gets; counts them.
+    """Chooses a fault for each request, and counts them.
 
     Args:
         choose: maps (number of the request, method, path) to a fault, or None.

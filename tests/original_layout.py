@@ -1,6 +1,6 @@
-"""Writes a diffusers pipeline's weights as one file in the original layout: the inverse of what the loader does.
+"""Write a diffusers pipeline's weights as one file in the original layout, the inverse of the loader.
 
-Written out from the layout itself, not from the loader's tables; the tests hold it against diffusers' own converter.
+Written from the layout itself, not from the loader's tables; the tests compare it with diffusers' own converter.
 """
 
 from __future__ import annotations
@@ -139,5 +139,5 @@ def write(
 
 
 def without_weights(pipeline: Path, folder: Path) -> Path:
-    """Copy a pipeline without a single weight: what a single file needs beside it."""
+    """Copy a pipeline without weights, which is what a single file needs in addition."""
     return Path(shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors")))

@@ -1,6 +1,6 @@
-"""Writes a Stable Diffusion 1.x or 2.x pipeline's weights as one file in the original layout.
+"""Write a Stable Diffusion 1.x or 2.x pipeline's weights as one file in the original layout.
 
-Written out from the layout itself, not from the loader's tables; the tests hold it against diffusers' own converters.
+Written from the layout itself, not from the loader's tables; the tests compare it with diffusers' own converters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A plugin of pytest (``make durations``): which tests and files take most processor time, on however busy a machine.
+"""A pytest plugin (``make durations``): which tests and files take most processor time, even on a busy machine.
 
-Counted are set-up, call and tear-down, with child processes that have ended. What tests share counts where it is made,
-a process that they share where it ends.
+Counts set-up, call and tear-down, with child processes that have ended. Shared fixtures count where they are made,
+shared processes where they end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of runs as training leaves them, written by hand: reports are tested without training."""
+"""Write folders of runs as training leaves them, so that reports are tested without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(name: str, **changes: Any) -> TrainConfig:
 def write_run(
     folder: Path, steps: int = 40, scale: float = 1.0, gpu: bool = True, finished: bool = True, **changes: Any
 ) -> Path:
-    """A run of so many steps, four an epoch.
+    """Write a run of some steps, four per epoch.
 
     Args:
         folder: of the run.

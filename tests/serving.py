@@ -1,4 +1,4 @@
-"""What the tests of ``simpletune serve`` share: a run, servers in threads, a generator that waits."""
+"""Shared by the tests of ``simpletune serve``: a run, servers in threads, a generator that waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLE = ["text_embedder.linear_1", "attn.add_k_proj", "attn.add_v_proj", "norm1.
 
 
 def make_run(folder: Path) -> Path:
-    """A run of the tiny SD3 that comes with the tool, as if trained: ``first``; and another LoRA: ``second``."""
+    """A run of the bundled tiny SD3, as if trained: ``first``; and another LoRA: ``second``."""
     data = {
         "name": "first", "device": "cpu", "precision": {"weights": "fp32"},
         "model": {"pretrained": "demo:tiny-sd3", "t5_length": 24}, "data": {"path": "demo:pictures", "resolution": 64},

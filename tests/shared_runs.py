@@ -1,4 +1,4 @@
-"""What ``train_once`` and ``copy_run`` of conftest.py are: from a configuration's JSON to a run's folder."""
+"""Implements ``train_once`` and ``copy_run`` of conftest.py: from a configuration's JSON to a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mark the cases of a test as slow, but for a few that ``./test.sh`` runs."""
+"""Mark the cases of a test as slow, except a few that ``./test.sh`` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_but(fast: Collection[object], cases: Iterable[Any]) -> list[Any]:
-    """The cases as pytest's parameters; slow are those that are not in ``fast``.
+    """The cases as pytest parameters; those not in ``fast`` are slow.
 
     Raises:
         ValueError: one in ``fast`` is no case.

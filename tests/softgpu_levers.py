@@ -1,6 +1,6 @@
-"""A few steps of a transformer of four blocks with chosen levers, from batches to figures, as a run makes them.
+"""Run a few steps of a transformer of four blocks with chosen levers, from batches to losses, as a run does.
 
-Under tests/softgpu/run the same steps are made with many seeds of its adversary; every seed must give the same bits.
+Under tests/softgpu/run the same steps run with many seeds of its adversary; every seed must give the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = CONFIG | {"num_attention_heads": 4, "caption_projection_dim": 64}
 
 @dataclass(frozen=True)
 class Levers:
-    """What a run of few steps has."""
+    """The levers of a short run."""
 
     method: str = "lora"
     weights: str = "int8"
@@ -165,7 +165,7 @@ def assembled(levers: Levers, device: torch.device) -> StepCore:
 
 @dataclass
 class Result:
-    """What a run of few steps leaves."""
+    """The result of a short run."""
 
     figures: list[tuple[float, float]]
     tensors: list[Tensor]
@@ -224,7 +224,7 @@ def _run(levers: Levers, device: str) -> Result:
 
 
 def run_poisoned(levers: Levers) -> Result:
-    """A run whose slots are filled with NaN as soon as their block is done."""
+    """A run that fills slots with NaN as soon as their block is done."""
     build = BlockOffload.__init__
     BlockOffload.__init__ = partialmethod(build, poison=True)  # type: ignore[assignment]
     try:

@@ -1,4 +1,4 @@
-"""The GPU tests that the GPU in software cannot run, and why: pytest -p softgpu_selection (make softgpu)."""
+"""Skip the GPU tests that the software GPU cannot run, with the reason: pytest -p softgpu_selection (make softgpu)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT_OUT = {
 
 
 SOME_SEED = "test_copies_that_do_not_wait_show"
-"""A test of what a broken wait does: some order must show it, not every one."""
+"""A test of a broken wait, which some orders must expose, not every one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,10 @@
-"""Take out every call that orders the device's work, one at a time: how many seeds of the GPU in software notice?
+"""Remove the calls that order the device's work, one at a time, and count the software GPU's seeds that notice.
 
     PYTHONPATH=. tests/softgpu/run python tests/softgpu_waits.py [--seeds 20] [--out waits.json]
 
-Prints docs/softgpu.md's table. Each call is tried in the runs with all their levers that reach it; a seed notices it if
-the figures, the weights or the optimizer's states differ in any bit, or the run fails. Results are kept in the file as
-they come, and calls that it has are not tried again.
+Prints the table of docs/softgpu.md. Each call is tried in the runs with all levers that reach it; a seed notices if
+losses, weights or optimizer states differ in any bit, or the run fails. Results are written to the file one by one, and
+calls that it already has are not tried again.
 """
 
 from __future__ import annotations

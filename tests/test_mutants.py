@@ -40,13 +40,13 @@ def test_every_fault_of_the_list_can_be_tried() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"find": "nowhere"}, "stands 0 times in toy/sums.py, not once"),
-        ({"find": "a, b"}, "stands 3 times"),
+        ({"find": "nowhere"}, "occurs 0 times in toy/sums.py, not once"),
+        ({"find": "a, b"}, "occurs 3 times"),
         ({"find": ""}, "any number of times"),
         ({"replace": "return a + b"}, "find and replace are the same"),
         ({"replace": "return (a + b)"}, "changes nothing that runs"),
         ({"replace": "return a + b  # the sum"}, "changes nothing that runs"),
-        ({"replace": "return a +"}, "no Python any more"),
+        ({"replace": "return a +"}, "no longer valid Python"),
         ({"file": "toy/gone.py"}, "there is no toy/gone.py"),
         ({"tests": ("tests/test_gone.py",)}, "there is no test tests/test_gone.py"),
         ({"tests": ("tests/test_sums.py::test_gone[1]",)}, "there is no test tests/test_sums.py::test_gone"),
@@ -60,7 +60,7 @@ def test_a_fault_that_cannot_be_one_is_refused(change: dict, message: str, toy: 
 
 
 def test_ids_are_unique_and_fields_known(toy: Path) -> None:
-    assert mutants.problems(toy, [SIGN, SIGN]) == ["sign: stands twice. Give one another id"]
+    assert mutants.problems(toy, [SIGN, SIGN]) == ["sign: occurs twice. Give one of them another id"]
     put(toy, SIGN)
     (toy / mutants.LIST).write_text((toy / mutants.LIST).read_text() + "whi = 'typo'\n")
     with pytest.raises(BadList, match="sign: an entry has the fields file, find, id"):

@@ -124,7 +124,7 @@ def write_qwen(folder: Path) -> Path:
 
 
 def loud(model: torch.nn.Module) -> torch.nn.Module:
-    """Larger weights than initialised, so that pictures and rounding change what random models say."""
+    """Scale up the initial weights, so that pictures and rounding change the captions of random models."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

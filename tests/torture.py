@@ -1,6 +1,6 @@
-"""Runs killed with SIGKILL over and over: what remains is whole, and the end is that of a run that was never killed.
+"""Kill runs with SIGKILL over and over: what remains must be whole, and the end equal that of a run never killed.
 
-``make torture`` does all of it; ``tests/test_torture.py`` a few kills. Cases are drawn by a printed seed.
+``make torture`` does all of it; ``tests/test_torture.py`` a few kills. A printed seed draws the cases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs of one, two and four processes, one or all of which are killed over and over, also while they prepare together.
+"""Kill one or all processes of runs of one, two and four over and over, even while they prepare together.
 
-Each start of a run draws how many processes it has. Whoever is left ends by itself within 30 s, nothing is lost, and
-the end is, bit for bit, that of a run of two that was never killed. ``make torture-together`` does all of it;
-``tests/test_together.py`` a few kills.
+Each start of a run draws its number of processes. Survivors must end by themselves within 30 s, nothing may be lost,
+and the end must equal, bit for bit, that of a run of two that was never killed. ``make torture-together`` does all of
+it; ``tests/test_together.py`` a few kills.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 tests. Nothing of the project is imported here, so each child imports that anew, with the fault that the copy then has.
 
 A line is a JSON object: ``folder`` to run in, ``words`` for pytest, ``environment`` (all of it), and ``said``, the file
-for what is printed. Two lines answer it: the child's number, which is also its process group's, and when the child has
-ended its exit code, or the number of the signal that ended it, negative.
+for the output. Two lines answer it: first the child's process ID, which is also its process group's; when the child has
+ended, its exit code, or the negative number of the signal that ended it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BROKEN = 70  # exit code of a child in which pytest itself has failed
 
 
 def preload() -> None:
-    """Import what tests and runs use of other packages, also what these import late."""
+    """Import what tests and runs use of other packages, including late imports."""
     import bitsandbytes  # noqa: F401
     import diffusers.training_utils  # noqa: F401
     import hypothesis  # noqa: F401
@@ -53,7 +53,7 @@ def serve() -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Be a process of its own that runs pytest, and end."""
+    """Run pytest in this forked child, and exit."""
     code = BROKEN
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""A real server of the pages, and a headless Chromium that says of every page what went wrong in it."""
+"""A real server of the pages, and a headless Chromium that reports what went wrong on a page."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def browsing(dark: bool = False, size: tuple[int, int] = DESKTOP) -> Iterator[Br
 
 
 class Browser:
-    """A browser with short words for what the tests do."""
+    """A browser with short methods for what the tests do."""
 
     def __init__(self, driver: Any):
         self.driver = driver
@@ -162,7 +162,7 @@ class Browser:
         raise AssertionError(f"{css} is replaced too often")
 
     def until(self, true: Callable[[], Any], what: str = "", seconds: float = 60) -> Any:
-        """Ask until it is true; an element that the page replaces between finding and reading it is asked again."""
+        """Poll until it is true; if the page replaces an element between finding and reading it, try again."""
         from selenium.common.exceptions import StaleElementReferenceException
 
         limit = time.monotonic() + seconds

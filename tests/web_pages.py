@@ -1,4 +1,4 @@
-"""The pages of ``simpletune web`` without a server: a client in this process, on folders of the test's own."""
+"""The pages of ``simpletune web`` without a server: a client in this process, on the test's own folders."""
 
 from __future__ import annotations
 

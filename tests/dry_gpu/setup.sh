@@ -5,7 +5,7 @@
 #
 # Environment: DRY_VENV                where it lies (default: .venv-cuda at the project's root)
 #              PYTHON                  the Python to make it with (default: the newest found, 3.13 to 3.11)
-#              SIMPLETUNE_TORCH_INDEX  URL of the package index that torch comes from (default: pip's own settings)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
 # Exit codes as those of simpletune/setup.sh: 3, the machine lacks something; 4, the install failed.
 
 set -euo pipefail
