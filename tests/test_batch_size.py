@@ -59,7 +59,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
 @pytest.mark.parametrize(
     ("train", "problem"),
     [
-        ({"batch_size": "auto"}, "train.batch_size: auto chooses by the card how train.global_batch is divided"),
+        ({"batch_size": "auto"}, "train.batch_size: auto lets the card decide how to divide train.global_batch"),
         ({"global_batch": 8, "gradient_accumulation": 2}, "global_batch: global_batch 8 and gradient_accumulation 2"),
         ({"global_batch": 12, "batch_size": 5}, "batch_size: 5 does not divide train.global_batch 12. Use 4, or auto"),
         ({"global_batch": 2, "batch_size": 5}, "Use 2, or auto"),

@@ -83,7 +83,7 @@ def test_comfyui_computes_the_trained_weights(method: str, layout: str | None, t
     """As exported by a run (None), and in every layout that the commands write."""
     state, expected, file = trained(method, tmp_path)
     if (method, layout) == ("oft", "diffusers"):
-        with pytest.raises(UserError, match="OFT, which ComfyUI reads by only under its own names. Use --format kohya"):
+        with pytest.raises(UserError, match="OFT, which ComfyUI reads only under its own names. Use --format kohya"):
             write_lora(read_lora(file), tmp_path / "x.safetensors", layout)
         return
     if layout:

@@ -165,7 +165,7 @@ def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> N
     assert slow.cost == pytest.approx(2.0) and quick.cost == pytest.approx(3.0) and unknown.cost is None
     quarter = a_plan("L4", 7200, 1.0, samples=0.25)  # a quarter of the samples in these steps
     assert quarter.cost == pytest.approx(8.0) and cheapest([quick, quarter]) is quick
-    with pytest.raises(UserError, match="no price is known of RTX3090.*--prices"):
+    with pytest.raises(UserError, match="no price is known for RTX3090.*--prices"):
         cheapest([unknown, lacking])
     with pytest.raises(UserError, match="T4: no settings fit"):
         cheapest([lacking])

@@ -485,5 +485,5 @@ def test_check_estimate_and_data_read_little(
     monkeypatch.setattr("simpletune.data.stream.BLOCKS", 4)
     assert main(["data", file]) == 0
     said = capsys.readouterr().out
-    assert "7 rows of 20 were looked at" in said and "7 usable" in said
+    assert "7 rows of 20 were examined" in said and "7 usable" in said
     assert len(set(read)) == 7

@@ -68,7 +68,7 @@ class Florence(Captioner):
         side, stride = 768, vision.patch_stride[0]
         tokens = picture_tokens(model.config, side) + PROMPT_TOKENS
         cached = 2 * text.decoder_layers * text.d_model * 2  # keys and values of its own tokens and of the picture's
-        widest = int(vision.embed_dim[0] * (2 * vision.mlp_ratio + 14))  # windows are copied to be attended to
+        widest = int(vision.embed_dim[0] * (2 * vision.mlp_ratio + 14))  # attention copies its windows
         return Shape((side // stride) ** 2, widest, tokens, 6 * text.encoder_ffn_dim, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ def require_alpha(data: bytes) -> None:
 
 
 def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: Size) -> Mask:
-    """Find and check the mask of a picture in a file of its own.
+    """Find and check the mask of a picture in a separate file.
 
     Args:
         root: the data folder.

@@ -81,8 +81,8 @@ class Plan:
 
     Args:
         samples: the samples of an epoch (``make_samples``).
-        data: gives crop, flip, variants, captions and loss weight of each source.
-        objective: gives the density of noise levels.
+        data: provides crop, flip, variants, captions and loss weight of each source.
+        objective: provides the density of noise levels.
         seed: ``train.seed``.
         batch: the batch sizes of a step.
         held_out: samples that no step trains on; if there are any, the evaluation uses them.
@@ -184,7 +184,8 @@ class Plan:
     def micro_batch(self, step: int, micro: int) -> list[Draw]:
         """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
 
-        Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, fillers alone repeat that one.
+        Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that
+        repeat it.
 
         Args:
             step: the optimizer step, counted from 0.

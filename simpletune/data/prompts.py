@@ -17,9 +17,9 @@ def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
 
     Args:
         picture: with its captions.
-        source: gives the caption options.
+        source: provides the caption options.
         seed: ``train.seed``.
-        variant: index of the variant. The variants use a picture's captions in turn, in an order of its own.
+        variant: index of the variant. The variants cycle through a picture's captions, in a random order per picture.
     """
     captions = picture.captions
     place = variant % len(captions)
@@ -51,7 +51,7 @@ def prompts_vary(source: Source, captions: int = 1) -> bool:
     """Whether the variants of a picture may have different prompts.
 
     Args:
-        source: gives the caption options.
+        source: provides the caption options.
         captions: the largest number of captions of a picture.
     """
     return captions > 1 or source.shuffle_tags or source.tag_dropout > 0

@@ -101,7 +101,7 @@ def make_samples(
 
     Args:
         pictures: the pictures to sample.
-        data: gives aspect, resolution and repeats of each source.
+        data: provides aspect, resolution and repeats of each source.
         repeats: overrides the sources' repeats.
         step: sides of buckets are multiples of this, in pixels.
     """

@@ -73,7 +73,7 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
 def drawing_bytes(
     config: TrainConfig, picture: Request, precision: WeightPrecision, batch: int, recorder: Recorder | None = None
 ) -> int:
-    """Return the peak memory of drawing one batch of pictures, of the transformer alone.
+    """Return the peak memory of drawing one batch of pictures with the transformer, without decoding.
 
     Args:
         config: supplies the model and the memory options.

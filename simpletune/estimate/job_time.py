@@ -85,7 +85,7 @@ class JobTime:
 
 
 def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str]:
-    """Find what is known of a card's speed.
+    """Find the known speeds of a card.
 
     Args:
         card: the card.

@@ -29,7 +29,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.timing.recorder import Section
 
-VERSION = 6  # raise when a change to the model, the step, a lever or the accounting changes a peak or what is timed
+VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beyond the peak. They cover all but two rows of

@@ -23,7 +23,7 @@ from simpletune.runs.folder import METRICS, SUMMARY
 Captions = Literal["texts", "metadata", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture
 NAMED = 0.5  # share of the pictures whose names must have that many words
-MISSING = 0.5  # with a larger share of pictures without a caption, captions are not used
+MISSING = 0.5  # from this share of pictures without a caption on, captions are not used
 CAMERA = {
     "img", "dsc", "dscf", "dscn", "pxl", "mvi", "gopr", "dji", "photo", "photos", "image", "images", "picture", "pic",
     "pics", "screenshot", "screen", "shot", "file", "untitled", "copy", "scan", "whatsapp", "signal", "download",
