@@ -134,7 +134,7 @@ class StoreShelf:
 
     Args:
         store: the folder in the store.
-        journal: a local file whose modification time is when a process of this machine last stored a shard.
+        journal: a local file whose modification time records when a process of this machine last stored a shard.
     """
 
     remote = True
