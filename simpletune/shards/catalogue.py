@@ -21,7 +21,7 @@ class Catalogue:
     """The samples that a shelf holds.
 
     Args:
-        shelf: where the shards lie.
+        shelf: where the shards are stored.
         folder: a folder of this machine for the index that is read or written.
     """
 

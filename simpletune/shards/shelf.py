@@ -1,8 +1,7 @@
-"""Where a cache's shards lie: a folder, or a prefix of an object store.
+"""Where a cache's shards are stored: a folder, or a prefix of an object store.
 
-index.parquet                where each sample lies; rebuilt from the shards if missing or damaged
-shards/NAME.safetensors      a shard damaged/SAMPLE.SHARD         an empty file: this shard's sample is damaged and no
-longer used
+index.parquet                where each sample is; rebuilt from the shards if missing or damaged shards/NAME.safetensors
+a shard damaged/SAMPLE.SHARD         an empty file: this shard's sample is damaged and no longer used
 """
 
 from __future__ import annotations
