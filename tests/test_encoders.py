@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors is truncated: ",
     ),
     "missing weights": (drop_weights, "lacks 3 weights of its model"),
-    "other shapes": (reshape_weights, "has weights of other shapes than config.json says .*mlp.fc1.weight"),
+    "other shapes": (reshape_weights, "has weights whose shapes differ from config.json .*mlp.fc1.weight"),
     "no tokenizer": (
         lambda f: [file.unlink() for file in f.iterdir() if file.name not in ("config.json", "model.safetensors")],
         "has no usable tokenizer",

@@ -262,7 +262,7 @@ def test_a_process_that_cannot_share_and_processes_that_are_killed(
         assert outcome.codes == [-9, -9] and "mapped" in outcome.said[0]
     else:
         assert outcome.codes == [0, 0] and "mapped" in outcome.said[0] and "mapped" not in outcome.said[1]
-        said = "warning 1 process has its own copy of the frozen weights in host memory, which take as much memory"
+        said = "warning 1 process has its own copy of the frozen weights in host memory, which takes as much memory"
         assert f"{said} again: [Errno 13] Permission denied: '/proc/1/fd/9'" in outcome.said[0]
         require_same(run_of(data), whole[0])
     assert sorted(os.listdir("/dev/shm")) == before

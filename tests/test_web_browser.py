@@ -301,7 +301,7 @@ def test_twelve_tabs_of_a_browser_stay_alive(folder: Path, server: Server, light
         driver.switch_to.window(tab)
         make_run(folder / "runs" / f"tab{number}")
         light.until(lambda name=f"tab{number}": name in light.text("#runs"), f"tab {number} updates", 15)
-        light.until(lambda: light.text("#connection") in ("live", "asking every 3 s"), "connection")
+        light.until(lambda: light.text("#connection") in ("live", "polling every 3 s"), "connection")
     for tab in tabs[1:]:
         driver.switch_to.window(tab)
         driver.close()

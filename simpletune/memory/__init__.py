@@ -164,7 +164,7 @@ class Memory(Option):
         yield from self._part_rules()
 
     def _part_rules(self) -> Iterator[Problem]:
-        """Report parts that are kept or recomputed by themselves without blocks to which they belong."""
+        """Report values of keep_attention and feed_forward that do not fit checkpointing."""
         keep, checkpointing = self.keep_attention, self.checkpointing
         if keep not in ("auto", "none") and checkpointing in ("none", "feed_forward"):
             yield Problem(

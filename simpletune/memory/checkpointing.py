@@ -56,8 +56,8 @@ class Parts:
     Args:
         keep_attention: how many of the checkpointed blocks keep what attention returned: the last of them, whose
             backward passes come first and free it before gradients pile up.
-        feed_forward: the blocks that recompute their feed-forward networks by themselves: those that are
-            checkpointed, all, or none.
+        feed_forward: the blocks that recompute their feed-forward networks separately: the checkpointed ones, all, or
+            none.
         tile: the most tokens that pass through a feed-forward network at once; None: all.
         last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
     """
@@ -89,7 +89,7 @@ def set_passes(
         checkpointed: how many blocks to checkpoint.
         inputs: moves their inputs to host memory.
         around: provides contexts for every block's passes.
-        parts: which parts of a block are recomputed by themselves, or not at all.
+        parts: which parts of a block are recomputed separately, or not at all.
     """
     for index, block in enumerate(blocks):
         first = checkpointed - parts.keep_attention
@@ -109,7 +109,7 @@ class _Contexts:
         index: the block's index.
         around: its weights.
         attention: what it keeps of attention.
-        networks: the feed-forward networks that it recomputes by themselves.
+        networks: the feed-forward networks that it recomputes separately.
     """
 
     index: int

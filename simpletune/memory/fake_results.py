@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 META = torch.device("meta")
 UNUSUAL = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 ABSOLUTE = {torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
-"""Operations whose result has an absolute offset in the storage, independent of the argument's offset."""
+"""Operations whose result's offset in the storage is not the argument's plus a constant."""
 _ABSOLUTE = frozenset(map(id, ABSOLUTE))  # operations have a hash that is slow
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # their results have values
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -1,7 +1,7 @@
-"""Recompute feed-forward networks by themselves, whole or in tiles of tokens.
+"""Recompute feed-forward networks separately from their blocks, whole or in tiles of tokens.
 
 A feed-forward network's hidden features are four or eight times as wide as its input, and its products are half of a
-block's or more. Checkpointed by itself, it keeps its input; when the backward pass reaches it, it recomputes only what
+block's or more. Checkpointed separately, it keeps its input; when the backward pass reaches it, it recomputes only what
 its own gradients need, which excludes its second product unless that has an update of its own.
 
 Inside a checkpointed block, the block's recomputation need not run the network at all if nothing else that the backward
@@ -35,7 +35,7 @@ Context = AbstractContextManager[object]
 
 
 class FeedForwards:
-    """Checkpoints the feed-forward networks of one block by themselves.
+    """Checkpoints the feed-forward networks of one block separately.
 
     Args:
         block: the block, whose networks are changed in place.

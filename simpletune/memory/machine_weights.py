@@ -41,7 +41,7 @@ class Offer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: first byte, type and shape."""
+    """A tensor's location: first byte, type and shape."""
 
     start: int
     dtype: torch.dtype

@@ -64,7 +64,7 @@ class DiffusersNames(NamedTuple):
 
 
 class TextRegion(NamedTuple):
-    """Where one text encoder's output lies in a prompt's embeddings.
+    """Where one text encoder's output is in a prompt's embeddings.
 
     Args:
         part: the part with its weights.

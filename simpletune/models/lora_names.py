@@ -1,4 +1,4 @@
-"""What a model family says about LoRA: named targets, and the names of its denoiser's layers in LoRA files.
+"""A model family's facts about LoRA: named targets, and the names of its denoiser's layers in LoRA files.
 
 A key in a file consists of a prefix, a module and a role. Layouts differ in all three: diffusers' names or the original
 ones, with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, in the header, or missing.

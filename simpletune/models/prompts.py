@@ -49,7 +49,7 @@ class Encoder:
 
 
 class Prompts:
-    """The text side of a pipeline. A family says how an encoder runs and how the embeddings are put together.
+    """The text side of a pipeline. A family defines how an encoder runs and how its outputs are combined.
 
     Args:
         part: locates a part by its name.

@@ -70,8 +70,8 @@ class FileLayout:
         marker: a tensor that every file with that part contains, without its prefix.
         prefixes: the prefix of every other part's tensors, by the part's name.
         infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
-        origins: gives the source of each of the denoiser's tensors, by diffusers' name.
-        text: gives a text encoder's tensors under transformers' names, by their names in the file without the prefix
+        origins: returns the source of each of the denoiser's tensors, by diffusers' name.
+        text: returns a text encoder's tensors under transformers' names, by their names in the file without the prefix
             and the encoder's ``config.json``; None if the file has these names.
     """
 

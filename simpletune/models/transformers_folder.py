@@ -91,7 +91,7 @@ class ModelFolder:
             raise self.damaged(f"lacks {len(lacking)} weights of its model ({shortened(lacking, 3)})")
         if info["mismatched_keys"]:
             other = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
-            raise self.damaged(f"has weights of other shapes than config.json says ({shortened(other, 3)})")
+            raise self.damaged(f"has weights whose shapes differ from config.json ({shortened(other, 3)})")
         return model.eval().requires_grad_(False)
 
     def empty(self, kind: Any, config: type[PretrainedConfig], **options: object) -> PreTrainedModel:

@@ -120,7 +120,7 @@ class Flow(TrainingObjective):
         """The objective's functions on tensors.
 
         Args:
-            scheduler: gives the model's ``scheduler_config.json``, which a flow does not need.
+            scheduler: returns the model's ``scheduler_config.json``, which a flow does not need.
         """
         return FlowProcess(self.huber)
 

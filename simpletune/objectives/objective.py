@@ -39,7 +39,7 @@ class TrainingObjective(Option):
         """Check whether the objective fits the model.
 
         Args:
-            scheduler: gives the model's ``scheduler_config.json``.
+            scheduler: returns the model's ``scheduler_config.json``.
         """
         yield from ()
 
@@ -68,7 +68,7 @@ class TrainingObjective(Option):
         """Build the noising process.
 
         Args:
-            scheduler: gives the model's ``scheduler_config.json``.
+            scheduler: returns the model's ``scheduler_config.json``.
 
         Raises:
             ConfigError: the objective does not fit the model.

@@ -42,7 +42,7 @@ class AdamW8bit(OptimizerOption):
         return AdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Join saved shards, quantising anew if their blocks of 256 numbers lie otherwise."""
+        """Join saved shards, quantising again if their blocks of 256 numbers differ."""
         from simpletune.optim.eight_bit_shards import joined
 
         return joined(pieces, start, stop)
@@ -100,7 +100,7 @@ class Lion8bit(OptimizerOption):
         return Lion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Join saved shards, quantising anew if their blocks of 256 numbers lie otherwise."""
+        """Join saved shards, quantising again if their blocks of 256 numbers differ."""
         from simpletune.optim.eight_bit_shards import joined
 
         return joined(pieces, start, stop)

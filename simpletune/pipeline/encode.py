@@ -72,7 +72,7 @@ class Prepared:
 
     @property
     def remote(self) -> list[ShardedCache]:
-        """The caches that lie in an object store."""
+        """The caches in an object store."""
         caches = [self.latents.cache, self.masks.cache, *self.text.caches.values()]
         return [cache for cache in caches if isinstance(cache, ShardedCache) and cache.part is not None]
 

@@ -227,7 +227,7 @@ def detach_modulation(
 
 
 def _outputs(layer: nn.Module) -> int:
-    """The number of output features of a linear layer, whatever the packing of its weight."""
+    """The number of output features of a linear layer, regardless of how its weight is packed."""
     return int(layer.out_features)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ TOGETHER = 64  # samples claimed together
 
 
 def places_of(source: str) -> list[CachePlace]:
-    """Where a cache's samples may lie: in an object store, or in a folder in either form.
+    """Where a cache's samples may be: in an object store, or in a folder in either form.
 
     Raises:
         UserError: the folder does not exist.

@@ -125,7 +125,7 @@ class Window:
 
 
 def make_profiler(option: Profile, place: Place, cuda: bool) -> profile:
-    """Create torch's profiler for the steps of a window; it prints and writes nothing by itself."""
+    """Create torch's profiler for the steps of a window; on its own it prints and writes nothing."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
     with warnings.catch_warnings():

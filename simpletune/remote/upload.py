@@ -155,7 +155,7 @@ class Uploader:
                 f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
                 f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
             )
-        say(f"upload  {self.store.url}: {in_words(self.uploaded)} in {duration(self.seconds)}, beside training")
+        say(f"upload  {self.store.url}: {in_words(self.uploaded)} in {duration(self.seconds)}, during training")
 
     def _work(self) -> None:
         """Upload waiting jobs, and retry after a failure, until the run ends."""

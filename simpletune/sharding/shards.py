@@ -52,8 +52,8 @@ class Sharding:
     """A model whose parameters are sharded over all processes of the default group.
 
     Args:
-        model: all of its parameters must train; changed in place. They may lie in host memory: each unit is moved to
-            the device only while it is sharded.
+        model: all of its parameters must train; changed in place. They may be in host memory: each unit is moved to the
+            device only while it is sharded.
         units: modules whose weights are gathered together, in the order of the forward pass.
         device: the device that the model will run on.
     """
@@ -92,7 +92,7 @@ class Sharding:
 
     @property
     def places(self) -> list[Place]:
-        """Where these parts lie."""
+        """The places of these parts."""
         return [shard.place for shard in self.shards.values() if shard.held.numel()]
 
     def take_gradients(self) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""A cache whose samples lie in shards, in a folder or in an object store.
+"""A cache whose samples are stored in shards, in a folder or in an object store.
 
 Processes first encode into single files (``staged``), exactly as in the cache of single files: no other process encodes
 what one has claimed, and a kill loses at most the sample that was being encoded. Once there are enough files, they are
@@ -36,7 +36,7 @@ class ShardedCache(Cache):
 
     Args:
         folder: this machine's folder, for what is not in a shard yet.
-        shelf: where the shards lie.
+        shelf: where the shards are stored.
         part: stores what was read from a remote shelf; None: the shelf is a folder.
         label: the folder of this cache's samples there.
     """

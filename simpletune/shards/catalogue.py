@@ -21,7 +21,7 @@ class Catalogue:
     """The samples that a shelf holds.
 
     Args:
-        shelf: where the shards lie.
+        shelf: where the shards are stored.
         folder: a folder of this machine for the index that is read or written.
     """
 
@@ -70,7 +70,7 @@ class Catalogue:
                 if known is None and required:
                     raise UserError(
                         f"output.cache: {self.shelf} has no {INDEX}, and a web server cannot list shards. Check the "
-                        "URL, or write the index by simpletune prepare where the cache was filled"
+                        "URL, or run simpletune prepare where the cache was filled"
                     )
                 try:
                     return Index() if known is None else Index.read(file)

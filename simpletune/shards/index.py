@@ -1,4 +1,4 @@
-"""The index of a cache's shards: where each sample lies, in memory and as ``index.parquet``.
+"""The index of a cache's shards: where each sample is, in memory and as ``index.parquet``.
 
 In memory a sample takes 40 bytes, without its key: a million samples take 40 MB. The file also has the keys. It saves
 reading all shards' headers; only the headers of shards that it lacks are read.
@@ -101,7 +101,7 @@ class Index:
         return own in self._recent or self._place(own, self._sorted) is not None
 
     def find(self, name: str) -> Row | None:
-        """Where a sample lies, as a row without its key; None if it is in no shard."""
+        """Where a sample is, as a row without its key; None if it is in no shard."""
         own = numbers_of(name)
         recent = self._recent.get(own)
         if recent is not None:

@@ -22,7 +22,7 @@ class Joiner:
     Args:
         cache: the cache of the encoded samples.
         shelf: where the shards go.
-        catalogue: the samples that lie there.
+        catalogue: the samples that are there.
     """
 
     def __init__(self, cache: Cache, shelf: Shelf, catalogue: Catalogue):

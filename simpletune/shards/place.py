@@ -1,4 +1,4 @@
-"""Where a run's cache lies, and in what form. Imports no torch."""
+"""Where a run's cache is stored, and in what form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CachePlace:
     Args:
         folder: this machine's folder.
         form: single files, or shards.
-        url: the URL of the object store or web server that has the shards; None: they lie in the folder.
+        url: the URL of the object store or web server that has the shards; None: they are in the folder.
         limit: the largest size, in bytes, of what was read from there and is kept in the folder.
     """
 

@@ -35,7 +35,7 @@ Layout = tuple[TensorPlace, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """Where a sample lies.
+    """Where a sample is stored.
 
     Args:
         name: the hash of its key, 32 hexadecimal digits.

@@ -1,8 +1,7 @@
-"""Where a cache's shards lie: a folder, or a prefix of an object store.
+"""Where a cache's shards are stored: a folder, or a prefix of an object store.
 
-index.parquet                where each sample lies; rebuilt from the shards if missing or damaged
-shards/NAME.safetensors      a shard damaged/SAMPLE.SHARD         an empty file: this shard's sample is damaged and no
-longer used
+index.parquet                where each sample is; rebuilt from the shards if missing or damaged shards/NAME.safetensors
+a shard damaged/SAMPLE.SHARD         an empty file: this shard's sample is damaged and no longer used
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class StoreShelf:
 
     Args:
         store: the folder in the store.
-        journal: a local file whose modification time is when a process of this machine last stored a shard.
+        journal: a local file whose modification time records when a process of this machine last stored a shard.
     """
 
     remote = True

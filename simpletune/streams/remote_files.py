@@ -153,11 +153,11 @@ class RangeFile(io.RawIOBase):
         self._files, self._name, self._size, self._at = files, name, size, 0
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def tell(self) -> int:

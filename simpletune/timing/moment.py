@@ -1,7 +1,7 @@
 """This CPU's current speed, for predictions if ``simpletune calibrate`` has not run.
 
 Times every operation when a prediction asks for it, at its own shape or, if that takes long, at a smaller shape of the
-same kind. This takes a few seconds in all, much less than calibrating.
+same kind. This takes a few seconds in all, less than calibrating.
 """
 
 from __future__ import annotations

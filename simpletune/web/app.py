@@ -99,7 +99,7 @@ def file_response(roots: Roots, folder: Path, name: str, **headers: str) -> Resp
 
     Args:
         roots: what the pages may touch.
-        folder: the folder that the file must lie in, links resolved.
+        folder: the folder that must contain the file, links resolved.
         name: relative path.
         headers: additional headers.
 

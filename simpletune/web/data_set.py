@@ -78,7 +78,7 @@ class DataSet:
         """
         file = self.picture(name)
         if file is None:
-            raise UserError(f"{name}: the folder has no such picture any more. Reload the page")
+            raise UserError(f"{name}: the folder no longer has this picture. Reload the page")
         return entries_of(self.folder, [file])[0]
 
     def picture(self, name: str) -> Path | None:

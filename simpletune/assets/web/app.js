@@ -1,12 +1,12 @@
 // Keeps pages up to date. Elements name what they show with data-topic, a topic a line; when the server says that a topic
-// has changed, they get the event "changed", on which htmx loads them anew (hx-trigger="changed").
+// has changed, they get the event "changed", on which htmx reloads them (hx-trigger="changed").
 //
 // A browser opens at most six connections to a server, so its tabs share one event stream: the visible tab that holds a
 // lock reads it and tells the others. A hidden tab gives the lock away. Where locks are missing (http from another
-// machine), or the stream fails, a visible tab asks every three seconds instead.
+// machine), or the stream fails, a visible tab polls every three seconds instead.
 "use strict";
 const shared = "BroadcastChannel" in window ? new BroadcastChannel("simpletune") : null;
-const PERIOD = 3000; // ms between two questions
+const PERIOD = 3000; // ms between two polls
 let known = -1; // number of the last change that a poll has seen
 let release = null; // ends this tab's turn at the stream
 let poll = null;
@@ -57,7 +57,7 @@ async function ask() {
     const answer = await (await fetch(`/changes?since=${known}`)).json();
     if (known >= 0 && answer.topics.length) refresh(answer.topics);
     known = answer.number;
-    show("asking every 3 s");
+    show("polling every 3 s");
   } catch {
     show("not connected; trying again");
   }

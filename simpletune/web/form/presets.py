@@ -95,7 +95,7 @@ def shipped(name: str, folder: Path | None, trigger: str) -> Base:
         UserError: there is no shipped configuration with this name.
     """
     if name not in shipped_names():
-        raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one of the list")
+        raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one from the list")
     data = read_json(Path(name))
     data.pop("$schema", None)
     reasons: dict[str, str] = {}
