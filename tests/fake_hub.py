@@ -91,6 +91,7 @@ def _blob(path: str, data: bytes) -> dict[str, object]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     hub: FakeHub
 
     def log_message(self, *args: object) -> None:

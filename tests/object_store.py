@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
@@ -44,6 +45,7 @@ class Faults:
 
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or every answer's content would wait 40 ms for the client to confirm its headers
     target: int
     faults: Faults
 
@@ -97,6 +99,10 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
 
     from moto.server import ThreadedMotoServer
 
+    from simpletune.stores import store
+
+    soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10), "base": 2}
+    retries, store.RETRIES = store.RETRIES, {**store.RETRIES, "backoff": soon}  # type: ignore[typeddict-item]
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -108,10 +114,11 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
     if faults is not None:
         handler = type("Proxy", (_Proxy,), {"target": port, "faults": faults})
         proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{proxy.server_port if proxy else port}"
     finally:
+        store.RETRIES = retries
         if proxy is not None:
             proxy.shutdown()
         with suppress(Exception):  # its thread may hang on an open connection; it is a daemon

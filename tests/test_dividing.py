@@ -41,7 +41,7 @@ def fill(cache: Cache, share: Share, together: int, pause: float = 0.0) -> list[
 class Child:
     """A forked process that fills a cache and writes down what it made."""
 
-    def __init__(self, folder: Path, share: Share, together: int = 4, pause: float = 0.002):
+    def __init__(self, folder: Path, share: Share, together: int = 4, pause: float = 0.01):
         self.file = folder.parent / f"made-{share.number}-{os.urandom(4).hex()}"
         self.pid = os.fork()
         if self.pid == 0:
