@@ -69,20 +69,20 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 {PARTS} checkpoints a run, all kept. A checkpoint's score is the mean of three shares, from 0 to 1, by the demo's
-checker, on prompts and seeds that were not seen by training or by choosing. For the style: pictures in it where the
+checker, on prompts and seeds that neither training nor the choice saw. For the style: pictures in the style when the
 prompt has its word, prompt accuracy there, and prompt accuracy of prompts without the word. For the subject: pictures
-that the checker reads as it reads the subject itself (a purple ring), accuracy of background, size and position there,
+that the checker reads like the subject itself (a purple ring), accuracy of background, size and position there,
 and prompt accuracy of prompts without the word. *Chosen* is `RUN@best` after `simpletune evaluate RUN --seeds 1` with
 the demo's own encoders; *by held-out loss* what it is without that; *by training loss* the checkpoint after the part of
 the run with the lowest mean loss. *Best of all*: the highest score of a checkpoint, which no choice can exceed."""
 OF_FIRST = """\
-The demo's style learned from 26 of its 32 pictures, 6 held out. The rule for models none of which follows prompts as
-the base does was mended after these rows were first seen (it had taken the one that follows them best, which was worse
-than the last in 4 of 8), and the choices were made again from the same evaluations: they are no independent check of
-that rule. The second set is."""
+The demo's style learned from 26 of its 32 pictures, 6 held out. The rule for the case that no checkpoint follows
+prompts as well as the base was corrected after these rows were first seen (it had taken the one that follows them
+best, which was worse than the last in 4 of 8), and the choices were repeated from the same evaluations, so they do
+not check that rule independently. The second set does."""
 OF_SECOND = """\
-Other data, methods, lengths and seeds than in the first set, listed before any was measured and measured once, with the
-rule as it is: the demo's style with 6 of 32 pictures held out, or the demo's subject with 1 of 5 held out."""
+Data, methods, lengths and seeds differ from the first set; they were listed before any was measured, and measured once
+with the current rule: the demo's style with 6 of 32 pictures held out, or the demo's subject with 1 of 5 held out."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 One resnet of SD 1.5's UNet with random weights, at its size for pictures of 512 px: forward pass and gradient of the
-input, everything frozen. Both convolutions are torch's, or int8 (dequantised for each pass). Both kinds take turns in
-one process; seconds are the least of {ROUNDS} rounds. *Saved*: tensors saved for the backward pass,
+input, everything frozen. Both convolutions are torch's, or int8 (dequantised for each pass). Both kinds alternate in
+one process; seconds are the minimum of {ROUNDS} rounds. *Saved*: tensors saved for the backward pass,
 without weights. *Error*: norm of the difference over norm of what the resnet adds to its input."""
 
 

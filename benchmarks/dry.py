@@ -36,9 +36,9 @@ COLUMNS = {
 ABOUT = """\
 *Allocated* and *reserved*: peaks of torch's CUDA allocator on a simulated {card}, no hardware: torch's CUDA build over
 a stub of the CUDA runtime, on which kernels compute nothing. *Predicted*: what `simpletune estimate` counts on fake
-tensors for the same stage. *A card must have*: what it then tells users to have, with its allowances for the CUDA
-context and for fragmentation. *Spare*: what of it is neither reserved nor the context's 500 MiB; a row with
-less than none was run again on a card that has no more than that. *Attention*: the
+tensors for the same stage. *A card must have*: what it then requires, with its allowances for the CUDA
+context and for fragmentation. *Spare*: the part of it that is neither reserved nor the context's 500 MiB; a row with
+a negative value was repeated on a card that has no more than that. *Attention*: the
 kernel that torch chose for the stage. SD3 Medium at 1024 px, batch 1, gradient checkpointing of all blocks, LoRA on
 attention with an fp32 adapter and AdamW, unless a row says otherwise.
 

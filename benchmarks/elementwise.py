@@ -187,7 +187,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     found_in = ((name, row) for name, row in rows.items() if name in results.rows)
     broken = [f"  {name}: {problem}" for name, row in found_in for problem in problems(row, results.rows[name])]
     page = results.stem.with_suffix(".md")
-    title = "Norms, gates and residuals, compiled for cards that are not here"
+    title = "Norms, gates and residuals, compiled for several architectures"
     page.write_text(kernels.markdown(title, ABOUT, results.rows, SHARED_BYTES, _cell), encoding="utf-8")
     if broken:
         raise UserError("\n".join(["elementwise: the compiled code breaks a rule:", *broken]))

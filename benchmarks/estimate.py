@@ -33,9 +33,9 @@ The student study's peaks on an L4, predicted for the same levers; GB of 10^9 by
 peak of allocated bytes, without the CUDA context; what the study's figures contain is not said there.
 
 - *Full*: five times the weights in bf16 (weights, gradients, three states) are 20.28 GB, close to the published 20.26.
-  The prediction has the activations too that live while the last gradients are made.
-- *LoRA*: what rank costs agrees, at 8 to 10 bytes a parameter: at the predicted peak few gradients are there yet. The
-  rest is 0.7 GB more in the study, the same for every rank, so not the adapter's; its cause is not known to us."""
+    The prediction also includes the activations that exist while the last gradients are computed.
+- *LoRA*: the cost of rank agrees, at 8 to 10 bytes per parameter: at the predicted peak few gradients exist yet. The
+  study has 0.7 GB more, the same for every rank, so not from the adapter; we do not know why."""
 GB = 10**9
 LAST = "LoRA r1, int8"
 

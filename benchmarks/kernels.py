@@ -279,7 +279,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         if name in results.rows:
             broken += [f"  {name}: {problem}" for problem in problems(row, results.rows[name], triton.__version__)]
     page = results.stem.with_suffix(".md")
-    title, cards = "The int8 kernels, compiled for cards that are not here", (TOO_OLD, *SHARED)
+    title, cards = "The int8 kernels, compiled for several architectures", (TOO_OLD, *SHARED)
     page.write_text(markdown(title, ABOUT, results.rows, cards, _cell), encoding="utf-8")
     if broken:
         raise UserError("\n".join(["kernels: the compiled code breaks a rule:", *broken]))

@@ -41,9 +41,9 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 A training step of {BLOCKS} of SD3 Medium's blocks at their real size and random weights, bf16 base, attention targets,
-{SIZE} px, batch 1, AdamW, no checkpointing, beside LoRA of rank 16. Both take turns in one process; seconds are medians
-of {ROUNDS} rounds and ratios those within a round. *Parameters* and *predicted peak* are of the whole model with a
-shipped configuration whose adapter is replaced; its LoRA is given rank 16 too. The peak is predicted by running the
+{SIZE} px, batch 1, AdamW, no checkpointing, against LoRA of rank 16. Both alternate in one process; seconds are medians
+of {ROUNDS} rounds, ratios are within a round. *Parameters* and *predicted peak* are for the whole model, in a
+shipped configuration with another adapter; its LoRA also has rank 16. The peak is predicted by running the
 step on fake tensors."""
 
 
@@ -108,4 +108,4 @@ def run(folder: Path, minutes: float, only: str) -> Path:
     for name, row in results.missing(rows, minutes, only):
         results.add(name, row())
         say(f"bench   {name}: {results.rows[name]['ratio']:.2f} times LoRA's step")
-    return results.write_table("Other adapters beside LoRA: time and memory of a step", ABOUT, describe_machine())
+    return results.write_table("Other adapters against LoRA: time and memory of a step", ABOUT, describe_machine())

@@ -151,7 +151,7 @@ def write_page(results: Results, job: Job) -> Path:
         layers=job.layers, size=job.size, steps=job.steps, pictures=PICTURES, threads=threads(), goal=GOAL,
         warm_up=WARM_UP, verdict="\n".join(table({"what": "ours to diffusers'", **VERDICT}, verdict(rows))),
     )  # fmt: skip
-    return results.write_table("Beside diffusers, on the CPU", about, describe_machine(), {WHOLE: COLUMNS})
+    return results.write_table("Against diffusers, on the CPU", about, describe_machine(), {WHOLE: COLUMNS})
 
 
 VERDICT = {"median": "median", "least": "least", "most": "most"}

@@ -88,7 +88,7 @@ def run(out: Path, minutes: float, only: str) -> Path:
         f"{STEPS} steps of {BATCH} samples, read ahead in the order of the plan. Rows with a web server: on the same "
         "machine, in a process of its own, whose processor time does not count."
     )
-    return results.write_table("Samples a second from the cache", about, describe_machine(), {INDEX: INDEX_COLUMNS})
+    return results.write_table("Samples per second from the cache", about, describe_machine(), {INDEX: INDEX_COLUMNS})
 
 
 def measure(way: Way) -> Json:

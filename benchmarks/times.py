@@ -89,10 +89,10 @@ operations of a simulated step and the constants that `simpletune calibrate --de
 ({calibrated}). *Measured*: the median of {steps} steps, each in
 units of a fixed reference load that ran just before and after it, times that load's seconds during calibration; seconds
 are those that the thread ran. *Spread*: half the distance between the quartiles. Median error {median:.1f}%, worst
-{worst:.1f}%. No constant was chosen by these rows. The first run of the table (median 11.4%, worst 75.2%) showed
-mistakes: points of a grid that were not measured took the slowest neighbour's rate, casts were looked up the wrong way
-round, square roots were timed on negative numbers, 8-bit updates were not timed at all. They were mended, these two
-kinds were timed, and the predictions made again beside the same measurements."""
+{worst:.1f}%. No constant was fitted to these rows. The first run of the table (median 11.4%, worst 75.2%) showed
+mistakes: unmeasured points of a grid took the slowest neighbour's rate, casts were looked up the wrong way
+round, square roots were timed on negative numbers, and 8-bit updates were not timed. They were corrected, these two
+kinds were timed, and the predictions were repeated for the same measurements."""
 
 
 def run(folder: Path, minutes: float, only: str = "", calibration: Path | None = None) -> Path:

@@ -65,9 +65,9 @@ ABOUT = f"""\
 One training step of SD3 Medium at 1024 px, batch 1, with all blocks checkpointed, counted on fake tensors and predicted
 for an {CARD.name} by its stated figures; nothing ran on a card. *GB*: bytes that operations other than products,
 attention and copies between host and device read and write, each element once, without credit for caches; the next
-columns are parts of it. Of bitsandbytes' update only what it reads counts, 10 of 16 bytes a parameter. *of bf16's*:
-against the LoRA's step with a bf16 base. *launches*: of all kernels. *products*: matrix products and convolutions, and
-their operations. LoRA rows have the modulation plan and adamw."""
+columns are parts of it. For bitsandbytes' update only reads count, 10 of 16 bytes per parameter. *of bf16's*:
+relative to the LoRA step with a bf16 base. *launches*: of all kernels. *products*: matrix products and convolutions,
+and their operations. LoRA rows use the modulation plan and adamw."""
 
 
 def counted(sections: Iterable[Section]) -> Json:

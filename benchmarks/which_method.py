@@ -137,8 +137,8 @@ targets, one seed of training; learning rates are those of `benchmarks/which_met
 held-out prompts, {STEPS} steps, guidance {GUIDANCE:g}, judged by the demo's checker. *Style score*: the share that is
 {STYLE} where the prompt has the style's word. *Prompt accuracy*: the mean share of shape, colour, background, size and
 position drawn as asked, with the word and, in prompts of other styles, without. *Picture drift*: the mean absolute
-difference, 0 to 1, from the base's picture from the same noise, without the word. *Step*: of the tiny model, beside
-LoRA's of rank 16 in turns in one process; the median of {ROUNDS} rounds, and their least and most. *Peak*: of SD3
+difference, 0 to 1, from the base's picture from the same noise, without the word. *Step*: of the tiny model, relative
+to LoRA r16, alternating in one process; the median of {ROUNDS} rounds, and their least and most. *Peak*: of SD3
 Medium's training step at 1024 px by the same method and size on its default targets with `{LORA_8GB}`, or
 `{FULL_8GB}` for full and partial, predicted by running the step on fake tensors."""
 
@@ -290,4 +290,4 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         say(f"bench   {name}: style {row['style']:.2f}, prompt {row['prompt']:.2f}, drift {row['drift']:.3f}")
         results.add(name, row)
     bench.write_grid()
-    return results.write_table("Which method? Every one of them on the tiny SD3", ABOUT, describe_machine())
+    return results.write_table("Which method? All of them on the tiny SD3", ABOUT, describe_machine())

@@ -1,4 +1,4 @@
-"""The machine code of the int8 kernels for cards that are not here: the rules, the committed table, and some tiles."""
+"""The machine code of the int8 kernels for several architectures: the rules, the committed table, and some tiles."""
 
 from __future__ import annotations
 

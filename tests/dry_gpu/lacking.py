@@ -1,4 +1,4 @@
-"""Prints which of the project's requirements this Python lacks, a CUDA build of torch among them; exits with 1 then.
+"""Print which of the project's requirements this Python lacks, including a CUDA build of torch; exit with 1 if any.
 
 python tests/dry_gpu/lacking.py pyproject.toml
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def lacking(project: Path) -> Iterator[str]:
-    """What is missing, in words."""
+    """Describe what is missing."""
     try:
         from packaging.requirements import Requirement
     except ImportError:

@@ -1,1 +1,1 @@
-"""A GPU in software: PyTorch's CUDA build computes without a card, and a seed owns the clock. See README.md."""
+"""A GPU in software: PyTorch's CUDA build computes without a card, in an order that a seed chooses. See README.md."""

@@ -1,4 +1,4 @@
-"""CPU tensors over the addresses of CUDA tensors. They hold nothing alive: memory is the allocator's, as on a card."""
+"""CPU tensors at the addresses of CUDA tensors. They keep nothing alive: the allocator owns memory, as on a card."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def on_cpu(value: object) -> object:
-    """An argument of a CUDA operator as the CPU's operator takes it.
+    """Convert an argument of a CUDA operator for the CPU's operator.
 
     CUDA tensors are aliased. A CPU tensor of no dimensions is copied, as a launch copies it.
     """

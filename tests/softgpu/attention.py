@@ -1,4 +1,4 @@
-"""Attention: the card's kernels by the CPU's flash kernel, which has a forward and a backward pass."""
+"""Attention: compute the card's kernels with the CPU's flash kernel, which has a forward and a backward pass."""
 
 from __future__ import annotations
 

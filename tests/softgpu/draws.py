@@ -1,7 +1,7 @@
-"""Random numbers drawn on the device: those of the CPU's generator with the same seed.
+"""Random numbers drawn on the device, from the CPU's generator with the same seed.
 
-A CUDA generator is a seed and an offset, which every draw advances. The CPU's state that belongs to each (seed, offset)
-is kept, so that a state that was saved and set again gives the same numbers again.
+A CUDA generator is a seed and an offset, which every draw advances. The CPU's state for each (seed, offset) is kept, so
+a saved and restored state gives the same numbers again.
 """
 
 from __future__ import annotations

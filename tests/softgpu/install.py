@@ -21,7 +21,7 @@ _installed: Values | None = None
 
 
 def install() -> None:
-    """Let every operator of CUDA have values from now on, in every thread. ``SOFT_SEED`` chooses the adversary."""
+    """Make every CUDA operator compute values from now on, in every thread. ``SOFT_SEED`` chooses the adversary."""
     global _installed
     if _installed is not None:
         return

@@ -1,4 +1,4 @@
-"""bitsandbytes' managed memory: its kernels that no operator of PyTorch stands for."""
+"""bitsandbytes' managed memory: its kernels that have no PyTorch operator."""
 
 from __future__ import annotations
 

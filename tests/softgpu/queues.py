@@ -13,7 +13,7 @@ import torch
 
 PAGEABLE, PINNED, DEVICE, MANAGED = range(4)
 AT_ONCE = -1
-"""The seed with which work is done when it is queued, in the order of the program."""
+"""The seed that runs work when it is queued, in the order of the program."""
 
 _free = ctypes.CDLL(None)  # gives up the GIL: calls that may wait
 _held = ctypes.PyDLL(None)  # keeps it: calls that return at once
@@ -45,7 +45,7 @@ _CALLBACK = _Operate(_operate)
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Let the operators' launches and copies do nothing; ``read_back`` counts their reads in the context."""
+    """Disable the operators' launches and copies; ``read_back`` counts their reads in the context."""
     _held.soft_mute(1)
     try:
         yield
@@ -54,7 +54,7 @@ def muted() -> Iterator[None]:
 
 
 def raise_failures() -> None:
-    """Raise what went wrong in work that was done since the last call."""
+    """Raise the errors of work done since the last call."""
     if _failures:
         failure = _failures[0]
         _failures.clear()
@@ -80,7 +80,7 @@ def finish(stream: int) -> None:
 
 
 def seed(number: int) -> None:
-    """Finish all work, and begin a new order of things.
+    """Finish all work, and start a new order.
 
     Args:
         number: the adversary's seed; ``AT_ONCE`` for none.

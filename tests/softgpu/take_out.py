@@ -1,8 +1,8 @@
-"""Find every call of a program that orders work of the device, and take one out of the running program.
+"""Find every call of a program that orders the device's work, and remove one from the running program.
 
 A call counts if its last name is one of ``ORDERING``: it records an event, waits for one, or waits for the device.
-Names of a program's own wrappers can be added, and so can attributes that hold events; these count where they stand in
-a list, which is handed over to be waited for. Taken out, either gives None, and a call's arguments are not evaluated.
+Names of a program's own wrappers can be added, and attributes that hold events, which count as elements of a list that
+is passed on to be waited for. When removed, either gives None, and a call's arguments are not evaluated.
 """
 
 from __future__ import annotations

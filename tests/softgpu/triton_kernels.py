@@ -1,8 +1,8 @@
-"""Triton kernels: by Triton's interpreter, over the addresses of the device's tensors, in their stream's order.
+"""Triton kernels: run by Triton's interpreter at the addresses of the device's tensors, in their stream's order.
 
-Three things of the interpreter are changed. It copies its arguments to the host and back at once; here a launch waits
-in its stream. It multiplies integers without a library; fp64 has one, and holds products of 8-bit numbers exactly. It
-cuts fp32 off to bf16, where a card rounds to nearest.
+The interpreter is changed in three ways. It copies its arguments to the host and back at once; here a launch waits in
+its stream. It multiplies integers without a library; here fp64 does so, which holds products of 8-bit numbers exactly.
+It truncates fp32 to bf16, where a card rounds to nearest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _on_device(value: Any) -> bool:
 
 
 def _patch_autotuner(module: ModuleType) -> None:
-    """Every configuration is as fast as any other: the first is taken, and none is run to find out."""
+    """Treat every configuration as equally fast: take the first without running any."""
     module.Autotuner._bench = lambda self, *args, config, **kwargs: [1.0, 1.0, 1.0]
 
 

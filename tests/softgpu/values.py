@@ -1,4 +1,4 @@
-"""Values of CUDA operators: each runs for its outputs and allocations, then the CPU's over the same addresses."""
+"""Values of CUDA operators: each runs for its outputs and allocations, then the CPU's runs at the same addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_VALUES = {
     "record_stream", "is_same_size", "_reshape_alias", "resize_", "_fused_sdp_choice", "is_pinned", "lift_fresh",
     "_has_compatible_shallow_copy_type", "_unsafe_view", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_",
 }  # fmt: skip
-"""Operators of aten that make tensors without values, or change how one is looked at."""
+"""Operators of aten that make tensors without values, or views."""
 READ_BY_HOST = {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
     "repeat_interleave", "multinomial", "bernoulli", "bincount", "is_nonzero", "histc", "_linalg_check_errors",
@@ -37,7 +37,7 @@ MIXED = {
     "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "addcmul",
 }  # fmt: skip
-"""Operators that take 16-bit inputs beside fp32 parameters on a card."""
+"""Operators that accept 16-bit inputs with fp32 parameters on a card."""
 STREAMLESS = {"bitsandbytes::quantize_4bit", "bitsandbytes::quantize_blockwise", "bitsandbytes::optimizer_update_32bit",
               "bitsandbytes::optimizer_update_8bit_blockwise"}  # fmt: skip
 """Operators whose kernels are launched on the default stream, whatever the current one is."""
@@ -128,7 +128,7 @@ def _same_on_cpu(mode: Values, function: OpOverload, args: tuple, kwargs: Kwargs
 
 
 def _mixed(function: OpOverload, *values: Any, **named: Any) -> Any:
-    """An operator that widens 16-bit inputs if they stand beside fp32 ones."""
+    """An operator that widens 16-bit inputs if others are fp32."""
     types = {value.dtype for value in values if isinstance(value, Tensor)}
     if len(types) > 1 and torch.float32 in types:
         values = tuple(v.float() if isinstance(v, Tensor) and v.dtype.itemsize == 2 else v for v in values)
