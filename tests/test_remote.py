@@ -21,6 +21,7 @@ from simpletune.config.load import validate
 from simpletune.options import UserError
 from simpletune.remote import upload
 from simpletune.remote.index import INDEX, Index, LostRun, put_index, read_index, take
+from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.folder import read_metrics
 from simpletune.stores import store as store_module
 from simpletune.stores.store import Changed, Store, StoreError
@@ -91,6 +92,18 @@ def require_whole(config: dict) -> Index:
     named = {each.folder for each in index.checkpoints.values()}
     assert {"/".join(key.split("/")[:2]) for key in store.keys("checkpoints/")} == named
     return index
+
+
+def wait_for_uploads(patch: pytest.MonkeyPatch) -> None:
+    """Let training wait until each checkpoint is in the store."""
+    original = upload.Uploader.saved
+
+    def saved(self: upload.Uploader, step: int) -> None:
+        original(self, step)
+        while not self._is_done():
+            time.sleep(0.01)
+
+    patch.setattr(upload.Uploader, "saved", saved)
 
 
 def same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -221,8 +234,11 @@ def test_a_damaged_checkpoint_is_said_and_an_older_one_taken(
     kept: dict, machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = machine("a") / "runs" / "tiny"
-    run_with(kept)
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_uploads(patch)
+        run_with(kept)
     store, index = store_of(kept), require_index(kept)
+    assert list(index.checkpoints) == [4, 6]  # so machine b writes no checkpoint before the damaged one
     key = f"{index.checkpoints[6].folder}/trainable.safetensors"
     content, tag = store.read(key) or pytest.fail("missing")
     store.replace(key, bytes(len(content)), tag)
@@ -231,6 +247,20 @@ def test_a_damaged_checkpoint_is_said_and_an_older_one_taken(
     assert re.search(r"warning .*trainable.safetensors is damaged .*step 6 is left out", capsys.readouterr().out)
     assert same(saved_weights(run, 6), saved_weights(whole, 6))
     require_whole(kept)
+
+
+def test_checkpoints_after_the_one_that_a_run_continues_from_are_replaced(kept: dict, machine) -> None:
+    """Also those of steps at which it saves nothing."""
+    machine("a")
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_uploads(patch)
+        first = run_with(kept, checkpoint={"every": 1, "keep_last": 6})
+    before = require_index(kept)
+    assert list(before.checkpoints) == [1, 2, 3, 4, 5, 6]
+    run_with(kept, str(checkpoint_folder(first, 2)), checkpoint={"every": 6, "keep_last": 6})
+    after = require_index(kept)
+    assert list(after.checkpoints) == [1, 2, 6]
+    assert after.checkpoints[6].folder != before.checkpoints[6].folder
 
 
 def test_a_stored_run_is_not_replaced(kept: dict, machine) -> None:

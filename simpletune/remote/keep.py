@@ -24,12 +24,18 @@ from simpletune.system.processes import is_first_process
 class Saves(Protocol):
     """The protocol by which a run reports its checkpoints."""
 
+    def begins(self, step: int) -> None:
+        """Training begins after this many steps."""
+
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
 
 
 class OnlyHere:
     """For a run that is kept only in its folder."""
+
+    def begins(self, step: int) -> None:
+        """Do nothing."""
 
     def saved(self, step: int) -> None:
         """Do nothing."""

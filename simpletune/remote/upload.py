@@ -69,6 +69,7 @@ class Uploader:
         self._stored: dict[str, tuple[int, int]] = {}  # size and time of change of the files as last uploaded, by key
         self._waiting: Job | None = None
         self._stagings = 0
+        self._start: int | None = None  # step from which this process trains; None: it does not
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._busy = self._ends = False
@@ -95,6 +96,11 @@ class Uploader:
     def _is_linked(self) -> bool:
         """Whether the folder holds this run; one that has not saved yet may hold an older run of the same name."""
         return linked_run(self.folder) == self.index.run
+
+    def begins(self, step: int) -> None:
+        """Replace the stored checkpoints after this step: they come from an earlier attempt and may be damaged, and
+        training writes them again."""
+        self._start = step
 
     def saved(self, step: int) -> None:
         """Upload a checkpoint that has just been written, and the run's other files.
@@ -212,7 +218,9 @@ class Uploader:
         self._upload_files()
         checkpoints = dict(self.index.checkpoints)
         if job.step is not None and job.staged is not None:
-            checkpoints = {step: each for step, each in checkpoints.items() if step <= job.step}
+            checkpoints = {
+                step: each for step, each in checkpoints.items() if step <= job.step and self._is_current(step, each)
+            }
             if job.step not in checkpoints:
                 checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
         best = best_step(self.folder)
@@ -227,6 +235,14 @@ class Uploader:
         if job.staged is not None:
             remove(job.staged)
             self._remove_others(kept)
+
+    def _is_current(self, step: int, stored: StoredCheckpoint) -> bool:
+        """Whether a stored checkpoint is part of this process's run, and not from an attempt that went on further."""
+        return self._start is None or step <= self._start or stored.folder == self._place(step)
+
+    def _place(self, step: int) -> str:
+        """Return the key prefix of a checkpoint that this process uploads; no other process writes there."""
+        return f"checkpoints/step-{step:06d}.{self.index.owner[:8]}"
 
     def _upload_files(self) -> None:
         """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded."""
@@ -251,7 +267,7 @@ class Uploader:
             file.name: StoredFile(size=file.stat().st_size, sha256=sums.get(file.name) or sha256_of(file))
             for file in sorted(staged.iterdir())
         }
-        stored = StoredCheckpoint(folder=f"checkpoints/step-{step:06d}.{self.index.owner[:8]}", files=files)
+        stored = StoredCheckpoint(folder=self._place(step), files=files)
         for name in files:
             self._put(staged / name, f"{stored.folder}/{name}")
             failpoint("remote.file")

@@ -104,6 +104,7 @@ class Run:
             plan = {"steps": self.steps, "steps_per_epoch": self.prepared.plan.steps_per_epoch}
             predicted = {"predicted": self.predicted.as_json()["stages"]} if self.predicted is not None else {}
             write_json(self.folder / PLANNED, plan | predicted)
+        self.store.begins(self.start)
         alone = self.accelerator.num_processes == 1
         self.control = Control(self.folder, self.attempt, self.trackers.warn, alone) if self.main else Control()
         pace = self.prepared.plan.samples_per_step
