@@ -12,7 +12,7 @@ from simpletune.importers.kohya_table import BLOCKS, DEFAULTS, DENSITIES, ROWS
 from simpletune.importers.left_out import KOHYA
 from simpletune.importers.lycoris import take_lycoris
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.importers.translation import Row, Translation, number, pairs, text, truth, whole_number
+from simpletune.importers.translation import Row, Translation, boolean, number, pairs, text, whole_number
 from simpletune.options import Json
 
 TITLE = "kohya's scripts"
@@ -133,8 +133,8 @@ def _network_arguments(found: Translation, arguments: dict[str, str]) -> None:
 
 def _precision(found: Translation, method: str) -> None:
     compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", text) or "no", "auto")
-    full = found.read("full_bf16", truth)
-    if found.read("fp8_base", truth):
+    full = found.read("full_bf16", boolean)
+    if found.read("fp8_base", boolean):
         found.change("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
     elif full:
         found.take("full_bf16", "precision.weights", "bf16")
@@ -192,7 +192,7 @@ def _length(found: Translation) -> None:
 
 
 def _memory(found: Translation, method: str) -> None:
-    found.by_table([Row("gradient_checkpointing", "memory.checkpointing", truth, {"true": "all", "false": "none"})])
+    found.by_table([Row("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})])
     swapped = found.read("blocks_to_swap", whole_number)
     if swapped:
         found.change(
@@ -201,7 +201,7 @@ def _memory(found: Translation, method: str) -> None:
             max(0, BLOCKS - swapped),
             f"the rest of the {BLOCKS} blocks stays on the device",
         )
-    if found.read("fused_backward_pass", truth):
+    if found.read("fused_backward_pass", boolean):
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
             found.change("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
@@ -231,7 +231,7 @@ def _objective(found: Translation, is_sd3: bool) -> None:
                 Row("training_shift", "objective.shift", number),
             ]
         )
-    elif found.read("v_parameterization", truth):
+    elif found.read("v_parameterization", boolean):
         found.take("v_parameterization", "objective.prediction", "v")
     for key, flow, ddpm in (
         ("min_timestep", "min_sigma", "min_timestep"),

@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping
 
 from simpletune.importers.left_out import KOHYA_DATA
-from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
+from simpletune.importers.translation import (
+    Row,
+    Translation,
+    boolean,
+    multiple,
+    number,
+    side_of_area,
+    text,
+    whole_number,
+)
 from simpletune.options import Json
 
 VARIANTS = 8
@@ -51,16 +60,16 @@ SIZES = (
 )
 ROWS = (
     Row("num_repeats", "repeats", whole_number),
-    Row("flip_aug", "flip", truth),
-    Row("random_crop", "crop", truth, {"true": "random", "false": "center"}),
-    Row("shuffle_caption", "shuffle_tags", truth),
+    Row("flip_aug", "flip", boolean),
+    Row("random_crop", "crop", boolean, {"true": "random", "false": "center"}),
+    Row("shuffle_caption", "shuffle_tags", boolean),
     Row("keep_tokens", "keep_tags", whole_number),
     Row("caption_separator", "tag_separator", text),
     Row("caption_prefix", "caption_prefix", text),
     Row("caption_suffix", "caption_suffix", text),
     Row("caption_dropout_rate", "caption_dropout", number),
     Row("caption_tag_dropout_rate", "tag_dropout", number),
-    Row("alpha_mask", "mask", truth, {"true": "alpha", "false": None}),
+    Row("alpha_mask", "mask", boolean, {"true": "alpha", "false": None}),
     Row("caption_extension", "captions", text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}),
 )
 
@@ -140,7 +149,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
     source.by_table([Row("image_dir", "path", text)])
     _captions(source)
     source.by_table(ROWS)
-    if source.read("is_reg", truth):
+    if source.read("is_reg", boolean):
         source.take("is_reg", "regularization", True)
         weight = general.read("prior_loss_weight", number)
         if weight is not None:
@@ -149,7 +158,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
             source.seen("prior_loss_weight")
     _masks(source, general)
     _size(source, multiple(general))
-    varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if truth(source.settings.get(key, False))]
+    varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.change(key, "variants", VARIANTS, "drawn once for each variant, and cached")
@@ -186,9 +195,9 @@ def _size(source: Translation, step: int) -> None:
         source.take("resolution", "resolution", side)
     else:
         source.change("resolution", "resolution", side, f"the side of a square of that area, in steps of {step}")
-    bucket = source.read("enable_bucket", truth)
+    bucket = source.read("enable_bucket", boolean)
     source.take("enable_bucket", "aspect", "buckets" if bucket else "square")
-    if source.read("bucket_no_upscale", truth):
+    if source.read("bucket_no_upscale", boolean):
         source.change(
             "bucket_no_upscale",
             "max_upscale",

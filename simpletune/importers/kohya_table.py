@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.importers.translation import Row, number, text, truth, whole_number
+from simpletune.importers.translation import Row, boolean, number, text, whole_number
 
 KEYS = {
     "network_module",
@@ -41,11 +41,11 @@ ROWS = (
     Row("scale_weight_norms", "adapter.max_norm", number),
     Row("min_snr_gamma", "objective.min_snr_gamma", number),
     Row("noise_offset", "objective.offset_noise", number),
-    Row("zero_terminal_snr", "objective.zero_terminal_snr", truth),
+    Row("zero_terminal_snr", "objective.zero_terminal_snr", boolean),
     Row("save_every_n_steps", "checkpoint.every", whole_number),
     Row("sample_every_n_steps", "validation.every", whole_number),
     Row("output_dir", "output.runs", text, why={"*": "a run gets its own folder in it"}),
     Row("logging_dir", "output.profiles", text),
     Row("log_tracker_name", "tracking.wandb_project", text),
-    Row("torch_compile", "speed.compile", truth),
+    Row("torch_compile", "speed.compile", boolean),
 )

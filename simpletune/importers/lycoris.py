@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.importers.translation import Translation, number, truth, whole_number
+from simpletune.importers.translation import Translation, boolean, number, whole_number
 from simpletune.options import Json
 
 
@@ -19,21 +19,21 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     method = methods.get(algo)
     if method is None:
         return found.leave(key, f"algo={algo}: simpletune has {', '.join(methods)}")
-    if method == "lora" and truth(own.get("dora_wd", False)):
+    if method == "lora" and boolean(own.get("dora_wd", False)):
         method = "dora"
     found.take(key, "adapter.method", method)
     rank = own.get("linear_dim", own.get("dim"))
     if rank is not None and method in ("lora", "dora", "loha"):
         found.take(key, "adapter.rank", whole_number(rank))
     if method == "lokr":
-        whole = rank is not None and (whole_number(rank) > 1024 or truth(own.get("full_matrix", False)))
+        whole = rank is not None and (whole_number(rank) > 1024 or boolean(own.get("full_matrix", False)))
         if whole:
             found.change(key, "adapter.rank", None, "a rank above the matrix's dimensions trains it whole")
         elif rank is not None:
             found.take(key, "adapter.rank", whole_number(rank))
         if own.get("factor") is not None:
             found.take(key, "adapter.factor", whole_number(own["factor"]))
-        if truth(own.get("decompose_both", False)):
+        if boolean(own.get("decompose_both", False)):
             found.take(key, "adapter.decompose_both", True)
     alpha = own.get("linear_alpha", own.get("alpha"))
     if alpha is not None and method in ("lora", "dora"):

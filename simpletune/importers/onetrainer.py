@@ -9,7 +9,7 @@ from simpletune.config.run_name import run_name
 from simpletune.importers.left_out import ONETRAINER
 from simpletune.importers.onetrainer_table import BLOCKS, DEFAULTS, METHODS, MODELS, ROWS, TARGETS, WEIGHTS, WHY
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.importers.translation import Row, Translation, number, text, truth, whole_number
+from simpletune.importers.translation import Row, Translation, boolean, number, text, whole_number
 from simpletune.options import Json
 
 TITLE = "OneTrainer"
@@ -56,7 +56,7 @@ def _adapter(found: Translation) -> str:
         found.leave("training_method", "simpletune trains LORA and FINE_TUNE. Set adapter.method")
         return "lora"
     method = METHODS.get(peft, "lora")
-    if method == "lora" and found.read("lora_decompose", truth):
+    if method == "lora" and found.read("lora_decompose", boolean):
         method = "dora"
         found.take("lora_decompose", "adapter.method", "dora")
     else:
@@ -104,11 +104,11 @@ def _rank(found: Translation, method: str) -> None:
         found.take("lora_rank", "adapter.rank", rank)
         found.leave("lora_alpha", "it equals the rank here; scale optimizer.lr instead")
     elif method == "lokr":
-        whole = found.read("lokr_full_matrix", truth)
+        whole = found.read("lokr_full_matrix", boolean)
         found.by_table(
             [
                 Row("lokr_decompose_factor", "adapter.factor", whole_number),
-                Row("lokr_decompose_both", "adapter.decompose_both", truth),
+                Row("lokr_decompose_both", "adapter.decompose_both", boolean),
             ]
         )
         if whole:
@@ -146,8 +146,8 @@ def _part(found: Translation, name: str, method: str) -> None:
         part.by_table([Row("model_name", f"model.{name}", text)])
     part.by_table(
         [
-            Row("gradient_checkpointing", "memory.checkpointing", truth, {"true": "all", "false": "none"}),
-            Row("activation_offloading", "memory.offload_checkpoint_inputs", truth),
+            Row("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"}),
+            Row("activation_offloading", "memory.offload_checkpoint_inputs", boolean),
             Row("learning_rate", "optimizer.lr", number),
         ]
     )
@@ -160,7 +160,7 @@ def _part(found: Translation, name: str, method: str) -> None:
             f"the number of {BLOCKS} blocks that stay on the device",
         )
     for key in part.settings:
-        if key == "train" and truth(part.settings[key]) is False:
+        if key == "train" and boolean(part.settings[key]) is False:
             part.leave(key, f"only the {name} trains here")
     part.leave_by_table(
         {
@@ -190,7 +190,7 @@ def _optimizer(found: Translation) -> None:
     own: Any = found.read("optimizer", lambda value: value) or {"optimizer": "ADAMW"}
     own = {"optimizer": own} if isinstance(own, str) else dict(own)
     take_optimizer(found, "optimizer", str(own.pop("optimizer", "ADAMW")))
-    if truth(own.pop("fused_back_pass", False)):
+    if boolean(own.pop("fused_back_pass", False)):
         if found.get("adapter.method") == "full":
             found.take("optimizer", "memory.optimizer_in_backward", True)
             found.change("optimizer", "train.clip", "per_parameter", "gradients never exist all at once")
@@ -198,7 +198,7 @@ def _optimizer(found: Translation) -> None:
             found.leave("optimizer", "fused_back_pass: an adapter's gradients are small")
     rounding = own.pop("stochastic_rounding", None)
     if rounding is not None and found.get("optimizer.name") != "adamw_bf16":
-        found.take("optimizer", "optimizer.rounding", "stochastic" if truth(rounding) else "nearest")
+        found.take("optimizer", "optimizer.rounding", "stochastic" if boolean(rounding) else "nearest")
     arguments = {name: value for name, value in own.items() if value is not None and not isinstance(value, bool | dict)}
     arguments |= {name: value for name, value in own.items() if value is True}
     arguments.pop("__version", None)
@@ -239,7 +239,7 @@ def _objective(found: Translation, family: str) -> None:
     for key, path in (("min_noising_strength", "min_sigma"), ("max_noising_strength", "max_sigma")):
         found.by_table([Row(key, f"objective.{path}", number)])
     _density(found)
-    shift, dynamic = found.read("timestep_shift", number), found.read("dynamic_timestep_shifting", truth)
+    shift, dynamic = found.read("timestep_shift", number), found.read("dynamic_timestep_shifting", boolean)
     if dynamic:
         found.take("dynamic_timestep_shifting", "objective.shift", "auto")
     elif shift is not None:

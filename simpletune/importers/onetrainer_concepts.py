@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from simpletune.importers.left_out import ONETRAINER_CONCEPTS
-from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
+from simpletune.importers.translation import (
+    Row,
+    Translation,
+    boolean,
+    multiple,
+    number,
+    side_of_area,
+    text,
+    whole_number,
+)
 from simpletune.models.buckets import STEP
 from simpletune.options import Json
 
@@ -87,9 +96,9 @@ def _prompts(source: Translation) -> None:
         )
     if kind == "sample":
         own.take("prompt_source", "caption_lines", "several")
-    if own.read("enable_tag_shuffling", truth):
+    if own.read("enable_tag_shuffling", boolean):
         own.take("enable_tag_shuffling", "shuffle_tags", True)
-    if own.read("tag_dropout_enable", truth):
+    if own.read("tag_dropout_enable", boolean):
         mode = own.read("tag_dropout_mode", text) or "FULL"
         why = {"RANDOM": "each tag is dropped by itself"}.get(
             mode, f"mode {mode}; here each tag is dropped independently"
@@ -99,7 +108,7 @@ def _prompts(source: Translation) -> None:
         own.by_table([Row("tag_delimiter", "tag_separator", text), Row("keep_tags_count", "keep_tags", whole_number)])
         if (source.get("variants") or 1) == 1:
             own.change("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each variant")
-    if truth(own.settings.get("caps_randomize_enable", False)):
+    if boolean(own.settings.get("caps_randomize_enable", False)):
         own.leave("caps_randomize_enable", "upper and lower case stay unchanged")
     source.seen("text")
     source.lines += own.lines
@@ -109,7 +118,7 @@ def _prompts(source: Translation) -> None:
 def _image(source: Translation, general: Translation) -> None:
     own = Translation(source.settings.get("image") or {}, {}, f"{source.section}image.", source.place)
     for key, path, value in (("enable_crop_jitter", "crop", "random"), ("enable_random_flip", "flip", True)):
-        if own.read(key, truth):
+        if own.read(key, boolean):
             own.take(key, path, value)
     if (own.get("crop") or own.get("flip")) and (source.get("variants") or 1) == 1:
         own.change(
@@ -120,7 +129,7 @@ def _image(source: Translation, general: Translation) -> None:
         )
     sizes = text(
         own.settings.get("resolution_override")
-        if own.read("enable_resolution_override", truth)
+        if own.read("enable_resolution_override", boolean)
         else general.settings.get("resolution", "512")
     ).split(",")
     first = sizes[0].lower().split("x")
@@ -148,7 +157,7 @@ def _image(source: Translation, general: Translation) -> None:
 
 
 def _masks(source: Translation, general: Translation) -> None:
-    if not general.read("masked_training", truth):
+    if not general.read("masked_training", boolean):
         return
     weight = general.read("unmasked_weight", number)
     source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}

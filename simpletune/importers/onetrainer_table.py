@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.importers.translation import Row, number, text, truth, whole_number
+from simpletune.importers.translation import Row, boolean, number, text, whole_number
 
 KEYS = {
     "training_method",
@@ -56,10 +56,10 @@ ROWS = (
     Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
     Row("train_dtype", "precision.compute", text, {key.lower(): value for key, value in COMPUTE.items()}),
     Row("offset_noise_weight", "objective.offset_noise", number),
-    Row("rescale_noise_scheduler_to_zero_terminal_snr", "objective.zero_terminal_snr", truth),
+    Row("rescale_noise_scheduler_to_zero_terminal_snr", "objective.zero_terminal_snr", boolean),
     Row("text_encoder_3_sequence_length", "model.t5_length", whole_number),
-    Row("tensorboard", "tracking.tensorboard", truth),
-    Row("compile", "speed.compile", truth),
+    Row("tensorboard", "tracking.tensorboard", boolean),
+    Row("compile", "speed.compile", boolean),
     Row(
         "attention_mechanism",
         "speed.attention",

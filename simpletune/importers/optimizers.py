@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from simpletune.config.schema import TrainConfig
-from simpletune.importers.translation import Translation, number, rounded, truth
+from simpletune.importers.translation import Translation, boolean, number, rounded
 from simpletune.options import union_of
 
 IN_FULL = "full precision there; 8-bit states here"
@@ -37,8 +37,8 @@ SCHEDULES: dict[str, tuple[str, str]] = {
 
 ARGUMENTS = {
     "weight_decay": number, "eps": number, "beta3": number, "d0": number, "d_coef": number, "clip_threshold": number,
-    "decay_rate": number, "r": number, "weight_lr_power": number, "use_bias_correction": truth,
-    "safeguard_warmup": truth,
+    "decay_rate": number, "r": number, "weight_lr_power": number, "use_bias_correction": boolean,
+    "safeguard_warmup": boolean,
 }  # fmt: skip
 ALWAYS = {"decouple": "weight decay is always decoupled here", "stochastic_rounding": "as optimizer.rounding says"}
 

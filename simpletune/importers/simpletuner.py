@@ -11,7 +11,7 @@ from simpletune.importers.left_out import SIMPLETUNER
 from simpletune.importers.lycoris import take_lycoris
 from simpletune.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, LORA, POLYNOMIAL, ROWS
-from simpletune.importers.translation import Row, Translation, number, pairs, rounded, text, truth, whole_number
+from simpletune.importers.translation import Row, Translation, boolean, number, pairs, rounded, text, whole_number
 from simpletune.options import Json
 
 TITLE = "SimpleTuner"
@@ -75,7 +75,7 @@ def _adapter(found: Translation, folder: Path) -> None:
     elif form == "lycoris":
         _lycoris(found, folder)
     else:
-        dora = found.read("use_dora", truth)
+        dora = found.read("use_dora", boolean)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
         found.by_table(LORA)
         if found.settings.get("model_family", "sd3") == "sd3":
@@ -152,7 +152,7 @@ def _length(found: Translation) -> None:
 
 
 def _memory(found: Translation) -> None:
-    on = found.read("gradient_checkpointing", truth)
+    on = found.read("gradient_checkpointing", boolean)
     blocks = BLOCKS.get(str(found.get("model.pretrained")), 24)
     interval = found.read("gradient_checkpointing_interval", whole_number)
     if on and interval and interval > 1:
@@ -173,7 +173,7 @@ def _memory(found: Translation) -> None:
             f"the rest of the {blocks} blocks stays on the device",
         )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
-        if found.read(key, truth if key in ("ramtorch", "enable_group_offload") else text) is True:
+        if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else text) is True:
             found.change(key, "memory.resident_blocks", 0, "all blocks are streamed from host memory")
         else:
             found.leave(key, "blocks are streamed as memory.resident_blocks says")
@@ -186,16 +186,16 @@ def _memory(found: Translation) -> None:
 
 def _objective(found: Translation) -> None:
     if found.get("model.family", "sd3") == "sd3":
-        auto, shift = found.read("flow_schedule_auto_shift", truth), found.read("flow_schedule_shift", number)
+        auto, shift = found.read("flow_schedule_auto_shift", boolean), found.read("flow_schedule_shift", number)
         if auto:
             found.take("flow_schedule_auto_shift", "objective.shift", "auto")
         elif shift:
             found.take("flow_schedule_shift", "objective.shift", shift)
         elif shift == 0:
             found.change("flow_schedule_shift", "objective.shift", 1.0, "0 means no shift")
-    if found.read("flow_use_uniform_schedule", truth):
+    if found.read("flow_use_uniform_schedule", boolean):
         found.take("flow_use_uniform_schedule", "objective.sigma", "uniform")
-    if found.read("flow_use_beta_schedule", truth):
+    if found.read("flow_use_beta_schedule", boolean):
         found.take("flow_use_beta_schedule", "objective.sigma", "beta")
         found.by_table(
             [
@@ -229,7 +229,7 @@ def _validation(found: Translation) -> None:
                 found.change("validation_resolution", f"validation.{name}", side, why)
             else:
                 found.take("validation_resolution", f"validation.{name}", side)
-    if found.read("use_ema", truth):
+    if found.read("use_ema", boolean):
         found.take("use_ema", "ema.decay", found.read("ema_decay", number) or 0.995)
     else:
         found.seen("ema_decay", "use_ema")
@@ -253,7 +253,7 @@ def _places(found: Translation) -> None:
             found.change("output_dir", "name", run_name(place.name), "a run has its own folder in output.runs")
             place = place.parent
         found.change("output_dir", "output.runs", str(place), "a run gets its own folder in it")
-    on = found.read("enable_profiler", truth)
+    on = found.read("enable_profiler", boolean)
     if on is False:
         found.take("enable_profiler", "profile.max_traces", 0)
     elif on:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from simpletune.importers.left_out import SIMPLETUNER_DATA
-from simpletune.importers.translation import Row, Translation, multiple, number, side_of_area, text, truth, whole_number
+from simpletune.importers.translation import (
+    Row,
+    Translation,
+    boolean,
+    multiple,
+    number,
+    side_of_area,
+    text,
+    whole_number,
+)
 from simpletune.options import Json
 
 VARIANTS = 8
@@ -24,7 +33,7 @@ def translate(data: list[Json], general: Translation) -> list[Translation]:
     for index, entry in enumerate(data):
         section = f"{entry.get('id', index)}."
         kind = str(entry.get("dataset_type", "image"))
-        if kind in CACHES or kind == "conditioning" or truth(entry.get("disabled", False)):
+        if kind in CACHES or kind == "conditioning" or boolean(entry.get("disabled", False)):
             _leave(general, section, entry, kind)
             continue
         inherited = {
@@ -40,7 +49,7 @@ def translate(data: list[Json], general: Translation) -> list[Translation]:
 def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
     """Leave out a data set that does not contain pictures to train on."""
     whole = Translation({"dataset_type": kind, **entry}, section=section)
-    if truth(entry.get("disabled", False)):
+    if boolean(entry.get("disabled", False)):
         whole.leave("disabled", "the data set was not used")
     elif kind == "conditioning":
         whole.leave("dataset_type", "the masks of another data set")
@@ -58,8 +67,8 @@ def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> No
     source.by_table(
         [
             Row("caption_dropout_probability", "caption_dropout", number),
-            Row("is_regularisation_data", "regularization", truth),
-            Row("is_regularization_data", "regularization", truth),
+            Row("is_regularisation_data", "regularization", boolean),
+            Row("is_regularization_data", "regularization", boolean),
         ]
     )
     _captions(source)
@@ -102,20 +111,20 @@ def _pictures(source: Translation) -> None:
 
 def _captions(source: Translation) -> None:
     strategy, prompt = source.read("caption_strategy", text), source.read("instance_prompt", text)
-    if truth(source.settings.get("only_instance_prompt", False)):
+    if boolean(source.settings.get("only_instance_prompt", False)):
         strategy = "instanceprompt"
     source.seen("only_instance_prompt", "disable_multiline_split", "prepend_instance_prompt")
     if strategy == "instanceprompt" and prompt:
         source.take("instance_prompt", "prompt", prompt)
     elif strategy == "textfile":
         source.take("caption_strategy", "captions", "txt")
-        if not truth(source.settings.get("disable_multiline_split", False)):
+        if not boolean(source.settings.get("disable_multiline_split", False)):
             source.take("caption_strategy", "caption_lines", "several")
     elif strategy == "filename":
         source.take("caption_strategy", "captions", "filename")
     elif strategy is not None and source.get("source") != "table":
         source.leave("caption_strategy", f"{strategy}: put captions beside the pictures or into metadata.jsonl")
-    if prompt and strategy != "instanceprompt" and truth(source.settings.get("prepend_instance_prompt", False)):
+    if prompt and strategy != "instanceprompt" and boolean(source.settings.get("prepend_instance_prompt", False)):
         source.take("instance_prompt", "caption_prefix", prompt)
     elif prompt and strategy != "instanceprompt":
         source.leave("instance_prompt", "the captions are used")
@@ -134,7 +143,7 @@ def _size(source: Translation, step: int) -> None:
             source.change("resolution", "resolution", side, why)
         else:
             source.take("resolution", "resolution", side)
-    crop, aspect = source.read("crop", truth), source.read("crop_aspect", text) or "square"
+    crop, aspect = source.read("crop", boolean), source.read("crop_aspect", text) or "square"
     style = source.read("crop_style", text)
     if crop and aspect == "square":
         source.take("crop_aspect", "aspect", "square")

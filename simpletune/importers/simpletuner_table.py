@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.families.sd3.shapes import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM
-from simpletune.importers.translation import Row, number, text, truth, whole_number
+from simpletune.importers.translation import Row, boolean, number, text, whole_number
 
 KEYS = {
     "model_family",
@@ -57,7 +57,7 @@ ROWS = (
     Row("tokenizer_max_length", "model.t5_length", whole_number),
     Row("snr_gamma", "objective.min_snr_gamma", number),
     Row("noise_offset", "objective.offset_noise", number),
-    Row("rescale_betas_zero_snr", "objective.zero_terminal_snr", truth),
+    Row("rescale_betas_zero_snr", "objective.zero_terminal_snr", boolean),
     Row("prediction_type", "objective.prediction", text, {"epsilon": "epsilon", "v_prediction": "v"}),
     Row("validation_prompt", "validation.prompts", lambda value: [text(value)]),  # type: ignore[arg-type, return-value]
     Row("validation_negative_prompt", "validation.negative_prompt", text),

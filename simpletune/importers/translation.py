@@ -115,7 +115,7 @@ class Translation:
         try:
             return kind(raw)
         except (ValueError, TypeError):
-            self.leave(key, f"it is no {kind.__name__.replace('_', ' ')}")
+            self.leave(key, f"expected: {kind.__name__.replace('_', ' ')}")
             return None
 
     def take(self, key: str, path: str, value: object) -> None:
@@ -221,7 +221,7 @@ class Translation:
         return self.settings.get(key, self.defaults.get(key))
 
 
-def truth(value: object) -> bool:
+def boolean(value: object) -> bool:
     """Parse true and false as written in JSON, TOML, or on a command line."""
     word = str(value).strip().lower()
     if word in ("true", "1", "yes", "on", "i_know_what_i_am_doing"):
