@@ -64,6 +64,8 @@ def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPat
             patch.setattr(simulate, "count_equal_passes", lambda core, recorder: None)
         found = _stored(simulate_parts(config, None, (8, 9)))
     found["train"]["seconds"] = 0
+    for section in found["train"]["sections"]:
+        section["work"].sort()  # counted by operation; what is counted again may come first in another order
     return found
 
 
@@ -97,7 +99,7 @@ def a_random_run(seed: int, tiny_config: dict, pipeline: Path) -> TrainConfig:
     raise AssertionError("the rules allow nothing")
 
 
-@pytest.mark.parametrize("seed", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60) if n != 13)])
+@pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60) if n != 4)])
 def test_a_random_run_counts_as_the_whole(
     seed: int, tiny_config: dict, five_blocks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,11 +29,13 @@ class End(NamedTuple):
         names: the names of its tensors, in the order of the update's outputs.
         shared: the names of tensors that existed before, which are tables that all states share.
         plain: its other values.
+        order: the names of all values, in the order of the state, in which streamed states are copied.
     """
 
     names: list[str]
     shared: list[FakeTensor]
     plain: State
+    order: list[str]
 
 
 def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +73,8 @@ class _Counted:
         end = self._ends[key]
         made = again(counting, known, [*tensors, *end.shared])
         assert isinstance(made, list)
-        self._optimizer.state[parameter].update(zip(end.names, made, strict=True), **end.plain)
+        values = {**dict(zip(end.names, made, strict=True)), **end.plain}
+        self._optimizer.state[parameter].update((name, values[name]) for name in end.order)
 
     def _watch(
         self, counting: Accounting, key: Key, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
@@ -99,8 +102,9 @@ class _Counted:
             and existed.get(place := value.untyped_storage()._cdata) is later.get(place) is not None
         ]
         if remember(counting, key, watched, list(values.values()), [*given, *shared]):
-            plain = {name: value for name, value in self._optimizer.state[parameter].items() if name not in values}
-            self._ends[key] = End(list(values), shared, plain)
+            state = self._optimizer.state[parameter]
+            plain = {name: value for name, value in state.items() if name not in values}
+            self._ends[key] = End(list(values), shared, plain, list(state))
 
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
         """Everything that an update depends on, as a key; None if it may depend on more."""
