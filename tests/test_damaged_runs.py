@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -191,6 +192,23 @@ def test_a_changed_step_among_the_metrics_is_said(place: Place, capsys: pytest.C
     said = capsys.readouterr().out
     assert "lacks 1 of the steps 1-4: 3" in said
     assert [row["step"] for row in read_metrics(place.run)] == [1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", [name for name in DAMAGES if name != "digit"])
+def test_a_lost_result_of_a_finished_run_is_exported_again(
+    place: Place, origin: Place, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = place.run / "pytorch_lora_weights.safetensors"
+    DAMAGES[kind](result, random.Random(1))
+    assert place.resume() == 0
+    said = capsys.readouterr().out
+    assert "exported the result again from" in said and f"Its result is {result}" in said
+    assert result.with_name(f"{result.name}.damaged").is_symlink() == (kind == "link")
+    assert os.path.lexists(result.with_name(f"{result.name}.damaged")) == (kind != "deleted")
+    assert is_alike(place, origin)
+    summary, before = (json.loads((each.run / "summary.json").read_text()) for each in (place, origin))
+    assert summary["output"] == str(result) and summary["seconds_total"] == before["seconds_total"]
+    assert place.resume() == 0 and "again" not in capsys.readouterr().out
 
 
 def test_a_link_to_nothing_in_an_old_checkpoint_does_not_matter(place: Place, tmp_path: Path) -> None:

@@ -154,6 +154,35 @@ def test_a_run_that_was_finished_and_then_trained_on_can_be_finished_again(tiny_
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
 
 
+@pytest.mark.parametrize("method", ["lora", "full with an average"])
+def test_a_result_that_is_gone_is_exported_again(method: str, tiny_config: dict, copy_run, capsys) -> None:
+    config = {**tiny_config, **METHODS[method]}
+    run, name = copy_run(config), FULL if "full" in method else LORA
+    result = run / Path(name).parts[0]
+    expected, summary = load_file(run / name), json.loads((run / "summary.json").read_text())
+    shutil.rmtree(result) if result.is_dir() else result.unlink()
+    assert finish_early(str(run)) == result
+    torch.testing.assert_close(load_file(run / name), expected, rtol=0, atol=0)
+    (run / name).write_bytes((run / name).read_bytes()[:-1])
+    run_with(config, "auto")
+    assert f"exported the result again from {run}" in capsys.readouterr().out
+    torch.testing.assert_close(load_file(run / name), expected, rtol=0, atol=0)
+    after = json.loads((run / "summary.json").read_text())
+    changing = ("output", "result_sha256")
+    assert {**after, **dict.fromkeys(changing)} == {**summary, **dict.fromkeys(changing)}
+    with pytest.raises(UserError, match="is already finished"):
+        finish_early(str(run))
+
+
+def test_what_was_finished_at_its_last_step_is_not_exported_again(tiny_config: dict, capsys) -> None:
+    fail_at("finish.saved", tiny_config)
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    finish_early(str(run))
+    made = (run / LORA).stat().st_mtime_ns
+    run_with(tiny_config, "auto")
+    assert "is already finished" in capsys.readouterr().out and (run / LORA).stat().st_mtime_ns == made
+
+
 def test_what_cannot_be_finished(tiny_config: dict, tmp_path: Path, capsys) -> None:
     run = stopped(tiny_config)
     with exclusive(run), pytest.raises(UserError, match="is in use by another run .*stop it, with Ctrl-C: it saves"):

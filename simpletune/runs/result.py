@@ -1,4 +1,4 @@
-"""Write a run's result: what the denoiser's method exports, and what trained on the text side."""
+"""Write and verify a run's result: what the denoiser's method exports, and what trained on the text side."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.options import Json
+from simpletune.system.checksums import sha256_of
 from simpletune.text.export import export_embeddings, export_lora
 from simpletune.text.option import result_names
 from simpletune.text.update import text_of, without_text
+
+CHECKSUMS = "result_sha256"  # in summary.json: the SHA-256 of the result's files, by path in the run's folder
 
 
 def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
@@ -36,3 +40,29 @@ def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata:
 def result_files(config: TrainConfig, folder: Path) -> list[Path]:
     """List the files or folders of a run's result: the LoRA or denoiser first, then the embeddings."""
     return [folder / name for name in result_names(config.name, config.adapter, config.text, config.model.denoiser)]
+
+
+def result_checksums(config: TrainConfig, folder: Path) -> dict[str, str]:
+    """Compute the SHA-256 of every file of a run's result, by its path in the run's folder."""
+    places = result_files(config, folder)
+    files = [file for place in places for file in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files if file.is_file()}
+
+
+def damaged_results(config: TrainConfig, folder: Path, summary: Json) -> list[Path]:
+    """List the files or folders of a run's result that are missing or do not match the checksums in its summary.
+
+    Args:
+        config: the run's configuration.
+        folder: run folder.
+        summary: content of its summary.json.
+    """
+    known = summary.get(CHECKSUMS)
+    recorded = known if isinstance(known, dict) else {}
+
+    def is_intact(place: Path) -> bool:
+        own = {name: value for name, value in recorded.items() if Path(name).parts[:1] == (place.name,)}
+        files = [(folder / name, value) for name, value in own.items()]
+        return bool(files) and all(file.is_file() and sha256_of(file) == value for file, value in files)
+
+    return [place for place in result_files(config, folder) if not is_intact(place)]

@@ -14,7 +14,7 @@ from simpletune.runs.choice import choose
 from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.predicted import beside_measured, lines
-from simpletune.runs.result import export_result
+from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
 from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -49,6 +49,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         "eval_loss_after": eval_after,
         **run.evaluated_on,
         "output": str(output),
+        CHECKSUMS: result_checksums(run.config, run.folder),
     }
     summary |= left_out(run.folder, run.steps) | drift_at(run.folder, run.steps)
     if run.early is not None:

@@ -1,21 +1,25 @@
-"""``simpletune finish``: export a result from a stopped run's checkpoint, without training or data."""
+"""Export a result from a checkpoint, without training or data: ``simpletune finish``, and a result that was lost."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from pathlib import Path
 
 import torch
 
 from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
-from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none
+from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, read_summary
+from simpletune.runs.mending import set_aside
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.names import RunName, find_in_run, find_run, run_config
-from simpletune.runs.result import result_files
+from simpletune.runs.names import RunName, find_in_run, find_run, is_unfinished, run_config
+from simpletune.runs.result import CHECKSUMS, damaged_results, result_checksums, result_files
 from simpletune.runs.summary import summary_at
 from simpletune.runs.weights import overwrite
 from simpletune.system.atomic import write_json
@@ -43,11 +47,13 @@ def finish_early(name: str) -> Path:
     named = find_run(name)
     run, config = named.folder, run_config(named.folder)
     with exclusive(run, "with Ctrl-C: it saves first"), room_for("writing the result", run):
+        if (restored := restore_lost(named)) is not None:
+            return restored
         refuse_finished(named)
         saved = read_intact(named)
         summary, warnings = summary_at(run, resolve_model_folder(config), saved), list[str]()
         output = export(run, config, saved)
-        summary |= {"output": str(output), "warnings": warnings}
+        summary |= {"output": str(output), CHECKSUMS: result_checksums(config, run), "warnings": warnings}
         write_json(run / SUMMARY, summary | {"complete": False})
         card = write_card(run, config, summary, saved.manifest)
         page = report_or_warning(run, warnings.append) if config.output.report else None
@@ -55,6 +61,42 @@ def finish_early(name: str) -> Path:
     for warning in warnings:
         say(f"warning {warning}")
     print_finished(named, summary, {"result": output, "model card": card, "report": page})
+    return output
+
+
+def restore_lost(named: RunName) -> Path | None:
+    """Export the result of a finished run again if it is gone; return it, or None if there is nothing to restore."""
+    run, step = named
+    summary = read_summary(run) if step is None and is_unfinished(run) else None
+    if summary is None or not summary.get("complete"):
+        return None
+    saved = read_intact(named)
+    return restore_result(run, saved, summary) if saved.step == summary["steps"] else None
+
+
+def restore_result(run: Path, saved: checkpoint.SavedState, summary: Json) -> Path:
+    """Export what is missing or damaged of a finished run's result again; set damaged files aside.
+
+    Args:
+        run: run folder.
+        saved: checkpoint that the result was exported from.
+        summary: content of the run's summary.json.
+
+    Returns:
+        The file or folder of the result.
+    """
+    config = read_saved(json.dumps(saved.config))
+    damaged = damaged_results(config, run, summary)
+    for place in damaged:
+        if os.path.lexists(place):
+            set_aside(place, f"does not match {SUMMARY}")
+        else:
+            say(f"warning {place} is missing")
+    output = result_files(config, run)[0]
+    if damaged:
+        output = export(run, config, saved)
+        write_json(run / SUMMARY, summary | {"output": str(output), CHECKSUMS: result_checksums(config, run)})
+        say(f"exported the result again from {saved.folder}")
     return output
 
 

@@ -27,6 +27,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
 from simpletune.runs.mending import require_place
+from simpletune.runs.result import result_files
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.simulation.processes import one_of
@@ -46,6 +47,7 @@ from simpletune.training.between_steps import is_due, is_interrupted, save_and_v
 from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
+from simpletune.training.finish_early import restore_result
 from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
@@ -118,7 +120,8 @@ def validate_first(run: Run) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Return whether a run with this configuration and length is finished; if so, print it.
+    """Return whether a run with this configuration and length is finished; if so, print it. The first process exports a
+    lost result again.
 
     Raises:
         UserError: the finished run has other settings that may not change.
@@ -132,7 +135,10 @@ def is_finished(config: TrainConfig) -> bool:
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
     check_resumable(saved, kept_batch(kept_compute(config, compute_of(saved.config)), saved.config), saved.manifest)
-    say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {summary['output']}")
+    if is_first_process():
+        restore_result(folder, saved, summary)
+    result = result_files(config, folder)[0]
+    say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {result}")
     return True
 
 
