@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import unet, unet_loss, write_unet
+from blocks import PRECISIONS, loss_of, transformer, unet, unet_loss, write_unet
 from PIL import Image
 from test_run import run_with, saved_weights
 from torch._dynamo.utils import counters
@@ -128,6 +128,23 @@ def test_every_lever_computes_the_same(changes: dict, tiny_config: dict, blocks6
     compiled = run_with(tiny_config, name="compiled", speed={"compile": True}, **changes)
     assert compiler["stats"]["unique_graphs"] <= 3 and not compiler["graph_break"]
     require_close(compiled, eager, 1e-3 if "precision" in changes else 1e-5)
+
+
+def test_rotated_blocks_are_one_graph(compiler: Any) -> None:
+    """32 rows, of the picture's tokens, multiply in int8; 12, of the text's, with dequantised weights."""
+    precision, results = PRECISIONS["int8-rotated"], []
+    for compiled in (True, False):
+        model = transformer(precision)
+        blocks = model.transformer_blocks[1:3]
+        precision.prepare(blocks)
+        first = model.pos_embed.proj.weight.requires_grad_(True)
+        if compiled:
+            assert compiling.compile_training(blocks, torch.device("cpu"), sizes=1)
+        loss = loss_of(model, precision, 0)
+        loss.backward()
+        results.append((loss.detach(), first.grad))
+    assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-6)
 
 
 def test_without_a_compiler_the_run_goes_on_and_says_so(

@@ -54,17 +54,22 @@ def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return int8_products.FALLBACK.run(x.device, kernel, lambda: _by_torch(x, block))
 
 
-@lru_cache(maxsize=8)
 def why_not(device: torch.device) -> str | None:
     """Why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
+    return _found_out(device)
+
+
+# As int8_products.why_not. On a function with lru_cache itself, the compiler would ignore the mark and trace into it.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=8)
+def _found_out(device: torch.device) -> str | None:
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         reason = int8_products.outcome(_tried, device)
     if reason is not None:
         say(f"products NOT in int8 on {device} where inputs are rotated, but with dequantised weights: {reason}")
     return reason
-
-
-why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as int8_products.why_not
 
 
 def _tried(device: torch.device) -> str | None:
