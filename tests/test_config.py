@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processor_time import processor_seconds
 from pydantic import ValidationError
 
 from simpletune.cli import main as cli_main
@@ -239,19 +239,13 @@ def test_answers_at_once_and_without_torch(verb: list[str]) -> None:
     )
     seconds = []
     for _ in range(3):
-        before = used()
+        before = processor_seconds()
         done = subprocess.run([sys.executable, "-c", code, *verb], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        seconds.append(used() - before)
+        seconds.append(processor_seconds() - before)
         assert done.returncode == 0, done.stderr
         if seconds[-1] < 1.5:
             break
     assert min(seconds) < 1.5  # of processor time: other work on the machine must not decide
-
-
-def used() -> float:
-    """Processor seconds of the child processes that have ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return children.ru_utime + children.ru_stime
 
 
 def test_the_schema_documents_every_field() -> None:

@@ -26,16 +26,14 @@ class End(NamedTuple):
     """The state that an update leaves.
 
     Args:
-        names: the names of its tensors, in the order of the update's outputs.
-        shared: the names of tensors that existed before, which are tables that all states share.
-        plain: its other values.
-        order: the names of all values, in the order of the state, in which streamed states are copied.
+        names: the names of all its values, in order; streamed states are copied in this order.
+        shared: tensors that existed before, which are tables that all states share.
+        plain: the values that are not tensors.
     """
 
     names: list[str]
     shared: list[FakeTensor]
     plain: State
-    order: list[str]
 
 
 def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -73,8 +71,9 @@ class _Counted:
         end = self._ends[key]
         made = again(counting, known, [*tensors, *end.shared])
         assert isinstance(made, list)
-        values = {**dict(zip(end.names, made, strict=True)), **end.plain}
-        self._optimizer.state[parameter].update((name, values[name]) for name in end.order)
+        names = (name for name in end.names if name not in end.plain)
+        values = {**dict(zip(names, made, strict=True)), **end.plain}
+        self._optimizer.state[parameter].update((each, values[each]) for each in end.names)
 
     def _watch(
         self, counting: Accounting, key: Key, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
@@ -104,7 +103,7 @@ class _Counted:
         if remember(counting, key, watched, list(values.values()), [*given, *shared]):
             state = self._optimizer.state[parameter]
             plain = {name: value for name, value in state.items() if name not in values}
-            self._ends[key] = End(list(values), shared, plain, list(state))
+            self._ends[key] = End(list(state), shared, plain)
 
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
         """Everything that an update depends on, as a key; None if it may depend on more."""
