@@ -1,11 +1,12 @@
-"""The kernels for adaptive norms and gated sums in Triton's interpreter, on the CPU. Run by test_elementwise.py in a
-process of its own, because TRITON_INTERPRET must be set before Triton is imported."""
+"""Kernels for adaptive norms and gated sums in Triton's interpreter, on the CPU, against float64. Run in a process of
+its own by test_triton_interpreter.py, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from interpreted_examples import examples
 from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
@@ -44,7 +45,7 @@ def views(b: int, d: int, dtype: torch.dtype, seed: int, count: int) -> list[Ten
     return list(tokens((b, count * d), dtype, seed + 1, 1)[0].chunk(count, dim=1))
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.generate])
+@examples(10)
 @given(shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), seed=seeds)
 def test_modulated_norms_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, adds: bool, count: int, seed: int
@@ -66,7 +67,7 @@ def test_modulated_norms_are_within_one_rounding_of_float64(
         close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.generate])
+@examples(10)
 @given(
     shape=shapes, dtype=dtypes, adds=st.booleans(), count=st.sampled_from([1, 2]), trains=st.booleans(),
     joined=st.booleans(), seed=seeds,
@@ -105,7 +106,7 @@ def test_their_gradients_are_within_one_rounding_of_float64(
         assert len(found) == 1 + adds
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@examples(8)
 @given(shape=shapes, dtype=dtypes, trains=st.booleans(), seed=seeds)
 def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, trains: bool, seed: int
@@ -121,7 +122,7 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
         close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@examples(8)
 @given(
     shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64]))),
     dtype=dtypes, trains=st.booleans(), seed=seeds,

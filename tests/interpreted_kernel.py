@@ -1,12 +1,13 @@
-"""The int8 kernels in Triton's interpreter, on the CPU. Run by test_int8_products.py in a process of its own, because
-TRITON_INTERPRET must be set before Triton is imported."""
+"""The int8 kernels in Triton's interpreter, on the CPU, against float64. Run in a process of its own by
+test_triton_interpreter.py, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from interpreted_examples import examples
 from reference.int8_network import gelu, gelu_slope
 from reference.rotation import block_rotation
 from torch import Tensor
@@ -44,7 +45,7 @@ def truncated(y: Tensor) -> Tensor:
     return (y.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     rows=st.integers(1, 12), k=lengths, dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD), folded=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -69,7 +70,7 @@ def test_rows_are_read_as_they_lie(strided: str) -> None:
     torch.testing.assert_close((q, scale), int8_products.int8_rows(x.contiguous()), **EXACT)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.integers(1, 8), block=st.sampled_from([16, 64, 256]), count=st.sampled_from([1, 2, 3, 5]),
     dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD), longest=st.sampled_from([256, 8192]),
@@ -100,7 +101,7 @@ def test_rotated_rows_are_read_as_they_lie(strided: str) -> None:
     torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x.contiguous(), 16), **EXACT)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     m=lengths, n=lengths, k=lengths, dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD),
     tile=st.sampled_from(TILES), scaled=st.booleans(), biased=st.booleans(), flipped=st.booleans(),
@@ -129,7 +130,7 @@ def test_products_are_a_float64_references_and_the_cpus(
     assert wide[0].isnan().all() == (odd in ("nan", "inf"))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     m=lengths, n=st.integers(1, 20), k=st.integers(1, 20), dtype=st.sampled_from(TYPES), odd=st.sampled_from(ODD),
     tile=st.sampled_from([(16, 64, 32, 4, 2), (32, 64, 64, 4, 2), (64, 128, 64, 4, 2)]), part=st.booleans(),
@@ -162,7 +163,7 @@ def test_what_words_cannot_be_read_of() -> None:
     assert int8_gradient_kernel.reads_words(weight.t()) and not any(map(int8_gradient_kernel.reads_words, parts))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     rows=st.integers(1, 6), k=st.sampled_from([16, 33, 64, 100, 512]), dtype=st.sampled_from(TYPES),
     odd=st.sampled_from(ODD), back=st.booleans(), columned=st.booleans(), turned=st.booleans(),

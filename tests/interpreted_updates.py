@@ -1,11 +1,12 @@
-"""The kernels for updates of bf16 numbers in Triton's interpreter, on the CPU. Run by test_bf16_updates.py in a process
-of its own, because TRITON_INTERPRET must be set before Triton is imported."""
+"""Kernels for updates of bf16 numbers in Triton's interpreter, on the CPU, against float64. Run in a process of its
+own by test_triton_interpreter.py, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from interpreted_examples import examples
 from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adamw import adamw_step
 from torch import Tensor
@@ -21,7 +22,7 @@ def noise_of(n: int, generator: torch.Generator) -> Tensor:
     return torch.empty(n, dtype=torch.int16).random_(-HALF, HALF, generator=generator)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(n=sizes, seed=st.integers(0, 2**31))
 def test_the_kernel_rounds_as_the_cpu(n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +36,7 @@ def test_the_kernel_rounds_as_the_cpu(n: int, seed: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     n=sizes, dtype=st.sampled_from([torch.bfloat16, torch.float32]), given_in=st.sampled_from(TYPES),
     beta=st.sampled_from([0.0, 0.4, 0.9]), step=st.sampled_from([1, 2, 1000]), decay=st.sampled_from([0.0, 0.1]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,15 +21,6 @@ from simpletune.timing.work import Work, works_of
 TESTS = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 CPU = torch.device("cpu")
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_in_tritons_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_updates.py"]
-    done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 CARDS = [89, *(pytest.param(card, marks=pytest.mark.slow) for card in (75, 80, 86, 90, 120))]

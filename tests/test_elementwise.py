@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -39,25 +37,6 @@ KINDS = {
 }  # fmt: skip
 TRAINED = {"all": ".", "attention": "attn.to_", "modulation of the text": "norm1_context.linear.weight"}
 Block = Callable[..., tuple[Tensor | None, Tensor]]
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_in_tritons_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "interpreted_elementwise.py",
-    ]
-    done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def blocks(kind: str, trained: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:

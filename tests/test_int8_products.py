@@ -6,10 +6,7 @@ import copy
 import gc
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,15 +64,6 @@ def layer(
 ) -> Int8Linear:
     option = Int8(products="int8", input_gradient=gradient, compute="fp32" if dtype == torch.float32 else "bf16")
     return option.convert(LAYER, nn.Linear(inputs, outputs, bias=bias))
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_in_tritons_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_kernel.py"]
-    done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (17, 1), (33, 64)])
