@@ -37,6 +37,7 @@ from simpletune.demo import pictures
 from simpletune.estimate.predict import needed
 from simpletune.options import UserError
 from simpletune.report import write_report
+from simpletune.simulation.simulate import simulate
 
 GRIDS = [benchmarks.name_of(grid) for grid in benchmarks.GRIDS]
 
@@ -386,6 +387,13 @@ def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: py
     for key in ("parameters", methods.SHIPPED[0], f"{methods.SHIPPED[0]}_ratio"):
         assert row[key] == pytest.approx(expected[key], rel=0.01)
     assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
+
+
+def test_the_committed_peaks_of_methods_are_todays() -> None:
+    name, shipped = "lokr, factor 16, rank 16", methods.SHIPPED[0]
+    committed = json.loads(COMMITTED_METHODS.read_text())["rows"][name]
+    found = simulate(methods.with_adapter(shipped, methods.METHODS[name])).peak.bytes / methods.MIB
+    assert found == pytest.approx(committed[shipped], rel=1e-3)
 
 
 def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:

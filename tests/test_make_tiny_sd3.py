@@ -29,7 +29,6 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.slow
 def test_a_killed_autoencoder_training_continues_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +110,6 @@ def test_captions_and_their_labels_agree() -> None:
     assert not any(pictures.STYLE_TRIGGER in text for text in held_out)
 
 
-@pytest.mark.slow
 def test_everything_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_autoencoder, "STEPS", 2)
     monkeypatch.setattr(train_text_encoders, "STEPS", 2)
