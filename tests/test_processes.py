@@ -203,7 +203,8 @@ def test_quantised_bases_and_the_modulation_plan(launcher: Launcher, ground: dic
     said = together(launcher, data)
     assert f"base    {weights} weights cached" in said[0] and "base " not in said[1]
     resident = alone(changed(ground, weights, precision=precision))
-    torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-5)
+    # AdamW makes steps of up to the learning rate, 0.01, of gradients near 0, whose rounding depends on sums' order
+    torch.testing.assert_close(tensors(run_of(data)), tensors(resident), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -260,14 +261,14 @@ def test_class_pictures_are_drawn_by_all(launcher: Launcher, ground: dict[str, A
 
 
 @pytest.mark.slow
-def test_the_text_side(launcher: Launcher, ground: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_side(launcher: Launcher, ground: dict[str, Any]) -> None:
     """Each process has its own encoders; embeddings that stop get no gradient in any."""
     embeddings = {"token": "flat", "initial": "striped", "place": "input", "stop_at": 0.5}
     data = changed(ground, "text", text={"embeddings": embeddings, "lora": {"rank": 2, "learning_rate": 0.001}})
     together(launcher, data)
     found, expected = (
         {name: tensor for name, tensor in tensors(run).items() if not name.startswith(checkpoint.OPTIMIZER)}
-        for run in (run_of(data), alone(data, monkeypatch))
+        for run in (run_of(data), alone(data))
     )
     assert any("text.embeddings" in name for name in found) and any("text.encoders" in name for name in found)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
