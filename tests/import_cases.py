@@ -6,6 +6,7 @@ None as the last is not asserted; ``unset`` says that the field is not there.
 from __future__ import annotations
 
 LARGE = "stabilityai/stable-diffusion-3.5-large"
+MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 OLD = {"pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5", "network_module": "networks.lora"}
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
@@ -109,6 +110,26 @@ SIMPLETUNER = [
     ({"no_such_key": 1}, "x", "unset", "left out"),
     ({"aspect_bucket_rounding": 2}, "x", "unset", "left out"),
     ({"lora_rank": "many"}, "adapter.rank", "unset", "left out"),
+    ({"model_flavour": "3.5-large", "pretrained_model_name_or_path": "a/b"}, "model.pretrained", "a/b", "left out"),
+    ({"model_flavour": "tiny", "pretrained_model_name_or_path": None}, "model.pretrained", "unset", "left out"),
+    ({"pretrained_model_name_or_path": None}, "model.pretrained", MEDIUM, None),
+    ({"model_type": "controlnet"}, "adapter.method", "unset", "left out"),
+    ({"lora_type": "lycoris", "lycoris_config": "none.json"}, "adapter.method", "lokr", "left out"),
+    ({"lr_scheduler": "constant", "lr_num_cycles": 4}, "schedule.cycles", "unset", "left out"),
+    ({"max_train_steps": 10, "num_train_epochs": 7}, "train.epochs", "unset", "left out"),
+    ({"group_offload_type": "block_level"}, "memory.resident_blocks", "unset", "left out"),
+    ({"flow_schedule_shift": 0}, "objective.shift", 1.0, "changed"),
+    ({"loss_type": "l2", "huber_c": 0.2}, "objective.huber", "unset", None),
+    ({"validation_resolution": "large"}, "validation.width", "unset", "left out"),
+    ({"report_to": "comet_ml,wandb"}, "tracking.wandb", "online", "left out"),
+    ({"enable_profiler": True}, "profile.max_traces", 5, "changed"),
+    ({"learning_rate": True}, "optimizer.lr", "unset", "left out"),
+    ({"learning_rate": "inf"}, "optimizer.lr", "unset", "left out"),
+    ({"lora_rank": 8.5}, "adapter.rank", "unset", "left out"),
+    ({"gradient_checkpointing": "perhaps"}, "memory.checkpointing", "unset", "left out"),
+    ({"validation_prompt": ["a dog"]}, "validation.prompts", "unset", "left out"),
+    ({"optimizer_config": "weight_decay"}, "optimizer.weight_decay", "unset", "left out"),
+    ({"optimizer_config": "weight_decay=much"}, "optimizer.weight_decay", "unset", None),
 ]
 SIMPLETUNER_DATA = [
     ({}, "path", "pics", None),
@@ -144,6 +165,11 @@ SIMPLETUNER_DATA = [
     ({"caption_dropout_probability": 0.2}, "caption_dropout", 0.2, "taken"),
     ({}, "caption_dropout", 0.1, None),
     ({"start_step": 5}, "x", "unset", "left out"),
+    ({"caption_strategy": "textfile", "only_instance_prompt": True, "instance_prompt": "sks"}, "prompt", "sks", None),
+    ({"caption_strategy": "textfile", "instance_prompt": "sks"}, "prompt", "unset", "left out"),
+    ({"crop": True, "crop_aspect": "random"}, "aspect", "unset", "left out"),
+    ({"crop": True, "crop_style": "face"}, "crop", "unset", "left out"),
+    ({"conditioning_data": "elsewhere"}, "mask", "unset", "left out"),
 ]
 KOHYA = [
     ({}, "model.pretrained", LARGE, None),
@@ -253,6 +279,25 @@ KOHYA = [
     ({"xformers": True}, "x", "unset", "left out"),
     ({"torch_compile": True}, "speed.compile", True, "taken"),
     ({"nonsense": 1}, "x", "unset", "left out"),
+    (
+        {"network_module": "lycoris.kohya", "network_args": ["algo=full"], "network_dim": None},
+        "adapter",
+        {"method": "full"},
+        None,
+    ),
+    ({"network_module": "lycoris.kohya", "network_args": ["algo=glora"]}, "adapter.method", "unset", "left out"),
+    (
+        {"network_module": "lycoris.kohya", "network_args": ["algo=loha", "use_tucker=True"]},
+        "adapter.method",
+        "loha",
+        "left out",
+    ),
+    ({"lr_scheduler": "constant", "lr_scheduler_num_cycles": 4}, "schedule.cycles", "unset", "left out"),
+    ({"max_train_epochs": 3, "max_train_steps": 100}, "train.steps", "unset", "left out"),
+    ({"save_last_n_steps": 500}, "checkpoint.keep_last", "unset", "left out"),
+    ({"fused_backward_pass": True}, "memory.optimizer_in_backward", "unset", "left out"),
+    ({"weighting_scheme": "other"}, "objective.sigma", "unset", "left out"),
+    ({"optimizer_args": ["foreach=True"]}, "optimizer.foreach", "unset", None),
 ]
 KOHYA_DATA = [
     ({}, "path", "pics", None),
@@ -398,6 +443,25 @@ ONETRAINER = [
     ),
     ({"samples": [{"prompt": "a dog"}, {"prompt": "no", "enabled": False}]}, "validation.prompts", ["a dog"], None),
     ({"wurst": 1}, "x", "unset", "left out"),
+    ({"optimizer": {"optimizer": "ADAFACTOR", "fused_back_pass": True}}, "memory", "unset", "left out"),
+    (
+        {"learning_rate_scheduler": "POLYNOMIAL", "learning_rate_min_factor": 0.1},
+        "schedule.end",
+        0.1,
+        "taken",
+    ),
+    ({"learning_rate_scheduler": "COSINE", "learning_rate_min_factor": 0.1}, "schedule.end", "unset", "left out"),
+    ({"clip_grad_norm": 0}, "train.clip_norm", None, "taken"),
+    ({"transformer": {"train": False}}, "x", "unset", "left out"),
+    ({"transformer": 3}, "x", "unset", "left out"),
+    ({"samples": [{"prompt": " "}]}, "validation.prompts", "unset", None),
+    ({"samples": [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}]}, "validation.seed", 1, "taken"),
+    (
+        {"samples": [{"prompt": "a", "cfg_scale": 5}, {"prompt": "b", "cfg_scale": 6}]},
+        "validation.guidance",
+        5,
+        "changed",
+    ),
 ]
 ONETRAINER_DATA = [
     ({}, "path", "pics", None),
@@ -426,6 +490,9 @@ ONETRAINER_DATA = [
     ),
     ({"text": {"caps_randomize_enable": True}}, "x", "unset", "left out"),
     ({"name": "dog"}, "x", "unset", "left out"),
+    ({"enabled": False}, "sources", "unset", "left out"),
+    ({"type": "VALIDATION"}, "sources", "unset", "left out"),
+    ({"image": {"enable_fixed_flip": True}}, "flip", "unset", "left out"),
 ]
 CASES = [
     *(("simpletuner", settings, {}, path, value, end) for settings, path, value, end in SIMPLETUNER),

@@ -164,6 +164,48 @@ def test_options_and_data_of_kohya_in_toml(tmp_path: Path) -> None:
     assert not found.problems
 
 
+PROMPTS = {"prompts": ["sks dog", "a cat"], "width": 768, "guidance": 5, "steps": 28}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "prompts.json",
+            '[{"prompt": "sks dog", "width": 770, "scale": 5, "sample_steps": 28}, {"prompt": ""},'
+            ' {"prompt": "a cat", "width": 768, "scale": 5, "sample_steps": 28}]',
+        ),
+        (
+            "prompts.toml",
+            "[prompt]\nwidth = 770\nscale = 5\nsample_steps = 28\n"
+            '[[prompt.subset]]\nprompt = "sks dog"\n[[prompt.subset]]\nprompt = "a cat"\n',
+        ),
+        ("prompts.txt", "sks dog --w 770 --l 5 --s 28\na cat --w 770\n"),
+    ],
+)
+def test_prompts_of_kohya_in_each_format(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    found = imported("kohya", tmp_path, {"sample_prompts": name})
+    assert found.config["validation"] == PROMPTS and not found.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("prompts.json", b"{}", "cannot be read"),
+        ("prompts.json", b"[", "cannot be read"),
+        ("prompts.toml", b"[prompt", "cannot be read"),
+        ("prompts.txt", b"\xff\xfe\xff", "cannot be read"),
+        ("prompts.txt", b"# nothing\n", "no prompts"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_left_out(name: str, content: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = imported("kohya", tmp_path, {"sample_prompts": name})
+    (line,) = [line for line in found.lines if line.key == "sample_prompts"]
+    assert line.became == "left out" and why in line.why and "validation" not in found.config
+
+
 def test_kohya_s_folders_without_a_data_file(tmp_path: Path) -> None:
     settings = {"train_data_dir": "train", "reg_data_dir": "reg", "resolution": "1024,1024", "train_batch_size": 4,
                 "enable_bucket": True, "flip_aug": True}  # fmt: skip
