@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from shared_runs import TrainOnce
 
+from simpletune.cli.main import main
 from simpletune.config.load import ConfigError, validate
 from simpletune.data.evaluation import LEAST, MOST, settle_evaluation
 from simpletune.options import UserError
@@ -85,6 +86,15 @@ def test_the_user_s_choice_comes_first(tmp_path: Path) -> None:
     put_choice(run, None)
     found = choose(run)
     assert found is not None and found.step == 100
+
+
+def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
+    (run / "config.json").touch()
+    chosen = lambda step: main(["evaluate", str(run), "--choose", step])  # noqa: E731
+    assert chosen("200") == 0 and "@200 by" in capsys.readouterr().out
+    assert chosen("auto") == 0 and "@100 by" in capsys.readouterr().out
+    assert chosen("last") == 2 and "--choose last: this is not a step" in capsys.readouterr().err
 
 
 def test_a_checkpoint_removed_by_hand_is_passed_over(tmp_path: Path) -> None:

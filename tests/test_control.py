@@ -25,7 +25,7 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import drawn as predicted
 from simpletune.models.fp16_blocks import Fp16Blocks
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
 from simpletune.pipeline.png import drawn_as
 from simpletune.pipeline.sample import Request
 from simpletune.runs import checkpoint
@@ -340,6 +340,32 @@ def test_every_member_is_answered_once_and_waiting_ones_stay(tmp_path: Path, mon
     ask(tmp_path, SaveRequest(id="new", ask="save"))
     assert [request.id for request in read_requests(tmp_path)] == ["new"]
     assert (tmp_path / "control.json.damaged").read_text() == "{"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ({"state": "done", "step": 3, "file": "checkpoints/step-000003"}, 0, "checkpoints/step-000003"),
+        ({"state": "failed", "step": 3, "why": "the disk is full"}, 2, "failed at step 3: the disk is full"),
+        (None, 2, "no answer within 0.05 s"),
+    ],
+)
+def test_the_command_waits_for_the_answer(
+    answer: Json | None,
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("simpletune.runs.control.ask", lambda run, request: asked.append(request.id))
+    monkeypatch.setattr("simpletune.system.locks.is_held", lambda run: True)
+    answers = lambda run: [] if answer is None else [{"id": "other"}, {"id": asked[0], **answer}]  # noqa: E731
+    monkeypatch.setattr("simpletune.runs.control.read_answers", answers)
+    assert main(["control", str(tmp_path), "--save", "--wait", "0.05"]) == code
+    said = capsys.readouterr()
+    assert words in (said.err if code else said.out) and len(asked) == 1
 
 
 def test_the_command_asks_and_prints_the_answer(

@@ -105,6 +105,37 @@ def test_a_damaged_file_and_a_missing_one(tiny_config: dict, tmp_path: Path) -> 
         validate({**tiny_config, "data": {**tiny_config["data"], "image_column": "x"}}, "x")
 
 
+def test_a_table_that_is_damaged_behind_its_header_is_named(tiny_pictures: Path, tmp_path: Path) -> None:
+    """In the columns of texts, and in a picture that is read again."""
+    file = write_parquet(rows_of(tiny_pictures), tmp_path / "t.parquet")
+    whole = file.read_bytes()
+    table._chunk.cache_clear()
+    pictures = Table(path=str(file)).scan(file).pictures
+    file.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
+    table._chunk.cache_clear()
+    table._open.cache_clear()
+    with pytest.raises(UserError, match="t.parquet is damaged"):
+        Table(path=str(file)).scan(file)
+    with pytest.raises(UserError, match="t.parquet is damaged"):
+        pictures[0].read()
+    file.write_bytes(whole)
+    table._open.cache_clear()
+    assert pictures[0].read() == (tiny_pictures / rows_of(tiny_pictures)[0]["image"]["path"]).read_bytes()
+
+
+def test_a_folder_without_a_table_and_a_text_that_is_not_utf_8(tiny_config: dict, tmp_path: Path) -> None:
+    data = {"source": "table", "path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="contains no .parquet or .arrow file"):
+        validate({**tiny_config, "data": data}, "x")
+    image = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(image, "png")
+    texts = pa.array([b"\xff\xfe", b"a star"]).view(pa.string())
+    pq.write_table(pa.table({"image": [image.getvalue()] * 2, "text": texts}), tmp_path / "t.parquet")
+    scan = Table(path=str(tmp_path)).scan(tmp_path)
+    assert [each.reason for each in scan.rejected] == ["its text is not UTF-8 text"]
+    assert [picture.caption for picture in scan.pictures] == ["a star"]
+
+
 def test_a_colour_profile_is_turned_into_srgb() -> None:
     """A picture with swapped meaning: the same numbers under another profile are other colours."""
     lab = ImageCms.createProfile("LAB")
