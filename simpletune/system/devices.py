@@ -80,6 +80,8 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         )
     if is_demo and asked == "auto":
         return torch.device("cpu"), "cpu (no GPU; the demo model is small)"
+    if is_demo:
+        raise UserError("device: no NVIDIA GPU was found. Use a machine with a GPU, or device=auto")
     raise UserError(
         "device: no NVIDIA GPU was found, and this is not the demo model. "
         "Use a machine with a GPU, or set device=cpu and accept seconds to minutes per step"

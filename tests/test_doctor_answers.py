@@ -1,0 +1,35 @@
+"""What the doctor's child process answers on this machine, asked in this process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from simpletune.doctor.probe import bitsandbytes_facts, quanto_facts, torch_facts
+from simpletune.doctor.probe_steps import take_steps
+
+without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+
+
+@without_a_card
+def test_torch_and_the_devices_that_it_sees() -> None:
+    found = torch_facts()
+    assert found["version"] == torch.__version__ and found["cuda"] == torch.version.cuda
+    assert found["devices"] == [] and "no NVIDIA GPU was found" in found["refused"]
+    assert "not the demo model" not in found["refused"]  # which was asked for
+
+
+def test_versions_of_the_libraries() -> None:
+    assert bitsandbytes_facts()["version"] == importlib.metadata.version("bitsandbytes")
+    assert quanto_facts() == {"version": importlib.metadata.version("optimum-quanto")}
+
+
+@without_a_card
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_steps_of_the_demo_are_finite_and_repeatable(weights: str) -> None:
+    found = take_steps(weights, 2)
+    assert len(found["losses"]) == 2 and all(torch.tensor(found["losses"]).isfinite())
+    assert found["losses"] == take_steps(weights, 2)["losses"]  # drawn from the same seed
+    assert found["seconds_per_step"] > 0 and "measured_mib" not in found
