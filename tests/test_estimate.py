@@ -183,6 +183,23 @@ def test_disk_needs_without_a_plan_count_checkpoints(
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
 
 
+def test_several_cards_are_a_table(tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What does not fit a card, or lacks its types, says so; prices are those of the user's file."""
+    tiny_config["precision"] = {"weights": "bf16", "compute": "bf16"}
+    file, prices = tmp_path / "c.json", tmp_path / "prices.json"
+    file.write_text(json.dumps(tiny_config))
+    entry = {"per_hour": 0.5, "currency": "EUR", "as_of": "2026-11", "source": "invoice"}
+    prices.write_text(json.dumps({"L4": entry}))
+    words = ["estimate", str(file), "--device", "L4,T4", "--prices", str(prices)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip().startswith(("L4", "T4"))}
+    assert "EUR" in lines["L4"] and "has no bf16" in lines["T4"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["name"] == tiny_config["name"] and len(told["cards"]) == 2
+
+
 def test_estimate_prints_figures_and_bars_without_data(
     tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

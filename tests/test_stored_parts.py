@@ -11,8 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from simpletune.optim.adamw import AdamW
+from simpletune.optim.optimizer import state_to_tensors
 from simpletune.options import UserError
+from simpletune.sharding.checkpoints import require_written, restore_parts
 from simpletune.sharding.files import SavedStates
 from simpletune.streams.compression import decompressed
 from simpletune.system import locks
@@ -98,3 +102,39 @@ def test_the_state_of_a_checkpoint_in_one_file_and_in_parts(tmp_path: Path) -> N
     assert (piece.start, piece.stop, piece.values["step"]) == (0, 6, 3)
     assert torch.equal(piece.values["mean"], torch.arange(6.0))
     assert saved.pieces("a", 4, 9) == []
+
+
+def test_weights_and_state_of_a_whole_model_are_restored(tmp_path: Path) -> None:
+    """The next step of a restored optimizer has the bits of the one that went on."""
+    option = AdamW(lr=0.1)
+    torch.manual_seed(0)
+    went_on, restored = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [option.build(model.parameters()) for model in (went_on, restored)]
+    gradients = [torch.randn(2, 3) for _ in range(2)]
+
+    def step(number: int, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        model.weight.grad, model.bias.grad = gradients[number], gradients[number][:, 0].clone()
+        optimizer.step()
+
+    step(0, went_on, optimizers[0])
+    tensors, scalars = state_to_tensors(optimizers[0])
+    files = tmp_path / "weights.safetensors", tmp_path / "optimizer.safetensors"
+    save_file({name: parameter.detach().clone() for name, parameter in went_on.named_parameters()}, files[0])
+    save_file(tensors, files[1])
+    restore_parts(restored, optimizers[1], option, files, scalars)
+    for model, optimizer in zip((went_on, restored), optimizers, strict=True):
+        step(1, model, optimizer)
+    assert torch.equal(restored.weight, went_on.weight) and torch.equal(restored.bias, went_on.bias)
+
+
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [
+        ([{}, {"error": "No space left on device", "code": 1}], "process 1 could not write .*: No space left"),
+        ([{"bad": ["a.weight"]}, {"bad": ["b.weight"]}], r"2 trained parameters are non-finite \(a.weight, b.weight\)"),
+    ],
+)
+def test_what_a_process_could_not_write_is_named(every: list[dict], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        require_written(every, tmp_path)
+    require_written([{}, {}], tmp_path)
