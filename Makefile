@@ -2,6 +2,7 @@
 # Times without a date: 22 November 2026, 2 shared cores of an Intel Xeon, Python 3.11, torch 2.13.0 CPU build.
 SHELL := /usr/bin/env bash
 PY := .venv/bin/python
+BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py remote_cache.py doctor.py readme.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens mutants tiny-sd3 \
@@ -54,8 +55,10 @@ softgpu:  ## run the GPU path with values and races on a GPU in software (docs/s
 		tests/test_gpu_inference.py
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage.json
-	$(PY) tests/coverage_table.py .coverage.json
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage-fast.json
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "slow and not gpu" --timeout 900 \
+	  --cov --cov-append --cov-report json:.coverage.json $(BENCHMARK_TESTS)
+	$(PY) tests/coverage_table.py .coverage-fast.json .coverage.json
 
 torture: setup  ## kill runs 50 times at named and random moments (10 minutes on 2 idle cores), attack their files, fuzz the readers
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py

@@ -16,7 +16,7 @@ from PIL import Image
 from simpletune.config.load import validate
 from simpletune.data.folder import Folder
 from simpletune.data.masks import latent_mask, mask_key
-from simpletune.data.pictures import cut, decode
+from simpletune.data.pictures import cut, decode, decode_mask
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import View, make_samples
 from simpletune.data.source import Mask, Picture, UnusablePicture
@@ -83,6 +83,18 @@ def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
     assert np.abs(latent_mask(view).astype(int) - exact).max() < 60 and latent_mask(view).max() > 200
     deep = encoded(Image.fromarray(big.astype(np.uint16) * 257))
     assert np.array_equal(latent_mask(View(picture_of(big, mask_bytes=deep), (80, 48), (0.5, 0.5), False)), exact)
+
+
+@pytest.mark.parametrize("kind", ["alpha", "file"])
+def test_a_damaged_mask_and_one_of_too_many_pixels_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    Image.new("LA", (64, 64), (255, 128)).save(data, "png")
+    assert decode_mask(data.getvalue(), kind).size == (64, 64)
+    with pytest.raises(UnusablePicture, match="truncated|damaged"):
+        decode_mask(data.getvalue()[:60], kind)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UnusablePicture, match="pixels"):
+        decode_mask(data.getvalue(), kind)
 
 
 def test_orientation_of_a_photo_turns_its_mask_by_alpha_and_by_file(tmp_path: Path) -> None:

@@ -137,12 +137,8 @@ def test_units_shapes_and_parameters_agree(family: SD15) -> None:
     assert {name.split(".")[0] for name in outside} == {"conv_in", "time_embedding", "conv_norm_out", "conv_out"}
 
 
-def test_what_units_and_attentions_read(family: SD15, unet: Transformer) -> None:
-    given, sizes, shapes = inputs(family), [], set()
-    hooks = [
-        unit.register_forward_hook(lambda module, args, output: sizes.append(args[0][0].numel()))
-        for unit in units_of(unet)
-    ]
+def test_what_attentions_read(family: SD15, unet: Transformer) -> None:
+    given, shapes = inputs(family), set()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> torch.Tensor:
         shapes.add((query.shape[1], query.shape[2], key.shape[2], query.shape[3]))
@@ -152,9 +148,6 @@ def test_what_units_and_attentions_read(family: SD15, unet: Transformer) -> None
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
         family.predict(unet, **given, dtype=torch.float32)
-    for hook in hooks:
-        hook.remove()
-    assert list(family.unit_inputs(SIZE)) == sizes
     attentions = family.attentions(SIZE)
     assert {tuple(shape) for shape in attentions} == shapes and len(attentions) == len(shapes)
     assert attentions[0].queries == family.image_tokens(SIZE) == 16 * 8

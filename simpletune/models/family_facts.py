@@ -182,10 +182,6 @@ class FamilyFacts(Option):
         """The distinct shapes of attention for a picture, largest first."""
         raise NotImplementedError
 
-    def unit_inputs(self, size: Size) -> Sequence[int]:
-        """The number of elements in each unit's input for one sample, which checkpointing stores."""
-        raise NotImplementedError
-
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch.
 

@@ -193,10 +193,6 @@ class SD15(Family):
                     found[Attention(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
-    def unit_inputs(self, size: Size) -> Sequence[int]:
-        """Return the pixels and channels of each unit; units after a skip connection read both tensors."""
-        return [unit.inputs * pixels(size, unit.input_halvings) for unit in units_of(self.known_config())]
-
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""
         return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)

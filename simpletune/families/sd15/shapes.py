@@ -47,11 +47,6 @@ class Unit:
     halvings: int
     level: Level
 
-    @property
-    def input_halvings(self) -> int:
-        """How often the latents' sides have been halved at its input."""
-        return self.halvings + {DOWNSAMPLER: -1, UPSAMPLER: 1}.get(self.kind, 0)
-
 
 def units_of(config: ModelConfig) -> list[Unit]:
     """Return the UNet's units in the order of the forward pass.

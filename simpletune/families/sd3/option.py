@@ -151,12 +151,6 @@ class SD3(Family):
         both = (joint, image) if config.get("dual_attention_layers") else (joint,)
         return [Attention(heads, tokens, tokens, width) for tokens in both]
 
-    def unit_inputs(self, size: Size) -> Sequence[int]:
-        """Return the tokens of both streams."""
-        config = self.known_config()
-        hidden = config["num_attention_heads"] * config["attention_head_dim"]
-        return [(self.image_tokens(size) + self.text_tokens) * hidden] * self.blocks()
-
     def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
