@@ -142,12 +142,12 @@ def test_a_machines_rates_are_per_pixel_number_and_byte(monkeypatch: pytest.Monk
 def test_bytes_are_written_through_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(machine_probes, "WRITTEN", 12345)
+    monkeypatch.setattr(machine_probes, "WRITTEN", 1234)
     monkeypatch.setattr(
         machine_probes.os, "fsync", lambda number: sizes.append(machine_probes.os.fstat(number).st_size)
     )
     machine_probes._written()
-    assert sizes == [12345] and list(tmp_path.iterdir()) == []
+    assert sizes == [1234] and list(tmp_path.iterdir()) == []
 
 
 class Clock:
