@@ -401,7 +401,7 @@ def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -
     with pytest.raises(UserError, match=rf"{layer} is {oft.kind}, which is written for the denoiser only. Merge it"):
         text_tensors_of({layer: oft}, "lycoris")
     factors = {"lokr_w1": torch.ones(2, 2), "lokr_w2_a": torch.ones(3, 1), "lokr_w2_b": torch.ones(1, 2)}
-    lokr = LokrUpdate(factors, 6)
+    lokr = LokrUpdate(factors, 6, 0.25)
     for layout in ("kohya", "diffusers"):
         with pytest.raises(UserError, match=f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one"):
             text_tensors_of({layer: lokr}, layout)
