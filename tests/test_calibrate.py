@@ -1,80 +1,440 @@
-"""Measuring a device: rates of operations and of the machine, and what is said of those that fail."""
+"""``simpletune calibrate``: what is timed is what predictions count, how a watch times it, and what is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.options import UserError
-from simpletune.timing import calibrate, composite, machine_probes, stopwatch
-from simpletune.timing.constants import Constants
+from simpletune.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
+from simpletune.timing.constants import Composite, Constants, read
+from simpletune.timing.grid import Grid
 from simpletune.timing.probes import Probe
+from simpletune.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
+from simpletune.timing.work import Work, works_of
 
-CPU = torch.device("cpu")
-
-
-def broken(point: tuple[int, ...]) -> Callable[[], object]:
-    raise RuntimeError("no such kernel")
-
-
-def product(point: tuple[int, ...]) -> Callable[[], object]:
-    m, n, k = point
-    a, b = torch.ones(m, k), torch.ones(k, n)
-    return lambda: a @ b
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ALL = {probe.name: probe for probe in probes.probes_of(CPU)}
+SIDE_EFFECTS = ("norm_backward", "group_norm_backward", "gather", "unpack_int8")  # make small operands in the call
 
 
-PROBES = [
-    Probe("product.fp32", {"m": [8, 16], "n": [8], "k": [8]}, product, lambda point: 4096),
-    Probe("add.fp32", {"bytes": [2**10]}, lambda point: torch.ones(point[0]).clone, lambda point: point[0]),
-    Probe("convolution.fp32", {"bytes": [2**10]}, broken, lambda point: point[0]),
-]
+def seen(call: Call) -> list[Work]:
+    found: list[Work] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            output = op(*args, **(kwargs or {}))
+            found.extend(works_of(op, args, kwargs or {}, output))
+            return output
+
+    with See():
+        call()
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
+    """Its work is recorded by another way (timing/work.py) as the kind, extents and bytes that its grid stands for."""
+    probe, (kind, _, dtype) = ALL[name], name.partition(".")
+    by_bytes = list(probe.axes) == ["bytes"]
+    point = (2**16,) if by_bytes else tuple(values[min(1, len(values) - 1)] for values in probe.axes.values())
+    works = seen(probe.build(point))
+    if not by_bytes:
+        last = {"product": "product_tn", "attention_both": "attention_backward"}.get(kind, kind)
+        before = [Work("attention", dtype, point)] if kind == "attention_both" else []
+        assert works == [*before, Work(last, dtype, point)] and probe.size(point) > 0
+        return
+    *others, work = works
+    own = "fp32" if kind.startswith("int8_") else dtype
+    assert (work.kind, work.dtype, probe.size(point)) == (kind, own, 2**16)
+    assert work.extents[0] == pytest.approx(2**16, rel=0.13)  # rows are whole; norms read weights, too
+    assert sum(other.extents[0] for other in others) < 256 and (not others or kind in SIDE_EFFECTS)
+
+
+def test_nf4_is_unpacked_by_its_levels() -> None:
+    x = torch.empty(4, 64)
+    found = probe_calls.unpacked_nf4(x)()
+    assert isinstance(found, Tensor) and found.shape == x.shape
+    torch.testing.assert_close(found, torch.full_like(x, -1.0))  # the lowest level, times 1
+
+
+def test_the_group_norms_gradient_is_of_its_input_alone() -> None:
+    grad, weight, bias = probe_calls.group_norm_gradient(torch.randn(4, 1024))  # type: ignore[misc]
+    assert grad.shape == (1, 32, 128) and weight is None and bias is None
+
+
+def test_the_8_bit_update_is_adams_by_hand() -> None:
+    """The gradient is x itself; codes of 0 are the lowest value for the first moment, and 0 for the second."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    x = torch.tensor([1.0, -2.0, 0.5, -0.25] * 128)
+    first, second = 0.9 * create_dynamic_map(True)[0] + 0.1 * x, 0.001 * x.square()
+    expected = x - 1e-4 * (first / (1 - 0.9)) / (second / (1 - 0.999)).sqrt()
+    probe_calls.updated_in_8_bits(x)()
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
+
+
+def test_the_int8_products_of_a_probe_are_of_ones() -> None:
+    for name, (m, n, k) in {"int8_product.bf16": (64, 256, 64), "int8_gradient.bf16": (256, 256, 1024)}.items():
+        found = ALL[name].build((m, n, k))()
+        assert isinstance(found, Tensor) and found.shape == (m, n) and found.dtype == torch.bfloat16
+        assert found.unique().tolist() == [k]
+        assert ALL[name].size((m, n, k)) == m * k + n * k + 2 * m * n  # bytes
+
+
+def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory here is not pinned, which needs CUDA: host memory holds 1, the device's 2."""
+    made: dict[str, Tensor] = {}
+
+    def empty(size: int, dtype: torch.dtype, pin_memory: bool = False, device: object = None) -> Tensor:
+        made["host" if pin_memory else "device"] = found = torch.full((size,), 1 if pin_memory else 2, dtype=dtype)
+        return found
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for probe, name, value in zip(probes.copies(CUDA), ("to_device", "to_host"), (1, 2), strict=True):
+        probe.build((4096,))()
+        assert probe.name == f"{name}.bytes" and probe.size((4096,)) == 4096
+        assert made["host"].unique().tolist() == made["device"].unique().tolist() == [value], name
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "names"),
+    [
+        ("cpu", None, ["bf16", "fp32", "int8"]),
+        ("cpu", "no", ["bf16", "fp32"]),
+        ("cuda", None, ["bf16", "fp32", "copies", "int8", "fp16"]),
+        ("cuda", "no", ["bf16", "fp32", "copies", "fp16"]),
+    ],
+)
+def test_the_kinds_that_a_device_has(
+    device: str, reason: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "why_not", lambda device: reason)
+    monkeypatch.setattr(probes, "of_type", lambda name, device: [name])
+    monkeypatch.setattr(probes, "copies", lambda device: ["copies"])
+    monkeypatch.setattr(probes, "int8_products", lambda device: ["int8"])
+    assert list(probes.probes_of(torch.device(device))) == names
+
+
+# What the machine does besides
+
+
+def test_a_machines_rates_are_per_pixel_number_and_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_probes, "SIDE", 64)
+    monkeypatch.setattr(machine_probes, "WRITTEN", 1000)
+    seconds, results = iter([4096.0, 8192.0, 2.0**18, 5000.0]), []
+
+    def timed(call: Callable[[], object]) -> float:
+        results.append(call())
+        return next(seconds)
+
+    monkeypatch.setattr(machine_probes, "_seconds", timed)
+    assert machine_probes.machine_rates() == {"read_jpeg": 1.0, "write_png": 2.0, "noise": 1.0, "write_byte": 5.0}
+    assert getattr(results[2], "shape", None) == (2**18,)
+
+
+def test_bytes_are_written_through_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(machine_probes, "WRITTEN", 1234)
+    monkeypatch.setattr(
+        machine_probes.os, "fsync", lambda number: sizes.append(machine_probes.os.fstat(number).st_size)
+    )
+    machine_probes._written()
+    assert sizes == [1234] and list(tmp_path.iterdir()) == []
+
+
+class Clock:
+    """The host's clock, which stands still but for what a test adds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "probes_of", lambda device: PROBES)
-    monkeypatch.setattr(composite, "ON_CPU", ())
-    monkeypatch.setattr(stopwatch, "ENOUGH", 1e-4)
-    monkeypatch.setattr(stopwatch, "reference_load", lambda: torch.ones(1).sum)
-    monkeypatch.setattr(machine_probes, "SIDE", 64)
-    monkeypatch.setattr(machine_probes, "WRITTEN", 2**12)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("time.perf_counter", found)
+    return found
 
 
-@pytest.mark.usefixtures("brief")
-def test_what_can_be_measured_is_written_and_the_rest_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_least_of_three_timings_counts(clock: Clock) -> None:
+    costs = iter([3.0, 1.0, 2.0])
+
+    def call() -> None:
+        clock.now += next(costs)
+
+    assert machine_probes._seconds(call) == 1.0 and next(costs, None) is None
+
+
+# A card's watch, without a card
+
+
+class Watch(CudaStopwatch):
+    """A card whose calls take given seconds; a replayed graph takes half as long as its calls, which are launched."""
+
+    def __init__(self, seconds: float, captures: bool = True):
+        self.device, self.graphs_failed, self.one, self.captures = CPU, {}, seconds, captures
+        self.timed: list[int] = []
+        self.graphs: list[int] = []
+        self.waits = iter([1.5, 1.0, 1.25])
+
+    def _between_events(self, call: Call, repeats: int) -> float:
+        self.timed.append(repeats)
+        taken = [call() or self.one for _ in range(repeats)]
+        return sum(float(each) for each in taken) / repeats * (1.0 if repeats == 3 else next(self.waits))  # type: ignore[arg-type]
+
+    def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
+        self.graphs.append(len(calls))
+        if not self.captures:
+            self.graphs_failed[what] = "not permitted"
+            return None
+        return lambda: len(calls) * self.one / 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "graph", "repeats", "found"),
+    [
+        (1e-6, 400, 1, 0.5),  # at most 400 calls in a graph, replayed as a whole
+        (2e-6, 250, 1, 0.5),  # half a millisecond's worth
+        (99e-6, 8, 1, 0.5),  # at least 8
+        (100e-6, 0, 20, 1.0),  # a longer operation needs no graph, and is repeated for 2 ms
+        (5e-3, 0, 1, 1.0),
+    ],
+)
+def test_a_short_operation_is_replayed_from_a_graph(seconds: float, graph: int, repeats: int, found: float) -> None:
+    watch, turns = Watch(seconds), list[int]()
+    assert watch.device_seconds([lambda: turns.append(0), lambda: turns.append(1)]) == pytest.approx(found * seconds)
+    assert watch.graphs == [graph] * bool(graph) and watch.timed == [3, *[repeats] * 3]  # the best of three
+    assert turns[:5] == [0, 1, 0, 1, 0], "once each to begin with, then in turns"
+
+
+def test_where_graphs_fail_a_kind_is_launched_and_not_tried_again() -> None:
+    watch = Watch(50e-6, captures=False)
+    assert watch.device_seconds([lambda: None], "adam8bit") == pytest.approx(50e-6)
+    assert watch.timed == [3, 10, 10, 10]
+    watch.waits = iter([1.0] * 6)
+    watch.device_seconds([lambda: None], "adam8bit")
+    assert watch.graphs == [10], "the second time is not captured"
+    watch.device_seconds([lambda: None], "add")
+    assert watch.graphs == [10, 10]
+
+
+class Graph:
+    """A CUDA graph that records what was asked of it."""
+
+    asked: list[str] = []  # noqa: RUF012
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self.asked.append(capture_error_mode)
+
+    def capture_end(self) -> None:
+        self.asked.append("end")
+
+    def replay(self) -> None:
+        self.asked.append("replay")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CudaStopwatch:
+    """A watch on torch.cuda's calls alone: waiting for the device takes an hour of the host's clock."""
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock.now
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    def synchronize(device: object) -> None:
+        clock.now += 3600
+
+    monkeypatch.setattr(Graph, "asked", [])
+    for name, value in {"Stream": lambda device: None, "Event": Event, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    watch = stopwatch.stopwatch_of(CUDA)
+    assert isinstance(watch, CudaStopwatch) and isinstance(stopwatch.stopwatch_of(CPU), CpuStopwatch)
+    return watch
+
+
+def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock: Clock) -> None:
+    calls = iter(range(1, 100))
+
+    def call() -> None:
+        clock.now += next(calls)
+
+    # One call to begin with; then the first ten of three lots take 2 to 11 s.
+    assert card.host_seconds(call) == pytest.approx(6.5) and next(calls) == 32
+
+
+def test_events_stand_around_the_calls_alone(card: CudaStopwatch, clock: Clock) -> None:
+    def call() -> None:
+        clock.now += 0.25
+
+    assert card._between_events(call, 4) == pytest.approx(0.25)
+    assert card._between_events(lambda: None, 4) == 1e-7  # never nothing, whose logarithm a grid takes
+
+
+def test_a_graph_that_fails_is_ended_and_its_first_line_kept(card: CudaStopwatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+
+    calls: list[int] = []
+    replay = card._captured([lambda: calls.append(1)] * 3, "add")
+    assert replay is not None and calls == [1, 1, 1] and not card.graphs_failed
+    replay()
+    assert Graph.asked == ["thread_local", "end", "replay"]
+    assert card._captured([refuse], "normal") is None and Graph.asked[3:] == ["thread_local", "end"]
+    assert card.graphs_failed == {"normal": "operation not permitted when stream is capturing"}
+
+
+def test_concurrent_work_is_compared_with_the_same_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (lambda: None, 3), (lambda: None, 5)
+    alone = {3: 2.0, 5: 4.0}
+
+    def of_streams(watch: object, works: list[tuple[Call, int]]) -> list[float]:
+        return [alone[count] * (1.0 if len(works) == 1 else 1.0 + count / 10) for _, count in works]
+
+    monkeypatch.setattr(host_probes, "_of_streams", of_streams)
+    assert host_probes._together(Watch(1.0), one, two) == (pytest.approx(1.3), pytest.approx(1.5))
+    warming: Iterator[float] = iter([1.0] * 50 + [1.25] * 50)  # 2 s in lots of 20 ms
+    monkeypatch.setattr(host_probes, "_of_streams", lambda watch, works: [next(warming)])
+    assert host_probes._sustained(Watch(1.0), one) == 1.25 and next(warming, None) is None
+    for seconds, repeats in ((1e-3, 20), (1.0, 1)):
+        monkeypatch.setattr(Watch, "device_seconds", lambda self, calls, what, seconds=seconds: seconds)
+        assert host_probes._repeated(one[0], Watch(1.0)) == (one[0], repeats)
+
+
+# The whole
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What stands in for the parts of a measurement: a value, or an error to raise."""
+    found: dict[str, object] = {
+        "host_seconds": {"operation": 2.5e-6}, "machine_rates": {"noise": 1e-9}, "beside_each_other": {"both": 1.5},
+        "composites": [Composite(seconds=1.0, host={}, work=[])],
+    }  # fmt: skip
+
+    def stand_in(name: str) -> Callable[..., object]:
+        def call(*_: object) -> object:
+            if isinstance(value := found[name], Exception):
+                raise value
+            return value
+
+        return call
+
+    for name in found:
+        monkeypatch.setattr(calibrate, name, stand_in(name))
+    return found
+
+
+def a_probe(name: str, error: Exception | None = None) -> Probe:
+    def build(point: tuple[int, ...]) -> Call:
+        if error is not None:
+            raise error
+        return lambda: None
+
+    return Probe(name, {"bytes": [64]}, build, lambda point: point[0])
+
+
+def on_cpu() -> CpuStopwatch:
+    return CpuStopwatch(reference=lambda: None)
+
+
+def test_what_fails_is_named_and_the_rest_measured(parts: dict[str, object]) -> None:
+    watch = on_cpu()
+    good = calibrate.measure(watch, [a_probe("add.fp32")], 100.0)
+    assert good.failed == {} and list(good.grids) == ["add.fp32"] and good.composites == parts["composites"]
+    assert good.host == {"operation": 2.5e-6} and (good.kind, good.capability, good.memory_bytes) == ("cpu", None, None)
+    assert good.rates == {"noise": 1e-9, "reference_seconds": watch.reference_seconds}
+    parts["host_seconds"], parts["machine_rates"] = RuntimeError("no host"), OSError("disk full")
+    parts["composites"] = RuntimeError("no step")
+    failing = [a_probe("a.fp32", RuntimeError("no kernel")), a_probe("b.fp32", NotImplementedError("no op"))]
+    bad = calibrate.measure(watch, [*failing, a_probe("add.fp32")], 100.0)
+    assert list(bad.grids) == ["add.fp32"] and bad.host == {} and bad.composites == []
+    assert set(bad.failed) == {"host", "machine", "steps", "a.fp32", "b.fp32"}
+    assert all(
+        text in bad.failed[name]
+        for name, text in {"machine": "disk full", "steps": "no step", "b.fp32": "no op"}.items()
+    )
+
+
+def test_nothing_is_begun_after_the_budget(
+    parts: dict[str, object], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    out = tmp_path / "cpu.json"
-    with pytest.raises(UserError, match=r"not measured: convolution.fp32 \(.*no such kernel") as ended:
-        calibrate.calibrate("cpu", out, tmp_path, 60)
-    assert ended.value.code == 1
-    found = Constants.model_validate_json(out.read_text())
-    assert set(found.grids) == {"product.fp32", "add.fp32"} and set(found.failed) == {"convolution.fp32"}
-    assert all(seconds is not None and seconds > 0 for grid in found.grids.values() for seconds in grid.seconds)
-    for name in ("read_jpeg", "write_png", "noise", "write_byte", "reference_seconds"):
-        assert found.rates[name] > 0
-    assert (found.kind, found.capability, found.threads) == ("cpu", None, torch.get_num_threads())
-    said = capsys.readouterr().out
-    for words in ("products in fp32: ", "add fp32: ", "us to queue an operation", "2 kinds of operations"):
-        assert words in said
+    def grid_of(watch: object, probe: Probe) -> Grid:
+        clock.now += 6.0
+        return Grid(axes={"bytes": [1]}, seconds=[1.0])
+
+    watch = on_cpu()
+    monkeypatch.setattr(calibrate, "grid_of", grid_of)
+    found = calibrate.measure(watch, [a_probe(name) for name in "abc"], 10.0)
+    assert list(found.grids) == ["a", "b"] and found.failed == {"c": "10 s were over"}
 
 
-@pytest.mark.usefixtures("brief")
-def test_nothing_is_begun_after_the_budget() -> None:
-    found = calibrate.measure(stopwatch.stopwatch_of(CPU), PROBES, -1.0)
-    assert found.grids == {} and set(found.failed) == {probe.name for probe in PROBES}
-    assert all("were over" in why for why in found.failed.values())
+def test_on_a_card_copies_beside_products_are_measured_and_failed_graphs_named(parts: dict[str, object]) -> None:
+    watch = Watch(1e-3)
+    watch.graphs_failed = {"adam8bit": "not permitted", "normal": "nor this"}
+    found = calibrate.measure(watch, [], 10.0)
+    assert found.rates == {"noise": 1e-9, "both": 1.5}
+    assert found.failed == {"graphs": "2 kinds, such as adam8bit, are timed with their launches: not permitted"}
+    parts["beside_each_other"] = RuntimeError("no pinned memory")
+    assert "no pinned memory" in calibrate.measure(watch, [], 10.0).failed["beside"]
 
 
-def test_familiar_figures_by_hand() -> None:
-    """2 m n k operations of 4 x 6 x 8 in 1 ns are 0.384 TFLOP/s; 16 MiB in 2 ms are 8.4 GB/s."""
-    about = calibrate.described(stopwatch.stopwatch_of(CPU))
-    product_of = calibrate.Grid(axes={"m": [4], "n": [6], "k": [8]}, seconds=[1e-9])
-    copy = calibrate.Grid(axes={"bytes": [2**24]}, seconds=[2e-3])
-    grids = {"product.fp32": product_of, "to_host.pinned": copy, "norm.fp32": copy}
-    lines = calibrate.in_words(about.model_copy(update={"grids": grids, "host": {"operation": 5e-6}}))
-    assert lines[0].endswith("products in fp32: 0.38 TFLOP/s") and "to_host pinned: 8.4 GB/s" in lines[1]
-    assert "5.0 us to queue" in lines[2] and len(lines) == 3
+def constants(**changes: object) -> Constants:
+    given = {"version": 1, "device": "A CPU", "kind": "cpu", "capability": None, "memory_bytes": None, "threads": 2}
+    return Constants(**{**given, "date": "2026-11-22", "versions": "", "seconds": 0.0, "grids": {}, **changes})  # type: ignore[arg-type]
+
+
+def test_a_few_figures_are_said() -> None:
+    product = Grid(axes={"rows": [1, 8192], "outputs": [1, 1024], "sum": [1, 1024]}, seconds=[1e-12] * 7 + [8192e-6])
+    named = {"product.bf16": product, "product_nn.bf16": product, "gelu.fp32": product}
+    named |= {name: Grid(axes={"bytes": [2**24]}, seconds=[2**24 / 5e9]) for name in ("add.fp32", "to_host.bytes")}
+    rate = 2 * 4096 * 1024 * 1024 / product.time(4096, 1024, 1024) / 1e12
+    assert calibrate.in_words(constants(grids=named, host={"operation": 2.46e-6})) == [
+        f"rate    products in bf16: {rate:.2f} TFLOP/s",
+        "rate    add fp32: 5.0 GB/s at 16 MiB",
+        "rate    to_host bytes: 5.0 GB/s at 16 MiB",
+        "host    2.5 us to queue an operation",
+    ]
+    assert calibrate.in_words(constants()) == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_constants_are_written_before_a_failure_is_reported(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    failed: dict[str, str] = {}
+
+    def measure(watch: object, probes: object, budget: float) -> Constants:
+        assert not torch.is_grad_enabled() and budget == 7.0
+        clock.now += 12.34
+        return constants(failed=failed)
+
+    monkeypatch.setattr(calibrate, "stopwatch_of", lambda device: on_cpu())
+    monkeypatch.setattr(calibrate, "measure", measure)
+    wanted = tmp_path / ("mine.json" if named else "calibrations/a-cpu-2-threads.json")
+    out = wanted if named else None
+    assert calibrate.calibrate("cpu", out, tmp_path, 7.0) == wanted
+    assert read(wanted) == constants(seconds=12.3)
+    assert f"written {wanted}: 0 kinds of operations in 12 s" in capsys.readouterr().out
+    failed.update({"add.fp32": "no kernel", "steps": "no step"})
+    with pytest.raises(UserError, match=r"not measured: add\.fp32 \(no kernel\); steps \(no step\)\. The rest is in "):
+        calibrate.calibrate("cpu", out, tmp_path, 7.0)
+    assert read(wanted).failed == failed

@@ -26,6 +26,7 @@ from simpletune.doctor.command import CHECKS, found, private, report
 from simpletune.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
 from simpletune.doctor.machine import Machine
 from simpletune.doctor.probe import Probe
+from simpletune.options import UserError
 
 GIB = 2**30
 L4 = {"name": "NVIDIA L4", "capability": [8, 9], "free": 22 * GIB, "total": 22.5 * GIB}
@@ -482,3 +483,87 @@ def test_doctor_on_this_machine(offline: Path, capsys: pytest.CaptureFixture[str
     for weights in step_checks.PRECISIONS:
         losses = re.search(rf"2 steps, {weights} weights: loss (\S+) to (\S+),", shown)
         assert losses is not None and 1 < float(losses[2]) < float(losses[1]) < 10, weights
+
+
+def test_torch_is_asked_for_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Fake:
+        is_available = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: 2)
+        mem_get_info = staticmethod(lambda number: (10 + number, 20 + number))
+        get_device_capability = staticmethod(lambda number: (8, number))
+        get_device_name = staticmethod(lambda number: f"Card {number}")
+        get_arch_list = staticmethod(lambda: ["sm_80"])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("device: the driver is too old")
+
+    monkeypatch.setattr(torch, "cuda", Fake)
+    monkeypatch.setattr("simpletune.system.devices.choose_device", refuse)
+    found = probe.answer("torch")
+    assert found["devices"] == [
+        {"name": "Card 0", "capability": (8, 0), "free": 10, "total": 20},
+        {"name": "Card 1", "capability": (8, 1), "free": 11, "total": 21},
+    ]
+    assert found["refused"] == "device: the driver is too old" and found["architectures"] == ["sm_80"]
+    assert (found["version"], found["cuda"]) == (torch.__version__, torch.version.cuda)
+    monkeypatch.setattr(Fake, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr("simpletune.system.devices.choose_device", lambda *_, **__: ("cpu", ""))
+    assert (probe.answer("torch")["devices"], probe.answer("torch")["refused"]) == ([], "")
+
+
+def test_bitsandbytes_says_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self, **attributes: object):
+            vars(self).update(attributes)
+
+    monkeypatch.setattr(probe, "version", lambda name: f"1.0 of {name}")
+    for library, expected in (
+        (Library(compiled_with_cuda=True), {"cuda": True}),
+        (Library(), {"cuda": False}),
+        (
+            Library(formatted_error="\n  \n  CUDA SETUP: no libcudart \nmore"),
+            {"cuda": False, "error": "CUDA SETUP: no libcudart"},
+        ),
+    ):
+        monkeypatch.setattr("bitsandbytes.cextension.lib", library)
+        assert probe.answer("bitsandbytes") == {"version": "1.0 of bitsandbytes", **expected}
+
+
+@pytest.mark.parametrize("reason", [None, "it is sm_70"])
+def test_triton_is_named_where_int8_products_work(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr(probe, "version", lambda name: f"1.0 of {name}")
+    monkeypatch.setattr("simpletune.quant.int8_products.why_not", lambda device: devices.append(str(device)) or reason)
+    assert probe.answer("int8 products") == {"why_not": reason, "triton": None if reason else "1.0 of triton"}
+    assert devices == ["cuda:3"]
+
+
+def test_the_trial_steps_draw_new_values_and_the_same_in_every_trial() -> None:
+    import torch
+
+    from simpletune.doctor import probe_steps
+    from simpletune.step.batches import Batch
+
+    class Core:
+        def step(self, batches: list[Batch]) -> tuple[torch.Tensor, None]:
+            tensors = [
+                getattr(batch, name) for batch in batches for name in ("z_0", "noise", "prompt_embeds", "pooled")
+            ]
+            assert len(tensors) == 8 and all(tensor.std() > 0.5 for tensor in tensors)
+            assert all(batch.level.eq(7).all() for batch in batches), "the level is not drawn"
+            return sum(tensor.sum() for tensor in tensors), None  # type: ignore[return-value]
+
+    class Synthetic:
+        def step(self, step: int) -> list[Batch]:
+            def batch() -> Batch:
+                z_0, noise, embeds, pooled = (torch.zeros(4, 64) for _ in range(4))
+                return Batch(z_0, noise, torch.full((4,), 7.0), embeds, pooled, names=())
+
+            return [batch(), batch()]
+
+    losses, seconds = probe_steps._losses(Core(), Synthetic(), 3)  # type: ignore[arg-type]
+    assert len(set(losses)) == 3 and len(seconds) == 3 and min(seconds) >= 0
+    assert probe_steps._losses(Core(), Synthetic(), 3)[0] == losses  # type: ignore[arg-type]

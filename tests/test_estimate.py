@@ -183,23 +183,6 @@ def test_disk_needs_without_a_plan_count_checkpoints(
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
 
 
-def test_several_cards_are_a_table(tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """What does not fit a card, or lacks its types, says so; prices are those of the user's file."""
-    tiny_config["precision"] = {"weights": "bf16", "compute": "bf16"}
-    file, prices = tmp_path / "c.json", tmp_path / "prices.json"
-    file.write_text(json.dumps(tiny_config))
-    entry = {"per_hour": 0.5, "currency": "EUR", "as_of": "2026-11", "source": "invoice"}
-    prices.write_text(json.dumps({"L4": entry}))
-    words = ["estimate", str(file), "--device", "L4,T4", "--prices", str(prices)]
-    assert main(words) == 0
-    text = capsys.readouterr().out
-    lines = {line.split()[0]: line for line in text.splitlines() if line.strip().startswith(("L4", "T4"))}
-    assert "EUR" in lines["L4"] and "has no bf16" in lines["T4"]
-    assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["name"] == tiny_config["name"] and len(told["cards"]) == 2
-
-
 def test_estimate_prints_figures_and_bars_without_data(
     tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -398,3 +381,30 @@ def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
     stages = json.loads((folder / "summary.json").read_text())["predicted"]["stages"]
     assert [name for name, stage in stages.items() if "measured_mib" in stage] == ["train"]
     assert stages["train"]["measured_mib"] == 256 and (folder / "report.html").is_file()
+
+
+def test_a_job_is_compared_on_several_cards(
+    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each card, with why it cannot run the job: its type or its memory."""
+    file, prices = tmp_path / "c.json", tmp_path / "prices.json"
+    file.write_text(json.dumps(tiny_config))
+    prices.write_text('{"L4": {"per_hour": 7200, "as_of": "2026-11", "source": "mine", "currency": "USD"}}')
+    asked = ["estimate", str(file), "precision.weights=bf16", "precision.compute=bf16", "--prices", str(prices)]
+    asked += ["--device", "L4, T4,0.4GiB"]
+    capsys.readouterr()
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "tiny" and [each["why_not"] for each in found["cards"]] == [
+        None, "has no bf16", "does not fit",
+    ]  # fmt: skip
+    assert found["cards"][2]["needed_mib"] > 410
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "predict tiny on T4" in said and "tiny: predicted time and price" in said
+    line = next(line for line in said.splitlines() if line.startswith("  L4 ") and "USD" in line)
+    assert line.endswith("fastest, cheapest")
+    cost = float(line.split()[line.split().index("USD") - 1])
+    assert cost == pytest.approx(2 * found["cards"][0]["seconds"], abs=0.01)  # 2 USD a second
+    assert main([*asked[:-1], "L4,T4", "--reserve", "24", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cards"][0]["why_not"] == "does not fit"

@@ -328,3 +328,41 @@ def test_a_strength_after_a_colon(tmp_path: Path) -> None:
     odd = tmp_path / "x:2"
     odd.touch()
     assert split_scale(str(odd)) == (str(odd), None)
+
+
+def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from types import SimpleNamespace
+
+    from simpletune.cards import Card
+    from simpletune.drawing import predicted
+
+    mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
+    drawn: list[tuple[int, str, int]] = []
+
+    def drawing_bytes(config: object, largest: Request, precision: SimpleNamespace, batch: int) -> int:
+        drawn.append((largest.width, precision.weights, batch))
+        return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
+
+    monkeypatch.setattr(predicted, "card_at_hand", lambda device: (card, held))
+    monkeypatch.setattr(predicted, "predict_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
+    monkeypatch.setattr(predicted, "drawing_bytes", drawing_bytes)
+    monkeypatch.setattr(predicted, "decoding_bytes", lambda config, request: request.width * mib)
+    monkeypatch.setattr(predicted, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
+    monkeypatch.setattr(predicted, "needed", lambda size: size)
+    asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
+
+    def require(kind: str) -> None:
+        speed = SimpleNamespace(batch_size=8)
+        session = SimpleNamespace(config=None, device=torch.device(kind), speed=speed)
+        predicted.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
+
+    require("cuda")  # 3,996 MiB beside 100 in use fill the card's 4,096 to the byte
+    assert sorted(drawn) == [(3996, "bf16", 3), (3996, "int8", 3)], "the largest picture, in each precision once"
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["predict text: 500 MiB", "predict draw: 2,000 MiB", "predict decode: 3,996 MiB"]
+    asked[1].width = 3997
+    with pytest.raises(UserError, match=r"decode needs 3,997 MiB \(predicted\) and Test has 3,996 free. Draw smaller"):
+        require("cuda")
+    require("cpu")  # refuses nothing

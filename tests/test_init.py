@@ -468,3 +468,12 @@ def test_a_folder_is_trained_with_the_configuration_beside_it(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "a.json").write_text("{}")
     assert of_folder(tmp_path / "configs") == tmp_path / "configs"  # reading it says to name a file in it
+
+
+def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    words, fits = machine._predicted(tiny_config, L4)
+    needed = int(re.match(r"([\d,]+) MiB of the card's 22,", words).group(1).replace(",", ""))  # type: ignore[union-attr]
+    assert fits and "with allowances, most in the stage " in words
+    assert capsys.readouterr().out == "predict    memory on L4\n", "what the configuration settles is not said"
+    for gib, enough in (((needed + 1) / 1024, True), ((needed - 1) / 1024, False)):
+        assert machine._predicted(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough

@@ -28,7 +28,7 @@ from simpletune.config.load import validate
 from simpletune.demo import tiny_sd3
 from simpletune.families.sd3.option import SD3
 from simpletune.lora.attach import fold_lora, load_lora, load_loras, strengths
-from simpletune.lora.bases import Base
+from simpletune.lora.bases import Base, locate
 from simpletune.lora.extract import extract
 from simpletune.lora.factors import resized
 from simpletune.lora.mix import METHODS, Recipe, mix
@@ -512,3 +512,19 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     state = load_file(tmp_path / "x.safetensors")
     assert torch.equal(state["a"], a) and state["b"].dtype is torch.bfloat16 and state["c"] == 4
     assert (tmp_path / "x.safetensors").stat().st_size == writer.size
+
+
+def test_a_base_is_located_in_whatever_holds_it(pipeline: Path, single: Path, tmp_path: Path) -> None:
+    for name, folder in ((pipeline, None), (pipeline / "transformer", pipeline / "transformer"), (single, None)):
+        family, part = locate(str(name))
+        assert (family.denoiser, part.name) == ("transformer", "transformer")
+        assert part.folder == folder or folder is None
+    with pytest.raises(UserError, match=r"gone.safetensors does not exist. Check the path"):
+        locate(str(tmp_path / "gone.safetensors"))
+    for name in (str(tmp_path / "gone"), "./gone"):
+        with pytest.raises(UserError, match=r"gone does not exist. Give a folder, a .safetensors file or a Hub name"):
+            locate(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError) as refused:
+        locate(str(tmp_path / "empty"))
+    assert "empty" in str(refused.value) and "model.pretrained" not in str(refused.value)

@@ -18,9 +18,11 @@ from torch import Tensor
 from simpletune.cli.main import main
 from simpletune.demo import tiny_sd3
 from simpletune.lora.describe import describe, in_words
+from simpletune.lora.of_weight import OftUpdate
 from simpletune.lora.read import read_lora
+from simpletune.lora.structured import LokrUpdate
 from simpletune.lora.updates import Update
-from simpletune.lora.write import write_lora
+from simpletune.lora.write import text_tensors_of, write_lora
 from simpletune.models.text_layers import text_layer
 from simpletune.options import UserError
 from simpletune.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
@@ -391,3 +393,26 @@ def test_merge_changes_the_encoders_of_a_single_file(pipeline: Path, tmp_path: P
     assert main([*words, "--denoiser-only"]) == 0
     bare = original_layout.write(pipeline, tmp_path / "bare.safetensors", "transformer vae")
     assert main(["merge", str(file), "--base", str(bare), "--out", str(tmp_path / "no.safetensors")]) != 0
+
+
+def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -> None:
+    layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    oft = OftUpdate(torch.zeros(2, 4, 4), None)
+    with pytest.raises(UserError, match=rf"{layer} is {oft.kind}, which is written for the denoiser only. Merge it"):
+        text_tensors_of({layer: oft}, "lycoris")
+    factors = {"lokr_w1": torch.ones(2, 2), "lokr_w2_a": torch.ones(3, 1), "lokr_w2_b": torch.ones(1, 2)}
+    lokr = LokrUpdate(factors, 6, 0.25)
+    for layout in ("kohya", "diffusers"):
+        with pytest.raises(UserError, match=f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one"):
+            text_tensors_of({layer: lokr}, layout)
+    found = text_tensors_of({layer: lokr}, "lycoris", dtype=torch.bfloat16)
+    saved, alpha = lokr.saved()
+    assert {key.rpartition(".")[2] for key in found} == {*saved, "alpha"}
+    assert len({key.rpartition(".")[0] for key in found}) == 1
+    for key, tensor in found.items():
+        name = key.rpartition(".")[2]
+        assert tensor.dtype == (torch.float32 if name == "alpha" else torch.bfloat16)
+        torch.testing.assert_close(tensor.float(), torch.tensor(alpha).float() if name == "alpha" else saved[name])
+    deep = "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"
+    with pytest.raises(UserError, match="T5, whose LoRA diffusers does not load. Use --format kohya"):
+        text_tensors_of({deep: update((4, 4), 0)}, "diffusers")

@@ -21,7 +21,7 @@ from simpletune.demo import tiny_sd3
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.predict import _restored, _stored
-from simpletune.estimate.time_text import CardRow, card_table
+from simpletune.estimate.time_text import CardRow, card_table, in_words
 from simpletune.models.flops import trained_of
 from simpletune.options import UserError
 from simpletune.prices import Price, of_cards
@@ -373,3 +373,14 @@ def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
     assert 0 < 10 * small < large
     assert 0 < speeds.seconds("add", "fp32", (4096,)) < speeds.seconds("add", "fp32", (2**24,))
     assert speeds.seconds("unheard_of", "bf16", (4096,)) > 0 and speeds.host("module") > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0123, "12 ms"), (0.9994, "999 ms"), (1, "1.00 s"), (9.994, "9.99 s"), (10, "10 s"), (119.6, "120 s"),
+        (120, "2 min"), (7199, "120 min"), (7200, "2.0 h"), (9000, "2.5 h"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_a_suitable_unit(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
