@@ -1,0 +1,68 @@
+"""Byte ranges of a lock file where the system refuses them: a warning once, or an error with its remedy."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from simpletune.options import UserError
+from simpletune.system import locks
+from simpletune.system.locks import Ranges
+
+
+@pytest.fixture(autouse=True)
+def unwarned() -> None:
+    locks._warn_unlocked.cache_clear()
+
+
+def answer(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every try to lock a range fails."""
+
+    def fail(*words: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "fcntl", fail)
+
+
+def test_where_the_lock_file_cannot_be_made_every_range_is_given_and_it_is_said_once(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        with Ranges(tmp_path / "file" / "x.lock") as ranges, ranges.held(0, 9) as one, ranges.held(3, 4) as other:
+            assert one and other and not ranges.sure
+    assert capsys.readouterr().out.count(f"warning {tmp_path / 'file'} cannot be locked (") == 1
+
+
+@pytest.mark.parametrize("number", locks.UNSUPPORTED, ids=errno.errorcode.get)
+def test_a_file_system_without_locks_gives_every_range_and_is_said_once(
+    number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(number, monkeypatch)
+    with Ranges(tmp_path / "x.lock") as ranges:
+        assert ranges.sure
+        for wait in (False, True):
+            with ranges.held(0, 0, wait) as held:
+                assert held and not ranges.sure
+    assert capsys.readouterr().out == (
+        f"warning {tmp_path} is on a file system without locks. Do not let two runs share it\n"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES], ids=errno.errorcode.get)
+def test_a_range_that_another_process_holds_is_not_given(
+    number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(number, monkeypatch)
+    with Ranges(tmp_path / "x.lock") as ranges, ranges.held(0, 0) as held:
+        assert not held and ranges.sure
+    assert capsys.readouterr().out == ""
+
+
+def test_any_other_error_names_the_file_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(errno.EIO, monkeypatch)
+    with Ranges(tmp_path / "x.lock") as ranges:
+        with pytest.raises(UserError, match=r"x\.lock cannot be locked \(Input/output error\)\. Remove it"):
+            ranges.held(0, 0).__enter__()

@@ -1,0 +1,160 @@
+"""Shards that are damaged, a disk that is full and a store that refuses: each part alone, without a server."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cached_samples import KEYS, fill, sample
+
+from simpletune.options import UserError
+from simpletune.shards import catalogue, joining
+from simpletune.shards.cache import ShardedCache
+from simpletune.shards.catalogue import Catalogue
+from simpletune.shards.local_part import LocalPart
+from simpletune.shards.place import CachePlace, open_cache
+from simpletune.shards.shard import HEADER_BYTES, parse_header
+from simpletune.shards.shelf import TRIES, FolderShelf, StoreShelf
+from simpletune.stores.store import Changed, Store
+
+
+def opened(folder: Path) -> ShardedCache:
+    cache = open_cache(CachePlace(folder, "shards"), "text", "a")
+    assert isinstance(cache, ShardedCache)
+    return cache
+
+
+def test_a_header_is_read_from_its_first_bytes_or_refused() -> None:
+    text = json.dumps({"a": 1}).encode()
+    whole = len(text).to_bytes(8, "little") + text
+    assert parse_header(whole + b"tensors", "s") == ({"a": 1}, len(whole))
+    assert parse_header(whole[:-1], "s") == len(whole), "so many bytes are needed"
+    for start in (b"", whole[:7], (1).to_bytes(8, "little") + b"{", (HEADER_BYTES + 1).to_bytes(8, "little")):
+        with pytest.raises(UserError, match="the shard s is damaged: it does not start with a header. Remove it"):
+            parse_header(start, "s")
+    with pytest.raises(UserError, match="the shard s is damaged: its header is not JSON. Remove it"):
+        parse_header((2).to_bytes(8, "little") + b"{]", "s")
+
+
+@pytest.mark.parametrize(
+    "cut, reason",
+    [(20, "it ends within its header"), (-8, "it is truncated"), (3, "it does not start with a header")],
+)
+def test_a_cut_shard_is_named_and_its_samples_count_as_missing(cut: int, reason: str, tmp_path: Path, capsys) -> None:
+    fill(opened(tmp_path), KEYS[:3])
+    (shard,) = (tmp_path / "text/a/shards").glob("*.safetensors")
+    (tmp_path / "text/a/index.parquet").unlink()
+    shard.write_bytes(shard.read_bytes()[:cut])
+    assert opened(tmp_path).catalogue.index.shards == {shard.stem}
+    said = capsys.readouterr().out
+    assert f"the shard {shard.stem} is damaged: {reason}. Remove it. Its samples count as missing" in said
+    assert KEYS[0] not in opened(tmp_path)
+
+
+def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(opened(tmp_path), KEYS[:3])
+    (tmp_path / "text/a/index.parquet").unlink()
+    monkeypatch.setattr(catalogue, "HEADER", 16)
+    again = opened(tmp_path)
+    assert [again.load(key).keys() for key in KEYS[:3]] == [sample(key).keys() for key in KEYS[:3]]
+
+
+def test_a_sample_is_set_aside_wherever_it_lies(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    fill(cache, KEYS[:3])
+    row = cache._row(KEYS[1])
+    assert row is not None
+    assert cache.quarantine(KEYS[1]) == str(tmp_path / "text/a/damaged" / f"{row.name}.{row.shard}")
+    assert [key in cache for key in KEYS[:3]] == [True, False, True]
+    assert [key in opened(tmp_path) for key in KEYS[:3]] == [True, False, True]
+    cache.save(KEYS[5], sample(KEYS[5]))  # in a file of its own, in no shard yet
+    assert ".damaged" in cache.quarantine(KEYS[5]) and KEYS[5] not in cache
+
+
+def test_an_index_that_others_keep_replacing_is_given_up_with_words(tmp_path: Path, capsys) -> None:
+    fill(opened(tmp_path), KEYS[:3])
+
+    class Busy(FolderShelf):
+        tries = 0
+
+        def put_index(self, file: Path, known: str | None) -> None:
+            self.tries += 1
+            raise Changed("the object has changed")
+
+    shelf = Busy(tmp_path / "text/a")
+    (tmp_path / "text/a/index.parquet").unlink()
+    books = Catalogue(shelf, tmp_path / "own")
+    books.refresh()
+    books.publish(everything=True)
+    assert shelf.tries == TRIES
+    said = f"warning {shelf}: the index keeps changing: index.parquet stays as it is, and every start reads the headers"
+    assert said in capsys.readouterr().out
+    assert list((tmp_path / "own").glob("*new-*")) == []
+
+
+def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{number}" for number in range(7)]
+    for file, size in zip(files, (4, 4, 3, 12, 1, 1, 1), strict=True):
+        file.write_bytes(bytes(size))
+
+    def divided() -> list[tuple[str, bool]]:
+        return [("".join(file.name for file in portion), full) for portion, full in joining._shards_of(files)]
+
+    monkeypatch.setattr(joining, "BYTES", 10)
+    assert divided() == [("01", True), ("2", True), ("3", True), ("456", False)]
+    monkeypatch.setattr(joining, "SAMPLES", 3)
+    assert divided() == [("01", True), ("2", True), ("3", True), ("456", True)]
+    files[0].unlink()  # another process has joined it
+    assert divided() == [("12", True), ("3", True), ("456", True)]
+
+
+def test_a_full_disk_keeps_half_of_the_local_part_and_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = LocalPart(tmp_path, 8000)
+    for number in range(12):
+        assert part.put(f"x/{number}", bytes(500))
+    honest = Path.write_bytes
+
+    def fails(number: int) -> Any:
+        def write(self: Path, data: bytes) -> int:
+            honest(self, data[:10])
+            raise OSError(number, "no")
+
+        return write
+
+    monkeypatch.setattr(Path, "write_bytes", fails(errno.ENOSPC))
+    assert not part.put("x/new", bytes(500))
+    assert part.size() == 4000 and "x/new" not in part and not list((tmp_path / "x").glob(".*"))
+    monkeypatch.setattr(Path, "write_bytes", fails(errno.EIO))
+    with pytest.raises(OSError, match="no"):
+        part.put("x/new", bytes(500))
+    assert part.size() == 4000 and not list((tmp_path / "x").glob(".*"))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/cache", "https://host/cache"])
+def test_a_store_notes_a_damaged_sample_once_and_a_web_server_says_what_to_do(url: str, tmp_path: Path) -> None:
+    noted: list[tuple[str, bytes, str | None]] = []
+
+    def replace(key: str, content: bytes, known: str | None) -> None:
+        noted.append((key, content, known))
+        raise Changed("another process was first")
+
+    store: Any = SimpleNamespace(url=url, replace=replace)
+    shelf = StoreShelf(store, tmp_path / "journal")
+    if shelf.read_only:
+        with pytest.raises(UserError, match=f"sample n of shard s in {url} is damaged, .* Encode it again where"):
+            shelf.set_aside("n", "s")
+        assert noted == []
+    else:
+        assert shelf.set_aside("n", "s") == f"{url}/damaged/n.s"
+        assert noted == [("damaged/n.s", b"", None)], "asked once: a note that is there need not be written again"
+
+
+def test_a_url_that_no_store_has_names_the_field() -> None:
+    with pytest.raises(UserError, match=r"^output\.cache: nothing://x cannot be opened \(.*\)\. Check the URL and the"):
+        Store("nothing://x", "output.cache")
