@@ -19,6 +19,7 @@ LEAST = 0.97
 ALLOWED = 2  # lines of a function that need no reason: a rare error's message
 
 GPU = "needs an NVIDIA GPU: tests marked gpu (make gpu)"
+DRY = "needs torch's CUDA build: make dry"
 SLOW = "takes minutes: its result is committed (benchmarks/results, simpletune/assets)"
 REASONS: dict[str, str] = {
     r"forecast\.py::(card_at_hand|_own_context)": GPU,
@@ -29,7 +30,13 @@ REASONS: dict[str, str] = {
     r"profiling/window\.py::Window\._(dump|begin)": GPU,
     r"stage_timer\.py::StageTimer\.": GPU,
     r"memory_row\.py::measure": GPU,
-    r"benchmarks/dreambooth\.py::": SLOW,
+    r"int8_(products|gelu)\.py::_tried": GPU,
+    r"adaln_operators\.py::\w+_on_cuda": GPU,
+    r"host_probes\.py::(_of_streams|beside_each_other)": GPU,
+    r"benchmarks/dry_(row|operations)\.py::": DRY,
+    r"benchmarks/elementwise\.py::measure": GPU,
+    r"benchmarks/(choice|dreambooth|hours|masks|measured_scaling|scaling|student_study|times|vertex)\.py::": SLOW,
+    r"benchmarks/remote_cache\.py::": SLOW,
     r"benchmarks/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
     r"models/compile\.py::_forward": "tests marked slow (make slow)",
     r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
