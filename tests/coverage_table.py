@@ -32,13 +32,15 @@ REASONS: dict[str, str] = {
     r"memory_row\.py::measure": GPU,
     r"int8_(products|gelu)\.py::_tried": GPU,
     r"adaln_operators\.py::\w+_on_cuda": GPU,
+    r"training/drawn\.py::draw|pipeline/load\.py::load_base_together|probe_steps\.py::take_steps": GPU,
     r"host_probes\.py::(_of_streams|beside_each_other)": GPU,
     r"benchmarks/dry_(row|operations)\.py::": DRY,
-    r"benchmarks/elementwise\.py::measure": GPU,
+    r"benchmarks/elementwise\.py::measure": SLOW,
     r"benchmarks/(choice|dreambooth|hours|masks|measured_scaling|scaling|student_study|times|vertex)\.py::": SLOW,
     r"benchmarks/remote_cache\.py::": SLOW,
     r"benchmarks/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
     r"models/compile\.py::_forward": "tests marked slow (make slow)",
+    r"evaluation/train_tiny_encoders\.py::$": SLOW,
     r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,12 @@ from simpletune.cli.main import main
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
+from simpletune.families.sd15.option import SD15
+from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME
+from simpletune.report.content import Section
+from simpletune.report.fidelity import _result
+from simpletune.report.one import picture_section
+from simpletune.runs.folder import SCORES
 
 NAMES = [f"transformer_blocks.{block}.attn.{part}" for block in range(2) for part in ("to_q", "to_k", "to_v")]
 SHAPES = {f"{name}.weight": (64, 64) for name in NAMES} | {f"{name}.bias": (64,) for name in NAMES}
@@ -107,3 +115,37 @@ def test_wrong_arguments_are_one_line(words: list[str], message: str, capsys: py
         main(words)
     said = capsys.readouterr().err
     assert ended.value.code == 2 and message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compare", "demo", "demo", "--device", "L4,T4"], "--compare: takes one card"),
+        (["demo", "--processes", "0"], "--processes: use a number of at least 1"),
+        (["demo", "--processes", "2", "--device", "L4,T4"], "predicted for one process only"),
+    ],
+)
+def test_estimates_that_cannot_be_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_licences_of_the_models_on_the_hub() -> None:
+    option = SD15(pretrained=SD15_NAME)
+    found = {name: option.licence_of(name) for name in [*HUB_NAMES, "someone/else"]}
+    assert found.pop("someone/else") is None and found[SD15_NAME] == {"license": "creativeml-openrail-m"}
+    expected = {"sd15": "creativeml-openrail-m"}
+    assert all(found[name] == {"license": expected.get(kind, "openrail++")} for name, kind in HUB_NAMES.items())
+
+
+def test_a_report_that_cannot_read_scores_says_so(tmp_path: Path) -> None:
+    (tmp_path / SCORES).write_text("{")
+    section = Section("fidelity", "Fidelity")
+    assert _result(SimpleNamespace(folder=tmp_path), section) is None  # type: ignore[arg-type]
+    assert SCORES in section.notes[0] and "damaged" in section.notes[0]
+
+
+def test_a_report_of_a_run_that_has_drawn_only_its_base() -> None:
+    section = picture_section(SimpleNamespace(), [SimpleNamespace(step=0)])  # type: ignore[arg-type,list-item]
+    assert section.block == "" and "Only the base" in section.notes[0]

@@ -25,7 +25,7 @@ def run(files: list[str], **environment: str) -> None:
 
 
 def test_few_examples() -> None:
-    run(FILES, **{FEW: "2"})
+    run(FILES, **{FEW: "6"})
 
 
 @pytest.mark.slow
