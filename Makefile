@@ -54,7 +54,7 @@ softgpu:  ## run the GPU path with values and races on a GPU in software (docs/s
 	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
 		tests/test_gpu_inference.py
 
-coverage: setup  ## show which code the tests run, and why the rest is not run; 17 min (2 cores, 21 November 2026)
+coverage: setup  ## show which code the tests run, and why the rest is not run; 16 min beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage-fast.json
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "slow and not gpu" --timeout 900 \
 	  --cov --cov-append --cov-report json:.coverage.json $(BENCHMARK_TESTS)

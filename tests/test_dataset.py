@@ -20,7 +20,8 @@ from simpletune.data_report import near_duplicates as duplicates
 from simpletune.data_report import scan as look_at
 from simpletune.data_report.look_alikes import EACH, GROUPS, SIDE, look_alikes
 from simpletune.data_report.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
-from simpletune.data_report.scan import TILE, evenly_spaced
+from simpletune.data_report.scan import TILE, DatasetReport, evenly_spaced
+from simpletune.data_report.text import text
 from simpletune.training.loop import train
 
 
@@ -85,6 +86,22 @@ def test_all_that_is_odd_is_found(config: str, capsys: pytest.CaptureFixture[str
     }
     assert found["too_long"]["captions"]["same.png"] >= 102
     assert found["left_alone"] == {".gif": 1}
+
+
+def test_the_text_says_what_was_scaled_up(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", config, "data.max_upscale=null", "data.on_error=skip"]) == 0
+    said = capsys.readouterr().out
+    assert "tiny.png: 5.33 times" in said and "training would skip them" in said
+
+
+def test_the_text_says_what_leaks_and_hints() -> None:
+    found = DatasetReport(
+        "x", "y", [], [], {}, near=[["a.png", "b.png"], ["c.png", "d.png"]], held_out=["a.png"], hints=("look here",)
+    )
+    lines = text(found).splitlines()
+    (leak,) = [line for line in lines if line.startswith("leak")]
+    assert "a.png, b.png" in leak and "c.png" not in leak
+    assert [line for line in lines if line.startswith("hint")] == ["hint       look here"]
 
 
 def test_buckets_and_epochs_by_hand(config: str, capsys: pytest.CaptureFixture[str]) -> None:
