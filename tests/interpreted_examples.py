@@ -7,7 +7,7 @@ import os
 from hypothesis import Phase, settings
 
 FEW = "SIMPLETUNE_KERNEL_EXAMPLES"
-"""The environment variable that limits each test to so many examples."""
+"""The environment variable with the largest number of examples that a test draws."""
 
 
 def examples(count: int) -> settings:

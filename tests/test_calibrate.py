@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded_work import seen
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.options import UserError
 from simpletune.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
@@ -17,25 +17,11 @@ from simpletune.timing.constants import Composite, Constants, read
 from simpletune.timing.grid import Grid
 from simpletune.timing.probes import Probe
 from simpletune.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
-from simpletune.timing.work import Work, works_of
+from simpletune.timing.work import Work
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = {probe.name: probe for probe in probes.probes_of(CPU)}
 SIDE_EFFECTS = ("norm_backward", "group_norm_backward", "gather", "unpack_int8")  # make small operands in the call
-
-
-def seen(call: Call) -> list[Work]:
-    found: list[Work] = []
-
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
-            output = op(*args, **(kwargs or {}))
-            found.extend(works_of(op, args, kwargs or {}, output))
-            return output
-
-    with See():
-        call()
-    return found
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failing_locks import fail_with
 from launching import Launcher
 from safetensors.torch import load_file
 
@@ -97,15 +96,6 @@ def test_what_they_share_is_whole_and_both_trained_alike(pair: tuple[Path, list[
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def fail_with(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the system answers every try to lock with an error."""
-
-    def fail(*words: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-
-
 def test_where_no_lock_file_can_be_made_it_is_said_once_and_work_goes_on(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
@@ -120,7 +110,7 @@ def test_where_no_lock_file_can_be_made_it_is_said_once_and_work_goes_on(tmp_pat
 def test_a_file_system_without_locks_is_said_once_and_work_goes_on(
     number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_with(number, monkeypatch)
+    fail_with("flock", number, monkeypatch)
     for _ in range(2):
         with locks.exclusive(tmp_path / "run"), locks.wait_for_lock(tmp_path / "x.lock", "waiting"):
             pass
@@ -129,7 +119,7 @@ def test_a_file_system_without_locks_is_said_once_and_work_goes_on(
 
 
 def test_any_other_error_of_a_lock_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_with(errno.EIO, monkeypatch)
+    fail_with("flock", errno.EIO, monkeypatch)
     with pytest.raises(UserError, match="Input/output error"), locks.exclusive(tmp_path / "run"):
         pass
 

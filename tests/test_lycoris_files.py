@@ -29,7 +29,7 @@ from simpletune.lora.factors import resized
 from simpletune.lora.read import read_lora
 from simpletune.lora.structured import LohaUpdate, LokrUpdate, plain
 from simpletune.lora.updates import Update
-from simpletune.lora.write import text_tensors_of, write_lora
+from simpletune.lora.write import write_lora
 from simpletune.options import UserError
 from simpletune.quant.plain import FP32
 from simpletune.runs import checkpoint
@@ -435,14 +435,3 @@ def test_an_update_of_more_than_full_rank_becomes_a_lora_of_full_rank() -> None:
         plain = update.plain()
         assert plain.rank == min(update.shape) < 9
         torch.testing.assert_close(plain.delta(), update.delta(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("layout", ["diffusers", "kohya", "comfy"])
-def test_a_text_encoder_s_update_keeps_its_factors_in_lycoris_alone(layout: str) -> None:
-    update = LokrUpdate(drawn({"lokr_w1": (2, 2), "lokr_w2_a": (3, 1), "lokr_w2_b": (1, 4)}), 6)
-    text = {"text_encoder.text_model.encoder.layers.0.self_attn.q_proj": update}
-    with pytest.raises(UserError, match=r"equals a LoRA of rank \d.*--format lycoris"):
-        text_tensors_of(text, layout, False, None)
-    written = text_tensors_of(text, "lycoris", False, torch.bfloat16)
-    assert {name.rpartition(".")[2] for name in written} == {"lokr_w1", "lokr_w2_a", "lokr_w2_b", "alpha"}
-    assert all(tensor.dtype == torch.bfloat16 for name, tensor in written.items() if not name.endswith("alpha"))

@@ -67,14 +67,6 @@ def test_a_name_that_is_taken_is_refused_with_the_remedy(tmp_path: Path) -> None
         require_new(folder, True, folder=True)
 
 
-def test_a_number_taken_since_the_folder_was_listed_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "0001").mkdir()
-    monkeypatch.setattr("simpletune.runs.outputs._next_number", lambda folder: 1)
-    assert numbered_folder(tmp_path) == tmp_path / "0002"
-
-
 def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
     request = Request('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
     more = {"model": "a/b, c: d", "loras": [("my, lora: 2", 0.7)], "weights": "LoRA x", "sampler": "Euler"}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
+from failing_locks import fail_with
 
 from simpletune.options import UserError
 from simpletune.system import locks
@@ -17,15 +16,6 @@ from simpletune.system.locks import Ranges
 @pytest.fixture(autouse=True)
 def unwarned() -> None:
     locks._warn_unlocked.cache_clear()
-
-
-def answer(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every try to lock a range fails."""
-
-    def fail(*words: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "fcntl", fail)
 
 
 def test_where_the_lock_file_cannot_be_made_every_range_is_given_and_it_is_said_once(tmp_path: Path, capsys) -> None:
@@ -40,7 +30,7 @@ def test_where_the_lock_file_cannot_be_made_every_range_is_given_and_it_is_said_
 def test_a_file_system_without_locks_gives_every_range_and_is_said_once(
     number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer(number, monkeypatch)
+    fail_with("fcntl", number, monkeypatch)
     with Ranges(tmp_path / "x.lock") as ranges:
         assert ranges.sure
         for wait in (False, True):
@@ -55,14 +45,14 @@ def test_a_file_system_without_locks_gives_every_range_and_is_said_once(
 def test_a_range_that_another_process_holds_is_not_given(
     number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer(number, monkeypatch)
+    fail_with("fcntl", number, monkeypatch)
     with Ranges(tmp_path / "x.lock") as ranges, ranges.held(0, 0) as held:
         assert not held and ranges.sure
     assert capsys.readouterr().out == ""
 
 
 def test_any_other_error_names_the_file_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(errno.EIO, monkeypatch)
+    fail_with("fcntl", errno.EIO, monkeypatch)
     with Ranges(tmp_path / "x.lock") as ranges:
         with pytest.raises(UserError, match=r"x\.lock cannot be locked \(Input/output error\)\. Remove it"):
             ranges.held(0, 0).__enter__()

@@ -32,7 +32,7 @@ def test_a_header_is_read_from_its_first_bytes_or_refused() -> None:
     text = json.dumps({"a": 1}).encode()
     whole = len(text).to_bytes(8, "little") + text
     assert parse_header(whole + b"tensors", "s") == ({"a": 1}, len(whole))
-    assert parse_header(whole[:-1], "s") == len(whole), "so many bytes are needed"
+    assert parse_header(whole[:-1], "s") == len(whole), "the number of bytes that are needed"
     for start in (b"", whole[:7], (1).to_bytes(8, "little") + b"{", (HEADER_BYTES + 1).to_bytes(8, "little")):
         with pytest.raises(UserError, match="the shard s is damaged: it does not start with a header. Remove it"):
             parse_header(start, "s")

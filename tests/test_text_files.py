@@ -402,8 +402,10 @@ def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -
         text_tensors_of({layer: oft}, "lycoris")
     factors = {"lokr_w1": torch.ones(2, 2), "lokr_w2_a": torch.ones(3, 1), "lokr_w2_b": torch.ones(1, 2)}
     lokr = LokrUpdate(factors, 6, 0.25)
-    for layout in ("kohya", "diffusers"):
-        with pytest.raises(UserError, match=f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one"):
+    for layout in ("kohya", "diffusers", "comfy"):
+        with pytest.raises(
+            UserError, match=f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one.*--format lycoris"
+        ):
             text_tensors_of({layer: lokr}, layout)
     found = text_tensors_of({layer: lokr}, "lycoris", dtype=torch.bfloat16)
     saved, alpha = lokr.saved()

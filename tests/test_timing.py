@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from recorded_work import seen
 
 from simpletune.cards import CARDS, Card, card_of
 from simpletune.cli.main import main
@@ -36,7 +36,7 @@ from simpletune.timing.speeds import MeasuredSpeeds
 from simpletune.timing.stated import StatedSpeeds
 from simpletune.timing.stopwatch import Call
 from simpletune.timing.timeline import StepSeconds, step_seconds
-from simpletune.timing.work import Work, works_of
+from simpletune.timing.work import Work
 
 L4 = card_of("L4")
 
@@ -76,20 +76,6 @@ def test_what_was_not_measured_follows_from_its_smaller_neighbour() -> None:
     assert found.time(16, 40) == pytest.approx(law(16, 40))
     with pytest.raises(ValueError, match="2 points"):
         Grid(axes={"bytes": [1, 2, 3]}, seconds=[1.0, 2.0]).time(2)
-
-
-def seen(call: Callable[[], object]) -> list[Work]:
-    found: list[Work] = []
-
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
-            output = op(*args, **(kwargs or {}))
-            found.extend(works_of(op, args, kwargs or {}, output))
-            return output
-
-    with See():
-        call()
-    return found
 
 
 X, W, V = torch.ones(64, 96), torch.ones(32, 96), torch.ones(96, 32)
