@@ -10,7 +10,9 @@ from pydantic import Field
 from simpletune.options import Option, Problem, plural
 
 if TYPE_CHECKING:
-    from simpletune.config.schema import TrainConfig
+    from simpletune.adapters import Adapter
+    from simpletune.data import Data
+    from simpletune.memory import Memory
 
 Weight = Annotated[float, Field(gt=0, le=1000)]
 Prompt = Annotated[str, Field(min_length=1)]
@@ -48,7 +50,7 @@ class PriorOption(Option):
         """The factor of that loss outside of masks."""
         return 0.0
 
-    def rules(self, config: TrainConfig) -> Iterator[Problem]:
+    def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
         """Check what the method needs of other options."""
         yield from ()
 
@@ -110,32 +112,32 @@ class BasePrediction(NamedClass):
         """The configured weight outside of masks."""
         return self.outside_mask
 
-    def rules(self, config: TrainConfig) -> Iterator[Problem]:
+    def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
         """Refuse what changes the base, what has no effect, and a second pass where gradients are freed."""
-        if config.adapter.trains_base:
+        if adapter.trains_base:
             yield Problem(
                 "prior.method",
-                f"base_prediction needs the base, which adapter.method {config.adapter.method} overwrites; a frozen "
+                f"base_prediction needs the base, which adapter.method {adapter.method} overwrites; a frozen "
                 "copy would take the memory of the whole model again. Use class_pictures, or adapter.method lora",
             )
-        masked = any(source.mask is not None for source in config.data.members)
+        masked = any(source.mask is not None for source in data.members)
         if self.outside_mask and not masked:
             yield Problem(
                 "prior.outside_mask", f"{self.outside_mask:g}, but no data source has masks. Set data.mask, or use 0"
             )
-        elif not (self.prompt or self.outside_mask or any(source.regularization for source in config.data.members)):
+        elif not (self.prompt or self.outside_mask or any(source.regularization for source in data.members)):
             yield Problem(
                 "prior.prompt",
                 "null, and no data source has regularization, so nothing would be preserved. Name the class, such as "
                 '"a photo of a dog"',
             )
-        if self.second_pass and config.memory.optimizer_in_backward:
+        if self.second_pass and memory.optimizer_in_backward:
             yield Problem(
                 "prior.prompt",
                 "the second pass accumulates gradients, but memory.optimizer_in_backward keeps none. Use "
                 "optimizer_in_backward false, or prior.method class_pictures",
             )
-        yield from prompt_rules(self, config)
+        yield from prompt_rules(self, data)
 
 
 class ClassPictures(NamedClass):
@@ -161,15 +163,15 @@ class ClassPictures(NamedClass):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the first class picture; each next one has the next seed."""
 
-    def rules(self, config: TrainConfig) -> Iterator[Problem]:
+    def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
         """Refuse the subject's own prompt."""
-        yield from prompt_rules(self, config)
+        yield from prompt_rules(self, data)
 
 
 Prior = Annotated[NoPrior | BasePrediction | ClassPictures, Field(discriminator="method")]
 
 
-def prompt_rules(prior: NamedClass, config: TrainConfig) -> Iterator[Problem]:
+def prompt_rules(prior: NamedClass, data: Data) -> Iterator[Problem]:
     """Refuse a class prompt that also names the subject: it cannot both change and stay."""
     if prior.prompt is None:
         if prior.trigger is not None:
@@ -177,7 +179,7 @@ def prompt_rules(prior: NamedClass, config: TrainConfig) -> Iterator[Problem]:
                 "prior.trigger", f"{prior.trigger!r} is replaced by prior.prompt, which is null. Name the class"
             )
         return
-    of_subject = {source.prompt for source in config.data.members if not source.regularization} - {None}
+    of_subject = {source.prompt for source in data.members if not source.regularization} - {None}
     if prior.prompt in of_subject:
         yield Problem(
             "prior.prompt",

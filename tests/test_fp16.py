@@ -143,6 +143,15 @@ def test_a_run_writes_what_auto_became_and_keeps_it(run: Callable[..., Path], mo
     assert json.loads((folder / "config.json").read_text())["precision"]["compute"] == "fp16"
 
 
+def test_what_auto_becomes_is_checked_again(tiny_config: dict) -> None:
+    """``auto`` may be fp16 only on this device, whose rules the file did not have to keep."""
+    paged = {"precision": {"weights": "int8"}, "optimizer": {"name": "paged_adamw8bit"}}
+    config = validate(tiny_config | paged, "auto")
+    assert settle_compute(config, L4).precision.compute == "bf16"
+    with pytest.raises(ConfigError, match="fp16 .auto on sm_75.: 1 problem\n.*paged_adamw8bit cannot undo"):
+        settle_compute(config, T4)
+
+
 def test_a_run_begun_in_bf16_is_not_continued_without_it(tiny_config: dict) -> None:
     config = validate(tiny_config | {"precision": {"weights": "int8"}}, "auto")
     with pytest.raises(UserError, match="started with precision.compute bf16, which sm_75 lacks.*new run"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from simpletune.config.check import config_rules
 from simpletune.config.schema import TrainConfig
 from simpletune.options import ConfigError, Json, UserError
 from simpletune.system.console import say
@@ -44,7 +45,7 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
         return kept
     if not has_bf16(capability):
         say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
-    problems = list(settled.rules())
+    problems = list(config_rules(settled))
     if problems:
         raise ConfigError(problems, f"precision.compute {chosen} (auto on {_device(capability)})")
     return settled

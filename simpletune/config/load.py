@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from simpletune.config.check import config_rules
 from simpletune.config.error_text import problems_of
 from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
@@ -135,7 +136,7 @@ def validate(
             config = _attempt(_repaired(data, unheard), unheard)
     if config is not None:
         bad = {problem.path for problem in found}
-        found += [problem for problem in config.rules() if problem.path not in bad]
+        found += [problem for problem in config_rules(config) if problem.path not in bad]
         bad = {problem.path for problem in found}
         absent = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
         found += [problem for problem in _checks_of_files(config, bad) if not problem.path.startswith(absent)]

@@ -1,4 +1,4 @@
-"""Define the configuration of a run: its options and the rules between them. Imports no torch."""
+"""Define the configuration of a run: its options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from pydantic import Field
 
 from simpletune.adapters import Adapter
 from simpletune.adapters.lora import Lora
-from simpletune.config.batches import batch_rules
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.output import Output
-from simpletune.config.rules.adapter import adapter_rules
-from simpletune.config.rules.family import family_rules
-from simpletune.config.rules.optimizer import optimizer_rules
-from simpletune.config.rules.recompute import recompute_rules
-from simpletune.config.rules.sharding import sharding_rules
-from simpletune.config.rules.stream import stream_rules
 from simpletune.config.validation import Validation
 from simpletune.data import Data
 from simpletune.ema import Ema
@@ -31,14 +24,13 @@ from simpletune.objectives.flow import Flow
 from simpletune.optim import Optimizer
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.schedule import Constant, Schedule
-from simpletune.options import Option, Problem, plural, shortened
+from simpletune.options import Option, Problem, shortened
 from simpletune.prior import NoPrior, Prior
 from simpletune.profiling.option import Profile
 from simpletune.quant import Precision
 from simpletune.quant.plain import BF16
 from simpletune.speed import Speed
 from simpletune.text.option import Text
-from simpletune.text.rules import text_rules
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
@@ -174,113 +166,6 @@ class TrainConfig(Option):
         if self.train.epochs is not None:
             return self.train.epochs * steps_per_epoch
         return self.train.steps or DEFAULT_STEPS
-
-    def rules(self) -> Iterator[Problem]:
-        """Check combinations of options by the components' capabilities, not by their names."""
-        if self.adapter.trains_base and not self.precision.trainable:
-            yield Problem(
-                "precision.weights",
-                f"{self.precision.weights} weights are frozen, but adapter.method {self.adapter.method} trains them. "
-                "Use precision.weights bf16 or fp32, or adapter.method lora",
-            )
-        if self.memory.modulation == "plan" and self.adapter.trains_base:
-            yield Problem(
-                "memory.modulation",
-                "plan freezes the modulation weights and removes them from the model, but adapter.method "
-                f"{self.adapter.method} trains and exports the whole model. Use memory.modulation resident, or "
-                "adapter.method lora",
-            )
-        yield from family_rules(self)
-        yield from adapter_rules(self)
-        yield from optimizer_rules(self)
-        yield from text_rules(self)
-        yield from self.prior.rules(self)
-        yield from self._fp16_rules()
-        yield from self._streaming_rules()
-        yield from self.memory.rules()
-        yield from recompute_rules(self)
-        yield from self.precision.rules()
-        yield from self._in_backward_rules()
-        yield from batch_rules(self)
-        yield from stream_rules(self)
-        yield from sharding_rules(self)
-        yield from self.checkpoint.rules()
-        yield from self.output.rules()
-        if self.train.steps is not None and self.train.epochs is not None:
-            yield Problem("train.epochs", "steps and epochs are both set. Remove one of them")
-        if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
-            yield Problem(
-                "schedule.warmup_steps",
-                f"{plural(self.schedule.warmup_steps, 'warm-up step')} must be fewer than the run's "
-                f"{plural(self.train.steps, 'step')}. Use fewer",
-            )
-        yield from self.validation.rules()
-        for side in ("width", "height"):
-            if (getattr(self.validation, side) or 0) > 4096:
-                yield Problem(f"validation.{side}", f"{getattr(self.validation, side)} is over 4096 px. Use less")
-
-    def _fp16_rules(self) -> Iterator[Problem]:
-        """Check what fp16 products require."""
-        if self.precision.settled != "fp16":
-            return
-        if self.adapter.trains_base and self.precision.trainable and self.precision.bytes_per_weight < 4:
-            yield Problem(
-                "precision.weights",
-                f"adapter.method {self.adapter.method} would train 16-bit weights with fp16 products, whose updates "
-                "are lost. Use precision.weights fp32, which multiplies in fp16 by autocast, or adapter.method lora",
-            )
-        if not self.optimizer.undoes:
-            yield Problem(
-                "optimizer.name",
-                f"{self.optimizer.name} cannot undo the step whose scaled gradients overflow in fp16 without waiting "
-                "for the device. Use adamw8bit",
-            )
-
-    def _streaming_rules(self) -> Iterator[Problem]:
-        """Check what block streaming requires."""
-        if self.memory.resident_blocks is None:
-            return
-        if self.adapter.trains_base and not self.memory.optimizer_in_backward:
-            yield Problem(
-                "memory.resident_blocks",
-                f"adapter.method {self.adapter.method} trains the streamed weights, which must be updated while on the "
-                "device. Use memory.optimizer_in_backward true, or resident_blocks null",
-            )
-        if not self.precision.streamable:
-            yield Problem(
-                "memory.resident_blocks",
-                f"{self.precision.weights} weights cannot be streamed block by block. Use resident_blocks null, or "
-                "precision.weights int8",
-            )
-
-    def _in_backward_rules(self) -> Iterator[Problem]:
-        """Report options that need all gradients at once if the backward pass frees each after its update."""
-        if not self.memory.optimizer_in_backward:
-            return
-        if self.train.clip_norm is not None and self.train.clip == "global":
-            yield Problem(
-                "train.clip",
-                "global clipping needs all gradients at once, but memory.optimizer_in_backward frees each after its "
-                "update. Use train.clip per_parameter, or train.clip_norm null",
-            )
-        if self.train.accumulation > 1:
-            field = "gradient_accumulation" if self.train.global_batch is None else "global_batch"
-            yield Problem(
-                f"train.{field}",
-                f"{self.train.accumulation} passes accumulate gradients, but memory.optimizer_in_backward "
-                "keeps none. Use gradient_accumulation 1 with a larger batch_size, or optimizer_in_backward false",
-            )
-        if self.train.on_nonfinite == "skip":
-            yield Problem(
-                "train.on_nonfinite",
-                "skip needs all gradients before the update, but memory.optimizer_in_backward updates the weights "
-                "during the backward pass. Use stop, or optimizer_in_backward false",
-            )
-        if not self.optimizer.steps_in_backward:
-            yield Problem(
-                "memory.optimizer_in_backward",
-                f"optimizer.name {self.optimizer.name} needs all gradients at once. Use another optimizer, or false",
-            )
 
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Check the rules that need the base model's parameter shapes."""

@@ -1,1 +1,1 @@
-"""Rules between the sections of a configuration, by topic; ``TrainConfig.rules`` collects the problems."""
+"""Rules between the sections of a configuration, by topic; ``config_rules`` (config/check.py) collects the problems."""
