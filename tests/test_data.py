@@ -112,9 +112,9 @@ def test_nearest_bucket_by_hand(picture: tuple[int, int], bucket: tuple[int, int
 @pytest.mark.parametrize("size", [(1605, 3400), (3400, 1605), (4032, 3024), (1920, 1080), (1000, 1000)])
 def test_pictures_keep_their_aspect_in_buckets_and_lose_it_only_when_asked(size: tuple[int, int]) -> None:
     picture = Picture("a.jpg", "a", size, "0" * 64, bytes)
-    (bucketed,) = make_samples([picture], Folder(path="x", resolution=1024))
+    (bucketed,) = make_samples([picture], Folder(path="x", resolution=1024).members)
     assert bucketed.bucket[0] / bucketed.bucket[1] == pytest.approx(size[0] / size[1], rel=0.02)
-    (square,) = make_samples([picture], Folder(path="x", resolution=1024, aspect="square"))
+    (square,) = make_samples([picture], Folder(path="x", resolution=1024, aspect="square").members)
     assert square.bucket == (1024, 1024)
 
 

@@ -219,7 +219,7 @@ class Recorded:
 
 def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> Batches:
     folder = Folder.model_validate({"path": "x", "resolution": 64, **fields})
-    plan = Plan(make_samples(pictures, folder), folder, Flow(), 0, GlobalBatch(4))
+    plan = Plan(make_samples(pictures, folder.members), folder, Flow(), 0, GlobalBatch(4))
     masks = MaskCache(tmp_path)
     assert masks.fill(plan.views()) == []
     return Batches(Recorded(plan, masks), 0, torch.device("cpu"))  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def make_plan(
     **source: object,
 ) -> Plan:
     folder = Folder(**{"path": "x", "resolution": 64, **source})
-    samples = make_samples(some_pictures() if pictures is None else pictures, folder)
+    samples = make_samples(some_pictures() if pictures is None else pictures, folder.members)
     return Plan(
         samples,
         folder,

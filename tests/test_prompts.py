@@ -31,7 +31,7 @@ def source(**fields: object) -> Folder:
 
 
 def plan_of(folder: Folder, *pictures: Picture) -> Plan:
-    return Plan(make_samples(pictures, folder), folder, Flow(), 3, GlobalBatch(2))
+    return Plan(make_samples(pictures, folder.members), folder, Flow(), 3, GlobalBatch(2))
 
 
 def tags(prompt: str) -> list[str]:
@@ -159,7 +159,7 @@ def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None
     assert not found.hints and not found.rejected
     (note,) = found.notes
     assert "10_sks dog (10 repeats of 'sks dog'), 2_cat (2 repeats of 'cat')" in note and "once: 3_" in note
-    samples = make_samples(found.pictures, folder)
+    samples = make_samples(found.pictures, folder.members)
     (share,) = shares(plan_of(folder, *found.pictures))
     assert (share.pictures, share.passes, share.samples) == (6, "2 to 20", 2 * (10 + 10 + 2 + 1 + 1 + 1))
     assert Counter(sample.picture.name for sample in samples)["10_sks dog/a.png"] == 20

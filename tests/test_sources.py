@@ -21,8 +21,8 @@ from simpletune.config.rules.family import with_family
 from simpletune.config.saved import read_saved
 from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan, make_plan
-from simpletune.data.samples import Draw, make_samples, too_small, without
-from simpletune.data.several import Several, example_prompt, scan_sources
+from simpletune.data.samples import Draw, make_samples, without
+from simpletune.data.several import Several, example_prompt, scan_sources, too_small
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.objectives.flow import Flow
 from simpletune.options import ConfigError, UserError
@@ -43,7 +43,7 @@ def pictures(count: int = len(WIDE), source: int = 0) -> list[Picture]:
 
 
 def plan_of(data: Source | Several, found: list[Picture], batch_size: int = 2, seed: int = 5) -> Plan:
-    return Plan(make_samples(found, data), data, Flow(), seed, GlobalBatch(batch_size))
+    return Plan(make_samples(found, data.members), data, Flow(), seed, GlobalBatch(batch_size))
 
 
 def epoch(plan: Plan, number: int = 0) -> list[Draw]:
@@ -87,7 +87,7 @@ def test_each_source_keeps_its_own_fields() -> None:
         ]
     )
     flow = Flow(shift="auto")
-    plan = Plan(make_samples([*pictures(), *pictures(4, 1)], data), data, flow, 0, GlobalBatch(3))
+    plan = Plan(make_samples([*pictures(), *pictures(4, 1)], data.members), data, flow, 0, GlobalBatch(3))
     first, second = ([d for d in epoch(plan) if d.view.picture.source == source] for source in (0, 1))
     assert (len(first), len(second)) == (3 * len(WIDE), 4)
     assert {draw.loss_weight for draw in first} == {2.0} and {draw.loss_weight for draw in second} == {1.0}
@@ -96,7 +96,7 @@ def test_each_source_keeps_its_own_fields() -> None:
     assert any(view.flip for view in plan.views() if view.picture.source == 1)
     assert {d.view.bucket for d in second} <= {(32, 32), (32, 16), (16, 32), (48, 16), (16, 48)}
     two = Several(sources=[Folder(path="a", resolution=1024), Folder(path="a", resolution=512)])
-    shifts = Plan(make_samples(pictures(), two), two, flow, 0, GlobalBatch(1)).shifts
+    shifts = Plan(make_samples(pictures(), two.members), two, flow, 0, GlobalBatch(1)).shifts
     assert shifts == [flow.shift_at(1024), flow.shift_at(512)] and shifts[0] > shifts[1]
 
 

@@ -17,7 +17,7 @@ from simpletune.config.load import validate
 from simpletune.data import table
 from simpletune.data.folder import Folder
 from simpletune.data.pictures import decode
-from simpletune.data.samples import too_small
+from simpletune.data.several import too_small
 from simpletune.data.source import Picture
 from simpletune.data.table import Table
 from simpletune.options import ConfigError, UserError

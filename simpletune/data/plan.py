@@ -43,12 +43,12 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
     training, held_out = split_pictures(others, config.validation.split)
     firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
     return Plan(
-        make_samples([*training, *kept], data, step=config.model.multiple),
+        make_samples([*training, *kept], data.members, step=config.model.multiple),
         data,
         config.objective,
         config.train.seed,
         GlobalBatch(config.train.micro_batch, config.train.accumulation),
-        make_samples([p for p in held_out if firsts[p.digest] == p.source], data, 1, config.model.multiple),
+        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
     )
 
 

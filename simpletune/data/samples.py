@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simpletune.data.several import Several, field_of
 from simpletune.data.source import Picture, Rejected, Source
-from simpletune.models.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.models.buckets import STEP, Size, nearest_bucket
 from simpletune.options import Json
 
 
@@ -64,25 +63,6 @@ def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
     return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
 
 
-def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = STEP) -> list[Rejected]:
-    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
-
-    Args:
-        step: sides of buckets are multiples of this, in pixels.
-    """
-    rejected = []
-    for picture in pictures:
-        source = data.members[picture.source]
-        scale = upscaling(picture.size, bucket_of(picture, source, step))
-        if source.max_upscale is None or scale <= source.max_upscale:
-            continue
-        size = f"{picture.size[0]}x{picture.size[1]}"
-        limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
-        reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
-        rejected.append(Rejected(picture.name, reason, source=picture.source))
-    return rejected
-
-
 def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
     """Return the pictures that were not rejected."""
     bad = {(each.source, each.name) for each in rejected}
@@ -95,19 +75,19 @@ def repeats_of(picture: Picture, source: Source) -> int:
 
 
 def make_samples(
-    pictures: Sequence[Picture], data: Source | Several, repeats: int | None = None, step: int = STEP
+    pictures: Sequence[Picture], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
     """Return the samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
 
     Args:
         pictures: the pictures to sample.
-        data: provides aspect, resolution and repeats of each source.
+        sources: aspect, resolution and repeats of each source.
         repeats: overrides the sources' repeats.
         step: sides of buckets are multiples of this, in pixels.
     """
     samples = []
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
-        source = data.members[picture.source]
+        source = sources[picture.source]
         bucket = bucket_of(picture, source, step)
         samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
     return samples

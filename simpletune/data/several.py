@@ -12,9 +12,11 @@ from pydantic import Field
 
 from simpletune.data.folder import Folder
 from simpletune.data.prompts import prompt_of, prompts_vary
+from simpletune.data.samples import bucket_of
 from simpletune.data.source import Picture, Rejected, Scan, Source
 from simpletune.data.stream import Stream
 from simpletune.data.table import Table
+from simpletune.models.buckets import STEP, upscaling
 from simpletune.options import Option, Problem, UserError
 
 One = Annotated[Folder | Table, Field(discriminator="source")]
@@ -169,3 +171,22 @@ def example_prompt(data: Source | Several, seed: int) -> str:
 def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
     """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]
+
+
+def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = STEP) -> list[Rejected]:
+    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
+
+    Args:
+        step: sides of buckets are multiples of this, in pixels.
+    """
+    rejected = []
+    for picture in pictures:
+        source = data.members[picture.source]
+        scale = upscaling(picture.size, bucket_of(picture, source, step))
+        if source.max_upscale is None or scale <= source.max_upscale:
+            continue
+        size = f"{picture.size[0]}x{picture.size[1]}"
+        limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
+        reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
+        rejected.append(Rejected(picture.name, reason, source=picture.source))
+    return rejected

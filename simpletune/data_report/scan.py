@@ -14,8 +14,8 @@ from PIL import Image
 from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import decode
 from simpletune.data.plan import Plan, make_plan
-from simpletune.data.samples import View, too_small, without
-from simpletune.data.several import scan_sources, source_notes, stopping
+from simpletune.data.samples import View, without
+from simpletune.data.several import scan_sources, source_notes, stopping, too_small
 from simpletune.data.shares import SourceShare, shares
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates

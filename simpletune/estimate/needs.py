@@ -8,8 +8,8 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import make_plan
-from simpletune.data.samples import too_small, without
-from simpletune.data.several import scan_sources
+from simpletune.data.samples import without
+from simpletune.data.several import scan_sources, too_small
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
 from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from simpletune.config.schema import TrainConfig
 from simpletune.data import Data
 from simpletune.data.plan import Plan, make_plan
-from simpletune.data.samples import too_small, without
-from simpletune.data.several import scan_sources, source_notes, stopping
+from simpletune.data.samples import without
+from simpletune.data.several import scan_sources, source_notes, stopping, too_small
 from simpletune.data.source import Picture, Rejected
 from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
