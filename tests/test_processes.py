@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.cache import Cache, view_key
-from simpletune.data.plan import make_plan
 from simpletune.demo import pictures, tiny_sd3
+from simpletune.pipeline.plan_data import make_plan
 from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows

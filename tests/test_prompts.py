@@ -14,7 +14,6 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import make_samples
 from simpletune.data.several import source_notes
-from simpletune.data.shares import shares
 from simpletune.data.source import Picture
 from simpletune.objectives.flow import Flow
 
@@ -160,7 +159,7 @@ def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None
     (note,) = found.notes
     assert "10_sks dog (10 repeats of 'sks dog'), 2_cat (2 repeats of 'cat')" in note and "once: 3_" in note
     samples = make_samples(found.pictures, folder.members)
-    (share,) = shares(plan_of(folder, *found.pictures))
+    (share,) = plan_of(folder, *found.pictures).shares()
     assert (share.pictures, share.passes, share.samples) == (6, "2 to 20", 2 * (10 + 10 + 2 + 1 + 1 + 1))
     assert Counter(sample.picture.name for sample in samples)["10_sks dog/a.png"] == 20
     inner = tmp_path / "10_sks dog"

@@ -20,12 +20,13 @@ from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
 from simpletune.config.saved import read_saved
 from simpletune.data.folder import Folder
-from simpletune.data.plan import GlobalBatch, Plan, make_plan
+from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw, make_samples, without
 from simpletune.data.several import Several, example_prompt, scan_sources, too_small
 from simpletune.data.source import Picture, Rejected, Source
 from simpletune.objectives.flow import Flow
 from simpletune.options import ConfigError, UserError
+from simpletune.pipeline.plan_data import make_plan
 from simpletune.report import report_at_end
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

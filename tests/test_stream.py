@@ -22,11 +22,12 @@ from simpletune.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
 from simpletune.data.masks import latent_mask
-from simpletune.data.plan import GlobalBatch, make_plan
+from simpletune.data.plan import GlobalBatch
 from simpletune.data.samples import Draw, View
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.estimate.needs import counts_of
 from simpletune.options import ConfigError, UserError
+from simpletune.pipeline.plan_data import make_plan
 from simpletune.pipeline.stream_encode import Filling
 from simpletune.pipeline.stream_plan import StreamPlan, stream_plan
 from simpletune.pipeline.take_over import take_over

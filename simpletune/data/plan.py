@@ -10,46 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from simpletune.data.prompts import prompt_of
-from simpletune.data.samples import Draw, Sample, View, make_samples, repeats_of
-from simpletune.data.several import Several, field_of
-from simpletune.data.shares import SourceShare, share_of_listed
-from simpletune.data.source import Picture, Source
-from simpletune.data.split import split_pictures
+from simpletune.data.samples import Draw, Sample, View, repeats_of
+from simpletune.data.several import Several
+from simpletune.data.shares import SourceShare
+from simpletune.data.source import Source
 from simpletune.models.buckets import Size
 from simpletune.objectives import Objective
-from simpletune.options import Json, UserError
+from simpletune.options import Json
 from simpletune.system.rng import stream
-
-if TYPE_CHECKING:
-    from simpletune.config.schema import TrainConfig
-
-
-def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
-    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
-    on the number of processes.
-
-    Raises:
-        UserError: a source has no pictures, or none are on one side of the split.
-    """
-    data = config.data
-    for index, source in enumerate(data.members):
-        if all(picture.source != index for picture in pictures):
-            raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
-    kept = [picture for picture in pictures if data.members[picture.source].regularization]
-    others = [picture for picture in pictures if not data.members[picture.source].regularization]
-    training, held_out = split_pictures(others, config.validation.split)
-    firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
-    return Plan(
-        make_samples([*training, *kept], data.members, step=config.model.multiple),
-        data,
-        config.objective,
-        config.train.seed,
-        GlobalBatch(config.train.micro_batch, config.train.accumulation),
-        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
-    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +225,35 @@ class Plan:
             index: index of the source.
             path: path to display.
         """
-        return share_of_listed(self, index, path)
+        source = self.sources[index]
+        samples = [sample for sample in self.samples if sample.picture.source == index]
+        held_out = [sample for sample in self.held_out if sample.picture.source == index]
+        firsts = [sample for sample in samples if not sample.repeat]
+        counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
+        pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
+        pairs += [(sample, 0) for sample in held_out]
+        return SourceShare(
+            path=path,
+            pictures=len(firsts),
+            passes=str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
+            samples=len(samples),
+            held_out=len(held_out),
+            prompts=len({self.prompt(*pair) for pair in pairs}),
+            crops=len({self.view(*pair) for pair in pairs}),
+            masks=sum(sample.picture.mask is not None for sample in firsts),
+            weight=source.weight,
+            regularization=source.regularization,
+            shape=f"{source.resolution} px in {source.aspect}",
+        )
+
+    def shares(self, names: tuple[str, ...] = ()) -> list[SourceShare]:
+        """Return the contribution of each source, in order.
+
+        Args:
+            names: paths to show instead of those of the sources.
+        """
+        paths = names or tuple(source.path for source in self.sources)
+        return [self.share(index, path) for index, path in enumerate(paths)]
 
     def example(self) -> str:
         """Return the prompt of the first sample that is not for regularization."""

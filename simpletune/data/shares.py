@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from simpletune.data.samples import repeats_of
-from simpletune.data.source import Source
 from simpletune.data.walk import printable
 from simpletune.options import plural
-
-if TYPE_CHECKING:
-    from simpletune.data.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -56,41 +50,6 @@ class SourceShare:
         parts += ["for regularization"] if self.regularization else []
         parts += [f"{self.held_out} held out"] if self.held_out else []
         return f"{printable(self.path)}: {', '.join(parts)}"
-
-
-def shares(plan: Plan, names: tuple[str, ...] = ()) -> list[SourceShare]:
-    """Return the contribution of each source, in order.
-
-    Args:
-        plan: plan of the run.
-        names: paths to show instead of those of the plan's sources.
-    """
-    paths = names or tuple(source.path for source in plan.sources)
-    return [plan.share(index, path) for index, path in enumerate(paths)]
-
-
-def share_of_listed(plan: Plan, index: int, path: str) -> SourceShare:
-    """Return the contribution of one source to a plan that lists its samples."""
-    source: Source = plan.sources[index]
-    samples = [sample for sample in plan.samples if sample.picture.source == index]
-    held_out = [sample for sample in plan.held_out if sample.picture.source == index]
-    firsts = [sample for sample in samples if not sample.repeat]
-    counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
-    pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
-    pairs += [(sample, 0) for sample in held_out]
-    return SourceShare(
-        path=path,
-        pictures=len(firsts),
-        passes=str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
-        samples=len(samples),
-        held_out=len(held_out),
-        prompts=len({plan.prompt(*pair) for pair in pairs}),
-        crops=len({plan.view(*pair) for pair in pairs}),
-        masks=sum(sample.picture.mask is not None for sample in firsts),
-        weight=source.weight,
-        regularization=source.regularization,
-        shape=f"{source.resolution} px in {source.aspect}",
-    )
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:

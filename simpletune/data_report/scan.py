@@ -13,15 +13,16 @@ from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.pictures import decode
-from simpletune.data.plan import Plan, make_plan
+from simpletune.data.plan import Plan
 from simpletune.data.samples import View, without
 from simpletune.data.several import scan_sources, source_notes, stopping, too_small
-from simpletune.data.shares import SourceShare, shares
+from simpletune.data.shares import SourceShare
 from simpletune.data.source import Picture, Rejected, UnusablePicture
 from simpletune.data_report.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.data_report.thumbnails import tile
 from simpletune.data_report.token_counts import LIMIT, token_counts
 from simpletune.models.buckets import Size, covering_size, upscaling
+from simpletune.pipeline.plan_data import make_plan
 from simpletune.system.console import progress
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         _read_captions(found, config)
         plan = make_plan(config, [seen.picture for seen in found.usable])
         _count(found, plan)
-        found.sources = shares(plan, names)
+        found.sources = plan.shares(names)
     return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import make_plan
 from simpletune.data.samples import without
 from simpletune.data.several import scan_sources, too_small
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
@@ -15,6 +14,7 @@ from simpletune.hub.fetch import in_cache
 from simpletune.models.sources import hub_parts
 from simpletune.models.t5_layers import CHUNK_BYTES
 from simpletune.options import UserError
+from simpletune.pipeline.plan_data import make_plan
 from simpletune.pipeline.stream_plan import stream_plan
 from simpletune.prior import ClassPictures
 from simpletune.simulation.simulate_stages import JobReport

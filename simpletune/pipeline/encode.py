@@ -15,14 +15,14 @@ from accelerate.utils import gather_object
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache import Share
 from simpletune.data.evaluation import drift_prompts
-from simpletune.data.plan import Plan, make_plan
+from simpletune.data.plan import Plan
 from simpletune.data.samples import View, without
-from simpletune.data.shares import SourceShare, shares
+from simpletune.data.shares import SourceShare
 from simpletune.data.source import Rejected
 from simpletune.models.buckets import Size
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.pipeline.masks import MaskCache
-from simpletune.pipeline.plan_data import PlannedData, plan_data, report_rejected
+from simpletune.pipeline.plan_data import PlannedData, make_plan, plan_data, report_rejected
 from simpletune.pipeline.sample import Request
 from simpletune.pipeline.stream_plan import StreamPlan
 from simpletune.pipeline.text_cache import TextCache
@@ -68,7 +68,7 @@ class Prepared:
 
     def sources(self) -> list[SourceShare]:
         """What each data source contributes to an epoch."""
-        return shares(self.plan)
+        return self.plan.shares()
 
     @property
     def remote(self) -> list[ShardedCache]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data import Data
-from simpletune.data.plan import Plan, make_plan
-from simpletune.data.samples import without
-from simpletune.data.several import scan_sources, source_notes, stopping, too_small
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import make_samples, without
+from simpletune.data.several import field_of, scan_sources, source_notes, stopping, too_small
 from simpletune.data.source import Picture, Rejected
+from simpletune.data.split import split_pictures
 from simpletune.data.walk import printable
 from simpletune.options import UserError, plural
 from simpletune.pipeline.stream_plan import stream_plan
@@ -73,6 +74,31 @@ def plan_sources(config: TrainConfig) -> PlannedData:
     require_positions(config, plan)
     require_token(config, plan)
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
+    on the number of processes.
+
+    Raises:
+        UserError: a source has no pictures, or none are on one side of the split.
+    """
+    data = config.data
+    for index, source in enumerate(data.members):
+        if all(picture.source != index for picture in pictures):
+            raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
+    kept = [picture for picture in pictures if data.members[picture.source].regularization]
+    others = [picture for picture in pictures if not data.members[picture.source].regularization]
+    training, held_out = split_pictures(others, config.validation.split)
+    firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
+    return Plan(
+        make_samples([*training, *kept], data.members, step=config.model.multiple),
+        data,
+        config.objective,
+        config.train.seed,
+        GlobalBatch(config.train.micro_batch, config.train.accumulation),
+        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
+    )
 
 
 def plan_stream(config: TrainConfig) -> PlannedData:
