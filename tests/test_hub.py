@@ -31,10 +31,10 @@ from simpletune.cli.main import main
 from simpletune.encoders.loading import find_encoder
 from simpletune.hub import download as hub_download
 from simpletune.hub import fetch as ours
-from simpletune.hub.download import HubFile, Repository
 from simpletune.hub.errors import clear_errors
 from simpletune.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
 from simpletune.hub.files import data_set_folder
+from simpletune.hub.repository import HubFile, Repository
 from simpletune.options import UserError
 
 NAME = "owner/tiny-sd3"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.hub.download import Repository
 from simpletune.hub.fetch import HubPart, in_cache, is_hub_name
+from simpletune.hub.repository import Repository
 from simpletune.models.sources import is_single_file, provider
 from simpletune.options import UserError
 

@@ -43,8 +43,8 @@ def access(name: str, title: str = "") -> Iterator[Finding]:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 
-    from simpletune.hub.download import Repository
     from simpletune.hub.errors import clear_errors
+    from simpletune.hub.repository import Repository
     from simpletune.options import UserError
 
     title = title or name

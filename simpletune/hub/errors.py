@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from simpletune.hub.repository import HubFile, Repository
 from simpletune.options import UserError
 from simpletune.system.disk import DiskFull, reason_full
 
-if TYPE_CHECKING:
-    from simpletune.hub.download import HubFile, Repository
 LOCAL_FOLDER = "use a local folder"
 
 

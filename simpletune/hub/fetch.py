@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from simpletune.hub.download import HubFile, Repository, fetch_file
+from simpletune.hub.download import fetch_file
 from simpletune.hub.errors import Unreachable, clear_errors
+from simpletune.hub.repository import HubFile, Repository
 from simpletune.options import UserError, plural
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_bytes

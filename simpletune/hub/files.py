@@ -5,9 +5,9 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-from simpletune.hub.download import Repository
 from simpletune.hub.errors import Unreachable
 from simpletune.hub.fetch import DESCRIPTIONS, chosen_weights, fetch_files, listing, snapshot
+from simpletune.hub.repository import Repository
 from simpletune.options import UserError
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.hub.download import Repository
 from simpletune.hub.fetch import HubPart, is_hub_name, part_folder
+from simpletune.hub.repository import Repository
 from simpletune.models.parts import Part
 from simpletune.models.single_file import open_file
 from simpletune.options import Problem, UserError
