@@ -17,7 +17,7 @@ from simpletune.models.single_file import open_file
 from simpletune.options import Problem, UserError
 
 if TYPE_CHECKING:
-    from simpletune.models.family import Family
+    from simpletune.models.family_facts import FamilyFacts
 
 WITHOUT_WEIGHTS = ("tokenizer", "scheduler")
 PIPELINE = "a folder in diffusers' layout, or a Hub name (owner/name)"
@@ -28,7 +28,7 @@ def is_single_file(name: str) -> bool:
     return name.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")) and not Path(name).is_dir()
 
 
-def provider(model: Family, part: str) -> tuple[str, str | None]:
+def provider(model: FamilyFacts, part: str) -> tuple[str, str | None]:
     """The option that provides a part, and its value; the value is None if only a bundled configuration can serve.
 
     Raises:
@@ -46,7 +46,7 @@ def provider(model: Family, part: str) -> tuple[str, str | None]:
     return "pretrained", model.pretrained
 
 
-def locate(model: Family, part: str) -> Part:
+def locate(model: FamilyFacts, part: str) -> Part:
     """Locate a part, downloading it from the Hub if necessary.
 
     Raises:
@@ -69,34 +69,34 @@ def locate(model: Family, part: str) -> Part:
     return Part(part, folder)
 
 
-def _without_file(model: Family, part: str) -> Part:
+def _without_file(model: FamilyFacts, part: str) -> Part:
     """A part without weights for a single file: the scheduler is bundled, tokenizers are missing."""
     if part != "scheduler":
         raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
     return Part(part, _config_folder(model, part), bundled=model.bundled(part))
 
 
-def _config_folder(model: Family, part: str) -> Path | None:
+def _config_folder(model: FamilyFacts, part: str) -> Path | None:
     """The folder of a part's configuration in ``model.text_encoders``; None to use the bundled one."""
     folder = Path(model.text_encoders or "/nowhere") / part
     known = model.bundled(part) is not None and any(folder.glob("*config.json"))
     return folder if known else None
 
 
-def _remedy(model: Family) -> str:
+def _remedy(model: FamilyFacts) -> str:
     return (
         "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
         f"(such as {model.text_example}; only missing parts are downloaded)"
     )
 
 
-def _without_part(model: Family, file: str, part: str) -> str:
+def _without_part(model: FamilyFacts, file: str, part: str) -> str:
     """The message for a single file without a part."""
     remedy = "Set model.vae to a folder or Hub name that has one" if part == "vae" else _remedy(model)
     return f"{file} contains no {model.part_titles.get(part, part)}. {remedy}"
 
 
-def _without_text_parts(model: Family, missing: list[str]) -> str:
+def _without_text_parts(model: FamilyFacts, missing: list[str]) -> str:
     """The message for a single file without text encoders or tokenizers."""
     return f"{model.pretrained} contains no {', '.join(missing)}. {_remedy(model)}"
 
@@ -106,18 +106,18 @@ def _without_folder(folder: str, part: str) -> str:
     return f"{folder} has no {part}/ folder. Give {PIPELINE}"
 
 
-def _hub_part(model: Family, part: str, field: str, value: str) -> HubPart:
+def _hub_part(model: FamilyFacts, part: str, field: str, value: str) -> HubPart:
     weights = not part.startswith(WITHOUT_WEIGHTS) and not (part == model.denoiser and model.init == "random")
     return HubPart(Repository(value, model.revision if field == "pretrained" else None), part, weights)
 
 
-def hub_parts(model: Family) -> list[HubPart]:
+def hub_parts(model: FamilyFacts) -> list[HubPart]:
     """All parts that come from the Hub, so that their total size can be checked before the download."""
     provided = [(part, *provider(model, part)) for part in model.part_names()]
     return [_hub_part(model, part, f, value) for part, f, value in provided if value is not None and is_hub_name(value)]
 
 
-def problems(model: Family) -> Iterator[Problem]:
+def problems(model: FamilyFacts) -> Iterator[Problem]:
     """Report invalid paths, files of another family, and parts that no option provides."""
     unusable = list(_unusable_names(model))
     yield from unusable
@@ -136,7 +136,7 @@ def problems(model: Family) -> Iterator[Problem]:
         yield Problem("model.pretrained", _without_text_parts(model, lacking))
 
 
-def _is_bare(folder: str, model: Family) -> bool:
+def _is_bare(folder: str, model: FamilyFacts) -> bool:
     """Whether a folder exists but contains no part of a model."""
     if not Path(folder).is_dir():
         return False
@@ -144,7 +144,7 @@ def _is_bare(folder: str, model: Family) -> bool:
     return not parts and not (Path(folder) / "config.json").exists()
 
 
-def _lacking_text_parts(model: Family, provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
+def _lacking_text_parts(model: FamilyFacts, provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
     """The text encoders and tokenizers that the single file lacks and no other option provides."""
     for part, _, value in provided:
         if part.startswith("text_encoder") and value is not None and is_single_file(value):
@@ -154,7 +154,7 @@ def _lacking_text_parts(model: Family, provided: list[tuple[str, str, str | None
         yield "tokenizers"
 
 
-def _problems_of_part(model: Family, field: str, value: str, part: str) -> Iterator[Problem]:
+def _problems_of_part(model: FamilyFacts, field: str, value: str, part: str) -> Iterator[Problem]:
     """Check that a local folder or file contains a readable part."""
     if not is_single_file(value):
         yield from _problems_of_folder(model, field, Path(value), part)
@@ -169,7 +169,7 @@ def _problems_of_part(model: Family, field: str, value: str, part: str) -> Itera
         yield Problem(f"model.{field}", str(error))
 
 
-def _problems_of_folder(model: Family, field: str, folder: Path, part: str) -> Iterator[Problem]:
+def _problems_of_folder(model: FamilyFacts, field: str, folder: Path, part: str) -> Iterator[Problem]:
     """Check that a local folder contains a part. Skips the denoiser's configuration, which is read elsewhere."""
     own = field == part and (folder / "config.json").exists()
     if not own and not (folder / part).is_dir():
@@ -181,7 +181,7 @@ def _problems_of_folder(model: Family, field: str, folder: Path, part: str) -> I
             yield Problem(f"model.{field}", str(error))
 
 
-def _unusable_names(model: Family) -> Iterator[Problem]:
+def _unusable_names(model: FamilyFacts) -> Iterator[Problem]:
     """Report options that name neither a folder nor a usable file nor a Hub repository."""
     for field in ("pretrained", model.denoiser, "vae", "text_encoders"):
         value = getattr(model, field)
