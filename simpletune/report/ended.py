@@ -2,47 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
-
 from simpletune.report.content import Section, Table, gib
+from simpletune.report.recorded import RunRecord, without_folders
 from simpletune.runs.attempts import Attempt
 from simpletune.system.console import duration
 from simpletune.system.stage_timer import largest_peak
-
-if TYPE_CHECKING:
-    from simpletune.report.recorded import RunRecord
-
-ABSOLUTE = re.compile(r"(?<![\w/.:])/(?:[^\s/:,;'\"]+/)+(?=[^\s/])")
-
-
-def state_notes(run: RunRecord) -> list[str]:
-    """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
-
-    Args:
-        run: the run, read from its folder.
-    """
-    last = run.attempts[-1].ended if run.attempts else None
-    if last == "finished" or (run.summary and not run.attempts):
-        return []
-    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
-    steps = f"Recorded: {run.steps_done:,}{of} steps"
-    if run.held:
-        return [f"This run is still running. {steps} so far."]
-    if not run.attempts:
-        return [f"This run is not finished, and how it ended was not recorded. {steps}."]
-    attempt = run.attempts[-1]
-    if attempt.ended == "failed":
-        lines = without_folders(attempt.reason).splitlines() or ["no reason was recorded"]
-        return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
-    if attempt.ended == "stopped":
-        return [f"This run was {attempt.in_words()}. {steps}."]
-    return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
-
-
-def without_folders(text: str) -> str:
-    """Shorten absolute paths in a message to their last name, because pages are shared."""
-    return ABSOLUTE.sub("…/", text)
 
 
 def resumes(run: RunRecord) -> str:

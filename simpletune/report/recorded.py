@@ -1,10 +1,11 @@
-"""Read everything in a run's folder, and describe what is missing or broken."""
+"""Read everything in a run's folder, and describe how it ended and what is missing or broken."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import ON_TRAINING
 from simpletune.options import Json, UserError, plural
-from simpletune.report.ended import state_notes
 from simpletune.runs.attempts import Attempt, known, median_seconds, merged_stages, read_attempts, total_seconds
 from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
 from simpletune.system.locks import is_held
@@ -24,6 +24,7 @@ NUMBERS = (
     "seconds_per_step", "samples_per_second", "steps_per_epoch", "peak_allocated_gib", "peak_rss_gib", "first_loss",
     "final_loss", "seconds_total", "seconds_setup", "trainable_parameters", "total_parameters", "eval_loss_after",
 )  # fmt: skip
+ABSOLUTE = re.compile(r"(?<![\w/.:])/(?:[^\s/:,;'\"]+/)+(?=[^\s/])")
 NAME_A_RUN = "Name a run's folder, such as runs/demo"
 
 
@@ -208,6 +209,35 @@ def read_runs(folders: list[Path]) -> list[RunRecord]:
             again = folders[:number].count(run.folder)
             run.name = f"{run.folder} ({again + 1})" if again else str(run.folder)
     return runs
+
+
+def state_notes(run: RunRecord) -> list[str]:
+    """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
+
+    Args:
+        run: the run, read from its folder.
+    """
+    last = run.attempts[-1].ended if run.attempts else None
+    if last == "finished" or (run.summary and not run.attempts):
+        return []
+    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
+    steps = f"Recorded: {run.steps_done:,}{of} steps"
+    if run.held:
+        return [f"This run is still running. {steps} so far."]
+    if not run.attempts:
+        return [f"This run is not finished, and how it ended was not recorded. {steps}."]
+    attempt = run.attempts[-1]
+    if attempt.ended == "failed":
+        lines = without_folders(attempt.reason).splitlines() or ["no reason was recorded"]
+        return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
+    if attempt.ended == "stopped":
+        return [f"This run was {attempt.in_words()}. {steps}."]
+    return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
+
+
+def without_folders(text: str) -> str:
+    """Shorten absolute paths in a message to their last name, because pages are shared."""
+    return ABSOLUTE.sub("…/", text)
 
 
 def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
