@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from simpletune.config.schema import TrainConfig
@@ -9,6 +11,7 @@ from simpletune.data.evaluation import is_evaluated
 from simpletune.runs.choice import since_best
 from simpletune.system.console import TrainingProgress
 from simpletune.system.signals import Stopped
+from simpletune.training.drawn import try_to_draw
 from simpletune.training.run import Run, due
 
 
@@ -38,7 +41,7 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
                 run.look(done)
         if run.control.ready:
             with progress.interrupted("request"):
-                run.control.answer(run, done, saves)
+                run.control.answer(done, saves, run.save, partial(try_to_draw, run))
     except Stopped:
         if not saves:
             run.save(done)

@@ -12,11 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from simpletune.options import Json, UserError
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.printable import reason_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.control import (
@@ -33,10 +30,6 @@ from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
 from simpletune.system.redact import redact
-from simpletune.training.drawn import draw
-
-if TYPE_CHECKING:
-    from simpletune.training.run import Run
 
 SETTLED = 2.0  # seconds for which an unreadable file may still be in the process of being written
 A_REQUEST = "a request"
@@ -120,13 +113,20 @@ class Control:
                 why = "it dates from before this start of the run. Ask again"
                 self._put(request, self.attempt.last_step if self.attempt else 0, "refused", {"why": why})
 
-    def answer(self, run: Run, done: int, saved: bool) -> None:
+    def answer(
+        self,
+        done: int,
+        saved: bool,
+        save: Callable[[int], None],
+        draw: Callable[[DrawRequest, int], tuple[State, Json]],
+    ) -> None:
         """Carry out the requests after ``done`` steps, except stopping.
 
         Args:
-            run: current run.
             done: number of finished steps.
             saved: whether this step is already saved.
+            save: writes a checkpoint.
+            draw: draws a picture, and returns the answer.
 
         Raises:
             Stopped: a signal arrived while drawing.
@@ -136,24 +136,13 @@ class Control:
             clock = time.perf_counter()
             if isinstance(request, SaveRequest):
                 if not saved:
-                    run.save(done)
+                    save(done)
                 saved = True
                 state: State = "done"
                 more: Json = {"file": str(checkpoint_folder(Path(), done))}
             else:
-                state, more = self._drawn(run, request, done)
+                state, more = draw(request, done)
             self._put(request, done, state, {**more, "seconds": round(time.perf_counter() - clock, 3)})
-
-    def _drawn(self, run: Run, request: DrawRequest, done: int) -> tuple[State, Json]:
-        """Draw a picture; a failure does not fail the run."""
-        try:
-            return "done", {"file": draw(run, request, done)}
-        except UserError as error:
-            return "refused", {"why": str(error)}
-        except Exception as error:  # a requested picture must not fail the run
-            why = f"drawing failed ({reason_of(error)}); training continues"
-        free_memory(run.accelerator.device)
-        return "failed", {"why": why}
 
     def stop(self, folder: Path, done: int) -> None:
         """Answer all requests, because the run is saved and stops after ``done`` steps.

@@ -15,10 +15,12 @@ from simpletune.config.validation import Validation
 from simpletune.ema import averaged
 from simpletune.models.buckets import STEP
 from simpletune.models.fp16_blocks import fp16_blocks_of
-from simpletune.options import UserError
+from simpletune.options import Json, UserError
+from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.png import save_png
 from simpletune.pipeline.sample import Request
-from simpletune.runs.control import DRAWINGS, DrawRequest
+from simpletune.printable import reason_of
+from simpletune.runs.control import DRAWINGS, DrawRequest, State
 from simpletune.runs.folder import DRAWN, append_metrics
 from simpletune.system.atomic import atomic_file
 
@@ -70,6 +72,18 @@ def draw(run: Run, asked: DrawRequest, done: int) -> str:
     how = {key: value for key, value in vars(request).items() if key != "image"} | {"strength": asked.strength}
     append_metrics(run.folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
     return name
+
+
+def try_to_draw(run: Run, asked: DrawRequest, done: int) -> tuple[State, Json]:
+    """Draw a requested picture, and return the answer; a failure does not fail the run."""
+    try:
+        return "done", {"file": draw(run, asked, done)}
+    except UserError as error:
+        return "refused", {"why": str(error)}
+    except Exception as error:  # a requested picture must not fail the run
+        why = f"drawing failed ({reason_of(error)}); training continues"
+    free_memory(run.accelerator.device)
+    return "failed", {"why": why}
 
 
 def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
