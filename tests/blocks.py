@@ -21,7 +21,7 @@ from simpletune.memory.copy_stream import CopyEvent
 from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.models.transformer import units_of
 from simpletune.models.weights import TensorSource, fill
-from simpletune.objectives.flow import flow_loss
+from simpletune.objectives.flow_process import flow_loss
 from simpletune.pipeline.sample import autocast_of
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto

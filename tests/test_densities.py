@@ -11,7 +11,8 @@ import torch
 from simpletune.config.load import validate
 from simpletune.objectives.ddpm import Ddpm
 from simpletune.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
-from simpletune.objectives.flow import Flow, FlowProcess, shift_sigma
+from simpletune.objectives.flow import Flow, shift_sigma
+from simpletune.objectives.flow_process import FlowProcess
 from simpletune.objectives.huber import Huber, errors
 from simpletune.options import ConfigError
 

@@ -21,7 +21,8 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import View, make_samples
 from simpletune.data.source import Mask, Picture, UnusablePicture
 from simpletune.data.table import Table
-from simpletune.objectives.flow import Flow, flow_loss
+from simpletune.objectives.flow import Flow
+from simpletune.objectives.flow_process import flow_loss
 from simpletune.options import ConfigError, UserError
 from simpletune.pipeline.masks import MaskCache
 from simpletune.runs.folder import read_metrics

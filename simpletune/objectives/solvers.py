@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from simpletune.models.model_config import ModelConfig
-from simpletune.objectives.flow import FlowProcess, interpolate
+from simpletune.objectives.flow_process import FlowProcess, interpolate
 
 
 class Solver(Protocol):

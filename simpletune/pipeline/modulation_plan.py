@@ -29,7 +29,7 @@ from simpletune.memory.copy_stream import host_like
 from simpletune.memory.machine_weights import is_shared
 from simpletune.memory.snapshot import HOST
 from simpletune.models.transformer import Transformer
-from simpletune.objectives.flow import timestep_of
+from simpletune.objectives.flow_process import timestep_of
 from simpletune.quant.precision import WeightPrecision
 from simpletune.tensors import own_tensors, set_tensor
 
