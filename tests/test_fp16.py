@@ -27,7 +27,7 @@ from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.optim import loss_scale
 from simpletune.optim.adamw import AdamW
 from simpletune.optim.loss_scale import LossScale
-from simpletune.optim.optimizer import begin_step
+from simpletune.optim.state import begin_step
 from simpletune.options import ConfigError, UserError, option_classes
 from simpletune.quant.int8_linear import Int8Linear
 from simpletune.report import report_at_end

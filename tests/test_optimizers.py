@@ -14,9 +14,10 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.optim import Optimizer, eight_bit_steps
 from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.optimizer import OptimizerOption, begin_step, load_state, state_to_tensors
+from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.optim.schedule import Constant, Cosine, CosineWithRestarts, Linear, Polynomial, Rex, Schedule
+from simpletune.optim.state import begin_step
 from simpletune.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)

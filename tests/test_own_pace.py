@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.config.load import validate
-from simpletune.optim.optimizer import OptimizerOption, begin_step
+from simpletune.optim.optimizer import OptimizerOption
 from simpletune.optim.prodigy import Prodigy
 from simpletune.optim.rounding import RoundedOptimizer
 from simpletune.optim.schedule_free import ScheduleFreeAdamW
+from simpletune.optim.state import begin_step
 from simpletune.options import ConfigError
 from simpletune.runs import checkpoint
 from simpletune.training.loop import train

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.optim.bf16_updates import Factors, adamw_bf16
-from simpletune.optim.optimizer import State
+from simpletune.optim.state import State
 
 
 class CompensatedAdamW(torch.optim.Optimizer):

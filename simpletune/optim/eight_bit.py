@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from simpletune.optim.optimizer import State
     from simpletune.optim.place import StatePiece
+    from simpletune.optim.state import State
 
 PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from simpletune.optim.optimizer import State
 from simpletune.optim.place import StatePiece, joined_state
+from simpletune.optim.state import State
 
 BLOCK = 256
 SMALLEST = 4096  # elements; bitsandbytes keeps the state of smaller tensors in fp32

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from simpletune.optim.optimizer import State
+from simpletune.optim.state import State
 from simpletune.options import Json
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as in torch.amp.GradScaler

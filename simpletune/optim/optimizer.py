@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.optim.state import State
 from simpletune.options import Json, Option, Problem
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from simpletune.optim.place import Place, StatePiece
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
-
-State = dict[str, Any]
-"""A parameter's optimizer state or a group's settings, as in torch: tensors and plain values by name."""
 
 
 class OptimizerOption(Option):
@@ -93,20 +91,6 @@ class OptimizerOption(Option):
     def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:
         """Return the average of the weights that the optimizer keeps for drawing, evaluating and exporting, or None."""
         return None
-
-
-@runtime_checkable
-class BeginsSteps(Protocol):
-    """An optimizer whose updates of one step share a computation."""
-
-    def begin_step(self) -> None:
-        """Prepare for the updates of the next step."""
-
-
-def begin_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer prepare for the updates of the next step; most have nothing to prepare."""
-    if isinstance(optimizer, BeginsSteps):
-        optimizer.begin_step()
 
 
 def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Json]:

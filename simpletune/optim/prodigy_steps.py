@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.optim.loss_scale import portions
-from simpletune.optim.optimizer import State
+from simpletune.optim.state import State
 
 
 class ProdigySteps(torch.optim.Optimizer):

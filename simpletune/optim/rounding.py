@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.optim.bf16_updates import Draws, cut, round_into
-from simpletune.optim.optimizer import BeginsSteps, State, begin_step
 from simpletune.optim.place import Place, ShardGenerator
+from simpletune.optim.state import BeginsSteps, State, begin_step
 from simpletune.system.rng import key_of
 
 GROUP = 1 << 22

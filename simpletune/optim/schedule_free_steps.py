@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.optim.loss_scale import portions
-from simpletune.optim.optimizer import State
+from simpletune.optim.state import State
 
 
 class ScheduleFreeSteps(torch.optim.Optimizer):

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.optim.optimizer import STATE_KEY, OptimizerOption, State, state_to_tensors
+from simpletune.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
 from simpletune.optim.place import Place, StatePiece
+from simpletune.optim.state import State
 from simpletune.options import Json
 from simpletune.sharding.shards import Shard, parts_of
 from simpletune.system.atomic import write_json

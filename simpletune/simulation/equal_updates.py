@@ -18,8 +18,8 @@ from simpletune.memory import accounting
 from simpletune.memory.accounting import Accounting
 from simpletune.memory.equal_blocks import Pass, again, plain_value, remember, surroundings
 from simpletune.memory.fake_results import Key, key_of
-from simpletune.optim.optimizer import State
 from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.optim.state import State
 
 
 class End(NamedTuple):

@@ -20,8 +20,8 @@ from simpletune.models.fp16_blocks import fp16_blocks_of
 from simpletune.models.transformer import Transformer
 from simpletune.optim.in_backward import clip_each
 from simpletune.optim.loss_scale import LossScale
-from simpletune.optim.optimizer import begin_step
 from simpletune.optim.rounding import RoundedOptimizer
+from simpletune.optim.state import begin_step
 from simpletune.pipeline.load import modulation_of
 from simpletune.pipeline.modulation_plan import Modulation
 from simpletune.pipeline.sample import autocast_of
