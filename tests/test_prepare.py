@@ -25,7 +25,8 @@ from simpletune.demo import vocabulary
 from simpletune.families.sd3.option import SD3
 from simpletune.models import prompts
 from simpletune.options import UserError
-from simpletune.pipeline.encode import Prepared, prepare
+from simpletune.pipeline.encode import prepare
+from simpletune.pipeline.prepared import Prepared
 from simpletune.pipeline.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train

@@ -18,7 +18,8 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.families.sd3.option import SD3
 from simpletune.models.parts import use_tiles
 from simpletune.options import ConfigError
-from simpletune.pipeline.encode import Prepared, prepare
+from simpletune.pipeline.encode import prepare
+from simpletune.pipeline.prepared import Prepared
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.validation import Previews
 

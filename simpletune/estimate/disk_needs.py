@@ -14,8 +14,9 @@ from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.models.prompts import groups_of
-from simpletune.pipeline.encode import prompts_of, validation_requests
+from simpletune.pipeline.encode import prompts_of
 from simpletune.pipeline.latent_cache import LatentCache
+from simpletune.pipeline.prepared import validation_requests
 from simpletune.pipeline.stream_plan import StreamPlan
 from simpletune.pipeline.text_cache import TextCache
 from simpletune.prior import ClassPictures

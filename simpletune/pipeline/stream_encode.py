@@ -11,8 +11,8 @@ from simpletune.data.evaluation import MOST
 from simpletune.data.samples import Sample, View
 from simpletune.data.source import Rejected, UnusablePicture
 from simpletune.options import plural
-from simpletune.pipeline.encode import Caches, Prepared, prompts_beside, validation_requests, with_class
 from simpletune.pipeline.plan_data import report_rejected
+from simpletune.pipeline.prepared import Caches, Prepared, prompts_beside, validation_requests, with_class
 from simpletune.pipeline.stream_plan import FIRST, StreamPlan
 from simpletune.pipeline.stream_samples import StreamedSamples
 

@@ -11,9 +11,10 @@ from simpletune.data.cache import ALONE, Cache, Share, view_key
 from simpletune.data.masks import mask_key, masked
 from simpletune.data.plan import Plan
 from simpletune.options import UserError, plural
-from simpletune.pipeline.encode import prompts_of, validation_requests
+from simpletune.pipeline.encode import prompts_of
 from simpletune.pipeline.latent_cache import LatentCache
 from simpletune.pipeline.masks import MaskCache
+from simpletune.pipeline.prepared import validation_requests
 from simpletune.pipeline.text_cache import TextCache
 from simpletune.shards.place import CachePlace
 from simpletune.system.console import progress, say

@@ -15,7 +15,7 @@ from simpletune.data.samples import Sample, samples_by_bucket
 from simpletune.data.shares import source_lines
 from simpletune.models.buckets import upscaling
 from simpletune.options import Json, plural, shortened
-from simpletune.pipeline.encode import Prepared
+from simpletune.pipeline.prepared import Prepared
 from simpletune.runs.attempts import (
     Attempt,
     median_seconds,

@@ -14,8 +14,8 @@ from torch import Tensor
 from simpletune.data.cache import Cache, view_key
 from simpletune.data.masks import mask_key
 from simpletune.data.samples import Draw
-from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan
+from simpletune.pipeline.prepared import Prepared
 from simpletune.prior import NoPrior, PriorOption
 from simpletune.shards.ahead import ReadAhead
 from simpletune.step.dealing import Share

@@ -15,9 +15,9 @@ from simpletune.data.samples import Draw
 from simpletune.ema import Average
 from simpletune.models.buckets import Size
 from simpletune.options import UserError, plural
-from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.latent_cache import free_memory
 from simpletune.pipeline.load import load_base, load_base_together
+from simpletune.pipeline.prepared import Prepared
 from simpletune.pipeline.text_side import load_text_side
 from simpletune.quant.int8_tuning import announce_tuning
 from simpletune.runs import checkpoint

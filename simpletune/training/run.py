@@ -15,8 +15,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.evaluation import evaluated_on, is_evaluated, scalar_name
 from simpletune.ema import Average, averaged
 from simpletune.options import Json, plural
-from simpletune.pipeline.encode import Prepared
 from simpletune.pipeline.latent_cache import free_memory
+from simpletune.pipeline.prepared import Prepared
 from simpletune.printable import reason_of
 from simpletune.remote.keep import Saves
 from simpletune.runs import checkpoint

@@ -18,8 +18,9 @@ from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.options import Json, UserError, plural
-from simpletune.pipeline.encode import Prepared, encode
+from simpletune.pipeline.encode import encode
 from simpletune.pipeline.plan_data import PlannedData, plan_data
+from simpletune.pipeline.prepared import Prepared
 from simpletune.remote.keep import OnlyHere, Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
