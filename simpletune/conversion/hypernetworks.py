@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from simpletune.adapters.networks.files import read, write_a1111
-from simpletune.conversion.commands import A1111, SAID, NamedLora
+from simpletune.conversion.metadata import SAID
+from simpletune.conversion.named_lora import NamedLora
 from simpletune.lora.attach import holds_hypernetwork
 from simpletune.options import UserError, plural
 from simpletune.runs.model_card import public_name
@@ -22,8 +23,8 @@ def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
     """
     if not holds_hypernetwork(source.file):
         raise UserError(
-            f"--format {A1111} writes hypernetworks, and {source.file} is not one. The web UI reads LoRA in kohya's "
-            "layout: use --format kohya"
+            f"--format {args.format} writes hypernetworks, and {source.file} is not one. The web UI reads LoRA in "
+            "kohya's layout: use --format kohya"
         )
     unfit = [name for name in ("rank", "energy", "dtype", *SAID[1:]) if getattr(args, name, None) is not None]
     if unfit:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from simpletune.lora.structured import AnyUpdates
 
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
+SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 MEDIUM_3 = SD3_WIDTHS[1536]
 SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
