@@ -5,7 +5,6 @@ from __future__ import annotations
 import mimetypes
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -92,21 +91,3 @@ def http_error(request: Request, error: Exception) -> Response:
 def _problem(request: Request, status: int, message: str) -> Response:
     part = request.headers.get("hx-request") == "true"
     return render(request, "problem_part.html" if part else "problem.html", status, message=message)
-
-
-def file_response(roots: Roots, folder: Path, name: str, **headers: str) -> Response:
-    """Send a file below a run's folder.
-
-    Args:
-        roots: what the pages may touch.
-        folder: the folder that must contain the file, links resolved.
-        name: relative path.
-        headers: additional headers.
-
-    Raises:
-        HTTPException: 404.
-    """
-    file = roots.inside(folder, name)
-    if file is None:
-        raise HTTPException(404)
-    return FileResponse(file, headers=headers)

@@ -19,6 +19,7 @@ from simpletune.runs.choice import Choice, choose
 from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.system.atomic import write_json
 from simpletune.web import queue, running
+from simpletune.web.files import file_response
 from simpletune.web.processes import LOGS
 from simpletune.web.roots import Roots
 from simpletune.web.run.comparisons import COMPARE, comparisons_of
@@ -257,8 +258,6 @@ async def _begun(request: Request, folder: Path, kind: str, words: list[str]) ->
 
 def exported(request: Request) -> Response:
     """GET /run/NAME/exports/FILE: a converted file."""
-    from simpletune.web.app import file_response  # which joins this page
-
     roots: Roots = request.app.state.roots
     place = exports_of(roots, run_of(request).name)
     headers = {"content-type": "application/octet-stream", "content-disposition": "attachment"}

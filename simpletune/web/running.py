@@ -32,6 +32,7 @@ from simpletune.runs.control import (
     read_requests,
 )
 from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN, SAMPLES
+from simpletune.web.files import file_response
 from simpletune.web.processes import exit_code, start, tail
 from simpletune.web.processes import running as is_running
 from simpletune.web.roots import Roots
@@ -268,8 +269,6 @@ def file(request: Request) -> Response:
     headers = SENT.get(Path(path).suffix)
     if headers is None:
         raise HTTPException(404)
-    from simpletune.web.app import file_response  # which joins this page
-
     return file_response(request.app.state.roots, folder, path, **headers)
 
 
