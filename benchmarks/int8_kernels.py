@@ -1,14 +1,14 @@
-"""What the grid ``kernels`` compiles besides the products' own tiles, and with which arguments."""
+"""A row of the grid ``kernels``, what it compiles besides the products' own tiles, and with which arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from simpletune.options import Json
 
 if TYPE_CHECKING:
-    from benchmarks.kernels import Row
     from simpletune.quant.int8_kernel import Tile
 
 Tensors = dict[str, str]
@@ -20,6 +20,41 @@ class Kernel(Protocol):
     """A function of Triton's."""
 
     arg_names: list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel to compile.
+
+    Args:
+        card: the architecture: 89 for sm_89.
+        kernel: ``product``, ``words`` (a gradient that reads the weight in words), ``rows``, ``rotated`` rows or rows
+            of ``gelu``.
+        kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type, and
+            ``back`` if they are of GELU's gradient.
+        tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps), and of rotated
+            rows and those of GELU the size of the rotation's blocks.
+        sizes: of a product, ``even``: k is a multiple of the tile's, and n and k of 16, as in SD3; ``rows``: m of 16
+            too; ``ragged``: k is no multiple of the tile's; ``odd``: nothing is a multiple. Of rows, ``columns`` if
+            they are multiplied with a scale for each column, else ``plain``; of rotated rows, ``whole``, or ``long``
+            if they take several loads.
+    """
+
+    card: int
+    kernel: str
+    kind: str
+    tile: tuple[int, ...]
+    sizes: str
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the kernel multiplies."""
+        return self.kernel in ("product", "words")
+
+    @property
+    def name(self) -> str:
+        """The name of the row, without the version of Triton."""
+        return f"sm_{self.card} {self.kernel} {self.kind} {'x'.join(map(str, self.tile))} {self.sizes}"
 
 
 def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -15,11 +15,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.int8_kernels import WORDS_SPILL, gelu_rows, products_arguments, rotated_rows, rows_arguments
+from benchmarks.int8_kernels import WORDS_SPILL, Row, gelu_rows, products_arguments, rotated_rows, rows_arguments
 from benchmarks.table import Results, describe_machine
 from simpletune.options import Json, UserError
 from simpletune.system.console import say
@@ -48,41 +47,6 @@ FUSED_ACCEPTED = {("3.6", 120): "its assembler fuses scale and bias although the
 """The versions of Triton and the cards for which products may fuse multiply-adds, and why."""
 OPTIONS = {"enable_fp_fusion": False}  # as the kernels are launched
 COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel to compile.
-
-    Args:
-        card: the architecture: 89 for sm_89.
-        kernel: ``product``, ``words`` (a gradient that reads the weight in words), ``rows``, ``rotated`` rows or rows
-            of ``gelu``.
-        kind: of a product, ``forward`` or ``gradient``, which reads the weight transposed; of rows, their type, and
-            ``back`` if they are of GELU's gradient.
-        tile: of a product, as in ``TILES``; of rows, (elements that a program loads at once, warps), and of rotated
-            rows and those of GELU the size of the rotation's blocks.
-        sizes: of a product, ``even``: k is a multiple of the tile's, and n and k of 16, as in SD3; ``rows``: m of 16
-            too; ``ragged``: k is no multiple of the tile's; ``odd``: nothing is a multiple. Of rows, ``columns`` if
-            they are multiplied with a scale for each column, else ``plain``; of rotated rows, ``whole``, or ``long``
-            if they take several loads.
-    """
-
-    card: int
-    kernel: str
-    kind: str
-    tile: tuple[int, ...]
-    sizes: str
-
-    @property
-    def is_product(self) -> bool:
-        """Whether the kernel multiplies."""
-        return self.kernel in ("product", "words")
-
-    @property
-    def name(self) -> str:
-        """The name of the row, without the version of Triton."""
-        return f"sm_{self.card} {self.kernel} {self.kind} {'x'.join(map(str, self.tile))} {self.sizes}"
 
 
 def rows_of_table() -> Iterator[Row]:

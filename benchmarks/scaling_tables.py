@@ -10,7 +10,7 @@ from simpletune.options import Json
 from simpletune.report.content import Chart, Fact, Report, Section, Table
 
 if TYPE_CHECKING:
-    from benchmarks.scaling import Plan
+    from benchmarks.scaling_plans import Plan
 
 TITLE = "Training on several cards: measured here, predicted, published"
 LEAD = (

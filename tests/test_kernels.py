@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernels
-from benchmarks.kernels import Row, problems, source_hash, source_of
+from benchmarks.int8_kernels import Row
+from benchmarks.kernels import problems, source_hash, source_of
 from simpletune.options import UserError
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
