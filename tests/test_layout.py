@@ -47,17 +47,22 @@ def room_of(module: str) -> str:
 
 @functools.cache
 def is_module(name: str) -> bool:
-    return PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py").exists()
+    return ROOT.joinpath(*name.split(".")).with_suffix(".py").exists()
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, late imports included; those for type checkers alone are free."""
+def imports_of(file: Path, for_types: bool = False) -> Iterator[str]:
+    """Modules of the package and the benchmarks that a file imports, late imports included.
+
+    Args:
+        for_types: also those for type checkers alone.
+    """
     nodes = list(ast.walk(tree_of(file)))
-    free = {id(inner) for block in filter(is_for_type_checkers, nodes) for inner in ast.walk(block)}
+    blocks = () if for_types else filter(is_for_type_checkers, nodes)
+    free = {id(inner) for block in blocks for inner in ast.walk(block)}
     for node in nodes:
         if (
             isinstance(node, ast.ImportFrom)
-            and (node.module or "").split(".")[0] == "simpletune"
+            and (node.module or "").split(".")[0] in ("simpletune", "benchmarks")
             and id(node) not in free
         ):
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
@@ -70,6 +75,15 @@ def test_no_cycle_between_folders() -> None:
         here = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
         graph.setdefault(here, set()).update(room for room in map(room_of, imports_of(file)) if room != here)
     list(TopologicalSorter(graph).static_order())  # a CycleError names the folders
+
+
+def test_no_circle_of_files() -> None:
+    """Imports for type checkers alone count: what they name must be read to understand the file."""
+    graph: dict[str, set[str]] = {}
+    for file in (*modules(), *(ROOT / "benchmarks").glob("*.py")):
+        here = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[here] = {name for name in imports_of(file, for_types=True) if name != here}
+    list(TopologicalSorter(graph).static_order())  # a CycleError names the files
 
 
 def test_rooms_are_small_and_say_what_they_hold() -> None:
