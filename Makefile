@@ -78,10 +78,10 @@ mutants: setup  ## check that a test fails for each fault of tests/mutants.toml;
 	PYTHONPATH=. $(PY) tests/mutants.py --minutes 30
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
-	$(PY) -m simpletune.demo.make_tiny_sd3
+	$(PY) -m benchmarks.tiny_models.make_tiny_sd3
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
-	$(PY) -m simpletune.evaluation.train_tiny_encoders
+	$(PY) -m benchmarks.tiny_models.train_tiny_encoders
 
 clean:  ## remove caches and built files, keep .venv, runs/ and profiles/; seconds, not measured
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

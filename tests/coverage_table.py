@@ -41,8 +41,8 @@ REASONS: dict[str, str] = {
     r"benchmarks/(remote_cache|kernels)\.py::": SLOW,
     r"benchmarks/pair\.py::(Job\.prepare|one_round|ours|theirs|timed)": SLOW,
     r"models/compile\.py::_forward": "tests marked slow (make slow)",
-    r"evaluation/train_tiny_encoders\.py::$": SLOW,
-    r"demo/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
+    r"tiny_models/train_tiny_encoders\.py::$": SLOW,
+    r"tiny_models/(make_tiny_sd3|train_autoencoder|train_text_encoders)\.py::$": SLOW,
 }
 
 

@@ -124,7 +124,7 @@ def test_no_file_is_named_after_nothing() -> None:
 def test_functions_take_few_arguments() -> None:
     many = [
         f"{file.stem}.{node.name}"
-        for file in (*modules(), *(ROOT / "benchmarks").glob("*.py"))
+        for file in (*modules(), *(ROOT / "benchmarks").rglob("*.py"))
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.FunctionDef) and len(arguments(node)) > MAX_ARGUMENTS
     ]
@@ -140,7 +140,7 @@ def arguments(node: ast.FunctionDef) -> list[str]:
 
 def test_any_is_rare() -> None:
     """It says that a type really is open: a JSON object, autograd's context."""
-    folders = [*modules(), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "inference").glob("*.py")]
+    folders = [*modules(), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "inference").glob("*.py")]
     used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in folders for node in ast.walk(tree_of(file)))
     print(f"Any stands {used} times")
     assert used <= MAX_ANY

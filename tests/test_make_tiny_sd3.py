@@ -11,7 +11,8 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-from simpletune.demo import make_tiny_sd3, networks, pictures, train_autoencoder, train_text_encoders
+from benchmarks.tiny_models import make_tiny_sd3, train_autoencoder, train_text_encoders
+from simpletune.demo import networks, pictures
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny_models import train_tiny_encoders as script
 from simpletune.demo import ENCODERS, pictures
 from simpletune.demo.pictures import Scene
 from simpletune.encoders.encoder import Encoder
 from simpletune.encoders.loading import find_encoder, load_encoder
 from simpletune.evaluation import scores
-from simpletune.evaluation import train_tiny_encoders as script
 
 SHIPPED = ENCODERS["demo:tiny-dino"].parent
 

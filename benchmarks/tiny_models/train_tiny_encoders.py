@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from benchmarks.tiny_models.log import log_line
+from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
 from simpletune.demo import ENCODERS, pictures, vocabulary
-from simpletune.demo.log import log_line
 from simpletune.encoders.dino import SHORTER, TRAINED
 from simpletune.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
-from simpletune.evaluation.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
 from simpletune.system.atomic import new_folder
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.tiny_models.log import log_line
 from simpletune.demo import networks, pictures
-from simpletune.demo.log import log_line
 from simpletune.system.atomic import atomic_file
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.tiny_models.log import log_line
 from simpletune.demo import networks, pictures, vocabulary
 from simpletune.demo.checker import ATTRIBUTES
-from simpletune.demo.log import log_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from simpletune.demo import networks, pictures, tiny_sd3, train_autoencoder, train_text_encoders
+from benchmarks.tiny_models import train_autoencoder, train_text_encoders
+from simpletune.demo import networks, pictures, tiny_sd3
 from simpletune.system.atomic import new_folder
 
 CONFIG = Path("configs/tiny_sd3_from_scratch.json")
