@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simpletune.cli.drawing_arguments import positive, size
-from simpletune.options import UserError
+from simpletune.apps.cli.drawing_arguments import positive, size
 from simpletune.system.devices import prepare_environment
+from simpletune.system.options import UserError
 from simpletune.system.redact import redact
 
 Grid = Callable[[argparse.Namespace], object]
@@ -68,7 +68,7 @@ def choice(args: argparse.Namespace) -> object:
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference
-    from simpletune import prices
+    from simpletune.system import prices
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
     return inference.run(args.out, args.minutes, args.rows, prices.gathered(args.price, args.prices), workload)

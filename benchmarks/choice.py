@@ -17,14 +17,14 @@ from benchmarks import prior
 from benchmarks.judged import lacking
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
 from benchmarks.table import Results, describe_machine
-from simpletune.cli.main import main as simpletune
-from simpletune.demo import pictures
-from simpletune.options import Json
+from simpletune.apps.cli.main import main as simpletune
+from simpletune.data.demo import pictures
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.choice import FIDELITY, choose
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.weights import result_of
 from simpletune.system.console import say
+from simpletune.system.options import Json
 from simpletune.training.loop import train
 
 FULL = ["adapter.method=full", *PRECISIONS["fp32"]]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from benchmarks.predicted_seconds import encoding
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import LATENT_BYTES
-from simpletune.simulation.simulate import simulate
-from simpletune.timing.recorder import BACKWARD
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.timeline import step_seconds
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.recorder import BACKWARD
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.timeline import step_seconds
 
 MACHINE = 8  # cards of a machine
 GRADIENT = 4  # bytes: gradients are exchanged in fp32

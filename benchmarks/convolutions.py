@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.roofline import finish
 from benchmarks.table import Results, describe_machine
-from simpletune.quant.int8_conv import Int8Conv2d
+from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 

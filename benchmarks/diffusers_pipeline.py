@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletune.families.sd3.option import SD3
-from simpletune.options import UserError
-from simpletune.pipeline.sample import Request
+from simpletune.models.sd3.option import SD3
+from simpletune.stages.sample import Request
+from simpletune.system.options import UserError
 
 
 class Plain:

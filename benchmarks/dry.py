@@ -19,11 +19,11 @@ from pathlib import Path
 from benchmarks.dry_row import predict
 from benchmarks.dry_rows import Row, rows_of
 from benchmarks.table import Results
-from simpletune.cards import Card, card_of
 from simpletune.estimate.predict import CONTEXT, needed
-from simpletune.options import Json, UserError
 from simpletune.system.console import say
 from simpletune.system.devices import sm
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import Json, UserError
 
 LAUNCHER = "tests/dry_gpu/run"
 MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.dry_rows import Row
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
+from simpletune.system.options import Json
 
 STEPS = 3  # the optimizer's state exists after the first
 
@@ -29,8 +29,8 @@ def config_of(row: Row) -> TrainConfig:
 
 def predict(row: Row, capability: tuple[int, int]) -> Json:
     """Predict a row on fake tensors."""
-    from simpletune.simulation.simulate import simulate
-    from simpletune.simulation.simulate_stages import predict_stage
+    from simpletune.estimate.simulate.simulate import simulate
+    from simpletune.estimate.simulate.simulate_stages import predict_stage
 
     config = config_of(row)
     if row.stage == "train":
@@ -69,7 +69,7 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     """The kernel that torch chooses for a stage's type and head width, or the one that the run requests."""
     import torch
 
-    from simpletune.step.attention import Shape, usable
+    from simpletune.stages.step.attention import Shape, usable
 
     asked = config.speed.attention
     width = 512 if stage == "latents" else config.model.attentions(config.picture_size())[0].width
@@ -83,8 +83,8 @@ def text(config: TrainConfig) -> None:
     """Encode prompts with each encoder, as ``simulate_stages.text_snapshots`` does."""
     import torch
 
-    from simpletune.models.prompts import BATCH
-    from simpletune.models.t5_layers import EmptyT5, LayeredT5
+    from simpletune.models.shared.prompts import BATCH
+    from simpletune.models.shared.t5_layers import EmptyT5, LayeredT5
 
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
     for encoder in config.model.encoders():
@@ -106,7 +106,7 @@ def text(config: TrainConfig) -> None:
 
 def empty_vae(config: TrainConfig) -> Any:  # a diffusers autoencoder
     """The run's autoencoder on the card."""
-    from simpletune.simulation.simulate_stages import empty_autoencoder
+    from simpletune.estimate.simulate.simulate_stages import empty_autoencoder
 
     return empty_autoencoder(config).to("cuda")
 
@@ -125,9 +125,9 @@ def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
     """Take a few training steps."""
     import torch
 
-    from simpletune.pipeline.load import empty_base
-    from simpletune.step.core import assemble
-    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
+    from simpletune.stages.load import empty_base
+    from simpletune.stages.step.core import assemble
+    from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 
     device, side = torch.device("cuda"), config.data.resolution
     transformer = empty_base(config.model, config.memory, config.precision, device, [(side, side)])
@@ -144,9 +144,9 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.pipeline.latent_cache import free_memory
-    from simpletune.pipeline.sample import Request, Sampler
-    from simpletune.simulation.without_values import ShapesOnlyModel
+    from simpletune.estimate.simulate.without_values import ShapesOnlyModel
+    from simpletune.stages.latent_cache import free_memory
+    from simpletune.stages.sample import Request, Sampler
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)

@@ -15,10 +15,10 @@ from pathlib import Path
 from benchmarks import kernels
 from benchmarks.kernels import REGISTERS, SHARED, SPILLED
 from benchmarks.table import Results
-from simpletune.options import Json, UserError
 from simpletune.system.console import say
+from simpletune.system.options import Json, UserError
 
-FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "elementwise"
+FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "engine" / "kernels"
 SOURCES = tuple(FOLDER / name for name in ("adaln_kernels.py", "rms_kernels.py", "sizes.py"))
 DECIDES = ("block_of", "rows_of")
 """Functions besides the kernels on which the compiled code depends."""
@@ -88,8 +88,8 @@ def measure(row: Row) -> Json:
     from triton.compiler import ASTSource, compile
     from triton.errors import TritonError
 
-    from simpletune.elementwise import adaln_kernels, rms_kernels
-    from simpletune.elementwise.sizes import ROWS, rows_of
+    from simpletune.engine.kernels import adaln_kernels, rms_kernels
+    from simpletune.engine.kernels.sizes import ROWS, rows_of
 
     function = getattr(rms_kernels if row.kernel.startswith("norm") else adaln_kernels, f"_{row.kernel}")
     if row.kernel.startswith("norm"):
@@ -203,8 +203,8 @@ def _cell(found: Json) -> str:
 
 ABOUT = f"""\
 Each cell: registers of a thread, warps of a program, shared memory, and bytes of the stack where registers were
-spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/elementwise`, use, model and
-type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
+spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/engine/kernels`, use, model
+and type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
 norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
 and keys.
 

@@ -89,7 +89,7 @@ def study(folder: Path, minutes: float, only: str = "") -> Path:
 
 def study_row(published: float, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Predict one row."""
-    from simpletune.simulation.simulate import simulate
+    from simpletune.estimate.simulate.simulate import simulate
 
     report = simulate(memory.config_of(overrides), capability=memory.SM_89)
     predicted = report.peak.bytes / GB

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from simpletune.cli.drawing_arguments import positive
-from simpletune.options import plural
+from simpletune.apps.cli.drawing_arguments import positive
 from simpletune.system.atomic import write_json
+from simpletune.system.options import plural
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks/results")

@@ -1,8 +1,8 @@
 """``hours``: predict seconds, hours and prices of published jobs, and compare with the published figures.
 
 Everything is predicted from the operations of our step and the stated figures of a card
-(``simpletune/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their authors ran.
-Nothing was fitted to a published figure, and nothing here ran on a card.
+(``simpletune/estimate/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their authors
+ran. Nothing was fitted to a published figure, and nothing here ran on a card.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from benchmarks.predicted_seconds import card_named, config_of, of_step, predict
 from benchmarks.published import LORA, SD15, Row, costs, rows
 from benchmarks.table import Results
 from simpletune.estimate.job_time import STATED
-from simpletune.options import Json
-from simpletune.report import write_report
-from simpletune.report.content import Chart, Fact, Report
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.runs.report import write_report
+from simpletune.runs.report.content import Chart, Fact, Report
 from simpletune.system.console import say
-from simpletune.timing.stated import StatedSpeeds
+from simpletune.system.options import Json
 
 TITLE = "Hours and prices, predicted and published"
 LEAD = (

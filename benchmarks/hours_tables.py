@@ -15,9 +15,9 @@ from benchmarks.published import (
     Row,
     costs,
 )
-from simpletune.options import Json
-from simpletune.prices import cost_of_picture, of_cards
-from simpletune.report.content import Section, Table
+from simpletune.runs.report.content import Section, Table
+from simpletune.system.options import Json
+from simpletune.system.prices import cost_of_picture, of_cards
 
 TITLES = {
     "study": "Four runs of SD3 Medium on an L4",

@@ -23,22 +23,22 @@ from torch import Tensor
 from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
 from benchmarks.table import Results, describe_machine, no_such_row, table
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.commands.generate.similarity import latent_distance
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.folder import Folder
-from simpletune.drawing.shared_base import SharedBase
-from simpletune.drawing.similarity import latent_distance
-from simpletune.families.sd3.option import SD3
-from simpletune.memory import Memory
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.sample import Request, Sampler, decode
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.prices import Prices, cost_of_picture, page_of
-from simpletune.quant import Precision
+from simpletune.data.sources.folder import Folder
+from simpletune.engine.memory import Memory
+from simpletune.engine.quant import Precision
+from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights, precision_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.sample import Request, Sampler, decode
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.prices import Prices, cost_of_picture, page_of
 from simpletune.system.stage_timer import StageTimer
 
 SEEDS = range(PICTURES)

@@ -19,8 +19,8 @@ from benchmarks import int8_rotation
 from benchmarks.int8_rotation import relative
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
-from simpletune.quant import int8_products
-from simpletune.quant.int8_linear import Int8Linear
+from simpletune.engine.quant import int8_products
+from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
 from simpletune.system.console import say
 from simpletune.training.loop import train

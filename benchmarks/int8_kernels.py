@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from simpletune.options import Json
+from simpletune.system.options import Json
 
 if TYPE_CHECKING:
-    from simpletune.quant.int8_kernel import Tile
+    from simpletune.engine.quant.int8_kernel import Tile
 
 Tensors = dict[str, str]
 WORDS_SPILL = (64, "their largest tiles have no register left, and the tuning times the tiles")
@@ -59,7 +59,7 @@ class Row:
 
 def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield kind, tile and sizes of the rotated rows: SD3 Medium and Large, SD 1.5 and 2, and small models."""
-    from simpletune.quant.rotation_kernel import LONGEST_BLOCK, warps_of
+    from simpletune.engine.quant.rotation_kernel import LONGEST_BLOCK, warps_of
 
     for length, block in ((2048, 256), (4096, 256), (LONGEST_BLOCK, 256), (2048, 64), (512, 64), (1024, 16)):
         yield "bf16", (length, warps_of(length), block), "whole"
@@ -69,7 +69,7 @@ def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def gelu_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield kind, tile and sizes of the rows of GELU: SD3 Medium, rotated and not, Large, and fp32."""
-    from simpletune.quant.int8_gelu_kernel import LONGEST_BLOCK, warps_of
+    from simpletune.engine.quant.int8_gelu_kernel import LONGEST_BLOCK, warps_of
 
     warps = warps_of(LONGEST_BLOCK)
     for kind, block, what in (("bf16", 0, "whole"), ("bf16", 256, "whole"), ("bf16 back", 0, "whole")):
@@ -81,7 +81,7 @@ def gelu_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def products_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
     """The kernel of a product, the types of its tensors, and its constants."""
-    from simpletune.quant import int8_gradient_kernel, int8_kernel
+    from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
 
     tensors = {"x": "*i8", "x_scale": "*fp32", "weight": "*i8", "y": "*bf16"}
     constants = {**int8_kernel._blocks(cast("Tile", row.tile)), "EVEN_K": row.sizes in ("even", "rows")}
@@ -94,7 +94,7 @@ def products_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
 
 def rows_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
     """The kernel of rows, the types of its tensors, and its constants."""
-    from simpletune.quant import int8_gelu_kernel, int8_kernel, int8_products, rotation_kernel
+    from simpletune.engine.quant import int8_gelu_kernel, int8_kernel, int8_products, rotation_kernel
 
     dtype, back = row.kind.partition(" ")[::2]
     tensors = {"x": f"*{dtype}", "q": "*i8", "scale": "*fp32"}

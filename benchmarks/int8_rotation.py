@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.load import read_config
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_multiply import multiply
-from simpletune.quant.nf4_linear import Nf4Linear
-from simpletune.quant.rotation import Rotation
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.int8_multiply import multiply
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.rotation import Rotation
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import run_folder
 from simpletune.training.setup import StartOptions, set_up

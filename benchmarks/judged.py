@@ -13,17 +13,17 @@ from statistics import fmean
 from PIL import Image
 
 from benchmarks.quality import Easel, Prompt, file_name
-from simpletune.cli.main import main as simpletune
+from simpletune.apps.cli.main import main as simpletune
+from simpletune.commands.evaluate.draw import FOLDER
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import ENCODERS
-from simpletune.evaluation.draw import FOLDER
-from simpletune.options import Json, UserError
+from simpletune.data.demo import ENCODERS
 from simpletune.runs.folder import read_scores
 from simpletune.runs.weights import BASE, Weights, result_of
-from simpletune.sheets import grid
 from simpletune.system.devices import choose_device
+from simpletune.system.options import Json, UserError
+from simpletune.system.sheets import grid
 from simpletune.training.loop import train
 
 DINO, CLIP = (name.removeprefix("demo:") for name in ENCODERS)

@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.int8_kernels import WORDS_SPILL, Row, gelu_rows, products_arguments, rotated_rows, rows_arguments
 from benchmarks.table import Results, describe_machine
-from simpletune.options import Json, UserError
 from simpletune.system.console import say
+from simpletune.system.options import Json, UserError
 
-QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "quant"
+QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "engine" / "quant"
 SOURCE, ROTATION = QUANT / "int8_kernel.py", QUANT / "rotation_kernel.py"
 WORDS, GELU = QUANT / "int8_gradient_kernel.py", QUANT / "int8_gelu_kernel.py"
 SOURCES = {"rotated": ROTATION, "words": WORDS, "gelu": GELU}
@@ -51,8 +51,8 @@ COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "sha
 
 def rows_of_table() -> Iterator[Row]:
     """Yield all rows, the most important first."""
-    from simpletune.quant import int8_gradient_kernel
-    from simpletune.quant.int8_kernel import LONGEST_BLOCK, SAFE_TILE, TILES
+    from simpletune.engine.quant import int8_gradient_kernel
+    from simpletune.engine.quant.int8_kernel import LONGEST_BLOCK, SAFE_TILE, TILES
 
     tiles, ways = (SAFE_TILE, *TILES), ("forward", "gradient")
     words = int8_gradient_kernel.TILES

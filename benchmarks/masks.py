@@ -19,11 +19,11 @@ from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import checker, pictures
+from simpletune.data.demo import checker, pictures
 from simpletune.runs.weights import BASE, Weights, result_of
-from simpletune.sheets import grid
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.sheets import grid
 from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo_subject.json")

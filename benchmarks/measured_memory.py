@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.first_hour import fate
 from benchmarks.table import Results, describe_machine, selected
-from simpletune.options import UserError
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.console import say
 from simpletune.system.devices import prepare_environment
+from simpletune.system.options import UserError
 
 CHILD = (sys.executable, "-m", "benchmarks.measured_memory")
 STORED = Path(__file__).resolve().parent / "results" / "cpu" / "memory.json"
@@ -91,7 +91,7 @@ def stored_predictions() -> Mapping[str, dict[str, Any]]:
 
 def predicted_for(stored: Mapping[str, Any], capability: tuple[int, int]) -> dict[str, Any]:
     """A stored prediction with another card's cuBLAS workspace, in MiB."""
-    from simpletune.memory.device_terms import cublas_workspace
+    from simpletune.engine.memory.device_terms import cublas_workspace
 
     more = (cublas_workspace(capability) - cublas_workspace(memory.SM_89)) / 2**20
     kept = {key: stored[key] for key in ("host_mib", "at") if key in stored}
@@ -112,7 +112,7 @@ def child(work: Sequence[Sequence[Any]]) -> None:
     import torch
 
     from benchmarks import memory_row
-    from simpletune.pipeline.latent_cache import free_memory
+    from simpletune.stages.latent_cache import free_memory
 
     for name, overrides in work:
         free_memory(torch.device("cuda"))

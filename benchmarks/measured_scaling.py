@@ -19,8 +19,8 @@ import torch
 
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
-from simpletune.options import Json, UserError
 from simpletune.runs.folder import read_json_or_none, read_metrics
+from simpletune.system.options import Json, UserError
 
 STEPS, WARM_UP, MICRO, ROUNDS = 10, 2, 2, 10
 METHODS = {

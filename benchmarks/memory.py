@@ -139,7 +139,7 @@ def config_of(overrides: tuple[str, ...]) -> TrainConfig:
 
 def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Predict one row on fake tensors."""
-    from simpletune.simulation.simulate import simulate
+    from simpletune.estimate.simulate.simulate import simulate
 
     report = simulate(config_of(overrides), capability=SM_89)
     return {
@@ -153,7 +153,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Predict one row of the whole job on fake tensors."""
-    from simpletune.simulation.simulate_stages import simulate_stages
+    from simpletune.estimate.simulate.simulate_stages import simulate_stages
 
     snapshots = simulate_stages(config_of(overrides), capability=SM_89).stages
     stage, peak = max(snapshots.items(), key=lambda item: item[1].bytes)

@@ -23,9 +23,9 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
     import torch
 
     from benchmarks.memory import config_of
-    from simpletune.pipeline.load import empty_base
-    from simpletune.step.core import assemble
-    from simpletune.step.synthetic import SingleProcess, SyntheticBatches
+    from simpletune.stages.load import empty_base
+    from simpletune.stages.step.core import assemble
+    from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
     from simpletune.system.stage_timer import peak_rss_gib
 
     config = config_of(overrides)

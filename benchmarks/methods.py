@@ -10,17 +10,17 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.table import Results, describe_machine
-from simpletune.adapters import Adapter
+from simpletune.adapters.methods import Adapter
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
-from simpletune.families.sd3.shapes import sd3_medium_config
-from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
-from simpletune.models.weights import fill
-from simpletune.options import Json
-from simpletune.simulation.simulate import simulate
-from simpletune.step.core import assemble
-from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.sd3.shapes import sd3_medium_config
+from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
+from simpletune.models.shared.weights import fill
+from simpletune.stages.step.core import assemble
+from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.system.console import say
+from simpletune.system.options import Json
 
 LORA: Json = {"method": "lora", "rank": 16}
 METHODS: dict[str, Json] = {

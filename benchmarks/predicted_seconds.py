@@ -9,19 +9,16 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.published import PICTURES, RATE, STEP, Row
-from simpletune.cards import LINK_5, Card, card_of
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
+from simpletune.config.prior import ClassPictures
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.fake import fake_tensors
 from simpletune.estimate.job_time import alone
-from simpletune.memory.fake import fake_tensors
-from simpletune.models.prompts import BATCH
-from simpletune.options import Json
-from simpletune.prior import ClassPictures
-from simpletune.simulation.simulate import simulate
-from simpletune.simulation.simulate_stages import (
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
     Recorders,
     empty_autoencoder,
@@ -29,12 +26,15 @@ from simpletune.simulation.simulate_stages import (
     of_encoding,
     text_snapshots,
 )
+from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.speeds import ITEM
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
+from simpletune.models.shared.prompts import BATCH
 from simpletune.system.console import silent
+from simpletune.system.gpus import LINK_5, Card, card_of
+from simpletune.system.options import Json
 from simpletune.system.startup import without_collection
-from simpletune.timing.recorder import Section
-from simpletune.timing.speeds import ITEM
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.timeline import StepSeconds, step_seconds
 
 # Its data sheet: 756 TFLOP/s in bf16, 51 in fp32, 2 TB/s, 114 multiprocessors.
 H100_PCIE = Card("H100-PCIe", 80, (9, 0), 756, 2000, LINK_5, 0.985, fp32_tflops=51, multiprocessors=114)
@@ -77,7 +77,7 @@ def predicted(row: Row) -> Json:
 @contextmanager
 def diffusers_blocks() -> Iterator[None]:
     """Use diffusers' blocks of SD3, which the published rows ran; ours move a third fewer bytes."""
-    with mock.patch("simpletune.families.sd3.transformer.use_joint_blocks"):
+    with mock.patch("simpletune.models.sd3.transformer.use_joint_blocks"):
         yield
 
 

@@ -34,7 +34,7 @@ class Row:
     Args:
         group: the table that it belongs to.
         name: of the row.
-        card: of ``simpletune.cards``, or ``H100-PCIe``.
+        card: of ``simpletune.system.gpus``, or ``H100-PCIe``.
         value: published.
         unit: of the value: ``STEP``, ``PICTURES`` or ``RATE``.
         config: of the job.

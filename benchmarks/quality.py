@@ -23,14 +23,14 @@ from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import checker, pictures
-from simpletune.pipeline.sample import Request, Sampler, draw
-from simpletune.pipeline.text_cache import TextCache
+from simpletune.data.demo import checker, pictures
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, result_of
-from simpletune.sheets import grid
+from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.sheets import grid
 from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo.json")

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import Results, describe_machine
-from simpletune.data.cache import Cache
-from simpletune.models.prompts import pack
-from simpletune.options import Json
-from simpletune.shards.ahead import ReadAhead
-from simpletune.shards.cache import ShardedCache
-from simpletune.shards.index import Index, write_rows
-from simpletune.shards.place import CachePlace, open_cache
-from simpletune.shards.shard import Row
+from simpletune.data.cache.cache import Cache
+from simpletune.data.cache.shards.ahead import ReadAhead
+from simpletune.data.cache.shards.cache import ShardedCache
+from simpletune.data.cache.shards.index import Index, write_rows
+from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards.shard import Row
+from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say
+from simpletune.system.options import Json
 
 PARTS = ("latents", "t5", "clip_l", "clip_g")
 BATCH = 4

@@ -16,11 +16,11 @@ from benchmarks.measured_scaling import exchange_of, measured
 from benchmarks.scaling_plans import PLANS, Plan
 from benchmarks.scaling_tables import page
 from benchmarks.table import Results
-from simpletune.cards import card_of
-from simpletune.options import Json
-from simpletune.report import write_report
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.runs.report import write_report
 from simpletune.system.console import say
-from simpletune.timing.stated import StatedSpeeds
+from simpletune.system.gpus import card_of
+from simpletune.system.options import Json
 
 CARDS = (1, 8, 16, 32, 64, 128, 256)
 PASSES = 8  # micro-batches of a step in measured rows

@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.cluster import Job
 from benchmarks.predicted_seconds import config_of
 from benchmarks.published import MOSAIC, MOSAIC_BLOG, SCRATCH, SD15_FULL
-from simpletune.cards import card_of
-from simpletune.prices import of_cards
+from simpletune.system.gpus import card_of
+from simpletune.system.prices import of_cards
 
 SD3 = Path("configs/sd3_from_scratch_256.json")
 LORA = Path("configs/sd3_medium_lora_r16_int8.json")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from benchmarks.cluster import DATA, FABRICS, MACHINE
-from simpletune.options import Json
-from simpletune.report.content import Chart, Fact, Report, Section, Table
+from simpletune.runs.report.content import Chart, Fact, Report, Section, Table
+from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from benchmarks.scaling_plans import Plan

@@ -21,26 +21,26 @@ from torch import Tensor, nn
 from benchmarks.roofline import finish, least_seconds, rates
 from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLINE, Row, demo_grid, grid
 from benchmarks.table import Results, describe_machine
-from simpletune.cards import peak_tflops
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.models.flops import Flops, trained_of
-from simpletune.models.weights import TensorSource, fill
-from simpletune.options import UserError
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.load import stays_on_host
-from simpletune.profiling.events import read_events
-from simpletune.profiling.kinds import shares
-from simpletune.profiling.option import Profile
-from simpletune.profiling.schedule import Place
-from simpletune.profiling.window import Window
-from simpletune.step.core import assemble
-from simpletune.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.engine.profiling.events import read_events
+from simpletune.engine.profiling.kinds import shares
+from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.schedule import Place
+from simpletune.engine.profiling.window import Window
+from simpletune.engine.tensors import trained_parameters
+from simpletune.models.shared.flops import Flops, trained_of
+from simpletune.models.shared.weights import TensorSource, fill
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import stays_on_host
+from simpletune.stages.step.core import assemble
+from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.gpus import peak_tflops
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
-from simpletune.tensors import trained_parameters
 
 WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
 

@@ -19,15 +19,15 @@ from benchmarks.judged import Studio
 from benchmarks.quality import STYLE, Prompt, accuracies, drift, file_name, prompts_of, unrelated
 from benchmarks.study import BOTH, DEMO, RUNS, TINY, TINY_RATE
 from benchmarks.table import Results, describe_machine, table
-from simpletune.cards import card_of
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures
+from simpletune.data.demo import pictures
 from simpletune.estimate.job_time import job_time
 from simpletune.estimate.predict import MIB, estimate
-from simpletune.options import Json
 from simpletune.runs.folder import read_summary
 from simpletune.system.console import say
+from simpletune.system.gpus import card_of
+from simpletune.system.options import Json
 
 SEEDS = (0, 1, 2)
 CARD = "L4"

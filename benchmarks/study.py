@@ -15,10 +15,10 @@ from typing import Any
 from benchmarks.table import Results
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.report import make_report, write_report
-from simpletune.report.content import Section, Table
-from simpletune.report.recorded import RunRecord, read_run
 from simpletune.runs.folder import SUMMARY
+from simpletune.runs.report import make_report, write_report
+from simpletune.runs.report.content import Section, Table
+from simpletune.runs.report.recorded import RunRecord, read_run
 from simpletune.system.console import say
 
 DEMO, REAL = Path("configs/demo.json"), Path("configs/sd3_medium_lora_r16_int8.json")

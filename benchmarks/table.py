@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from simpletune.options import UserError
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.environment import describe_machine
+from simpletune.system.options import UserError
 
 Row = TypeVar("Row")
 

@@ -20,15 +20,15 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import SHIPPED
-from simpletune.options import Json
-from simpletune.simulation.simulate import simulate
+from simpletune.data.demo import SHIPPED
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.constants import Constants, file_of, read
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, clocked
+from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.system.console import say
-from simpletune.timing.constants import Constants, file_of, read
-from simpletune.timing.recorder import Recorder
-from simpletune.timing.speeds import MeasuredSpeeds
-from simpletune.timing.stopwatch import CpuStopwatch, clocked
-from simpletune.timing.timeline import step_seconds
+from simpletune.system.options import Json
 
 BASE = Path("configs/sd3_medium_lora_r16_int8.json")
 COMMON = (

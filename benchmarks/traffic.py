@@ -15,15 +15,15 @@ from benchmarks import memory
 from benchmarks.memory import BF16, FULL, NF4, PLAN
 from benchmarks.predicted_seconds import config_of
 from benchmarks.table import Results, describe_machine
-from simpletune.cards import card_of
-from simpletune.options import Json
-from simpletune.simulation.simulate import simulate
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.speeds import ITEM, SCALES
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.timeline import step_seconds
+from simpletune.estimate.timing.work import Work
 from simpletune.system.console import say
-from simpletune.timing.recorder import Section
-from simpletune.timing.speeds import ITEM, SCALES
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.timeline import step_seconds
-from simpletune.timing.work import Work
+from simpletune.system.gpus import card_of
+from simpletune.system.options import Json
 
 CARD = card_of("L4")
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"

@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.table import Results
-from simpletune.cards import Card, card_of
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.predict import estimate, needed
-from simpletune.options import Json
-from simpletune.report import write_report
-from simpletune.report.content import Chart, Fact, Report, Section, Table
+from simpletune.runs.report import write_report
+from simpletune.runs.report.content import Chart, Fact, Report, Section, Table
 from simpletune.system.console import say
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import Json
 
 CONFIG = Path("configs/sd15_lora.json")
 TITLE = "Stable Diffusion 1.5: the tables of the Vertex report"

@@ -31,23 +31,23 @@ from benchmarks.quality import (
     unrelated,
 )
 from benchmarks.table import Results, describe_machine
+from simpletune.commands.generate.session import InferenceSession
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures
-from simpletune.drawing.session import InferenceSession
-from simpletune.options import Json
-from simpletune.pipeline.sample import Request
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.pipeline.text_side import load_text_side
+from simpletune.data.demo import pictures
+from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, result_of
-from simpletune.sheets import grid
-from simpletune.simulation.simulate import simulate
-from simpletune.step.core import assemble
-from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.stages.sample import Request
+from simpletune.stages.step.core import assemble
+from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.stages.text_cache import TextCache
+from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.options import Json
+from simpletune.system.sheets import grid
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
 

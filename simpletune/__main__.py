@@ -2,7 +2,7 @@
 
 import sys
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,9 +26,9 @@ import numpy as np
 from damage import CODES, DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is_alike, make_origin, targets
 from safetensors.numpy import load_file, save_file
 
-from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.system.devices import prepare_environment
+from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = 16 * 2**30  # bytes of address space that a hostile input may make a command take

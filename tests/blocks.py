@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.lora import Lora
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd3.transformer import RandomTensors, empty_transformer
-from simpletune.families.sd15 import unet as unets
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.checkpointing import WHOLE, Parts, set_passes
-from simpletune.memory.copy_stream import CopyEvent
-from simpletune.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.transformer import units_of
-from simpletune.models.weights import TensorSource, fill
-from simpletune.objectives.flow_process import flow_loss
-from simpletune.pipeline.sample import autocast_of
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.plain import BF16, FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.adapters.methods.lora import Lora
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.checkpointing import WHOLE, Parts, set_passes
+from simpletune.engine.memory.copy_stream import CopyEvent
+from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_quanto import Int8Quanto
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.objectives.flow_process import flow_loss
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
+from simpletune.models.sd15 import unet as unets
+from simpletune.models.shared.transformer import units_of
+from simpletune.models.shared.weights import TensorSource, fill
+from simpletune.stages.sample import autocast_of
 
 BLOCKS = 4
 UNITS = tuple(f"transformer_blocks.{index}" for index in range(BLOCKS))
@@ -285,7 +285,7 @@ class Late:
 
 def write_pipeline(folder: Path) -> None:
     """A pipeline of three blocks on disk."""
-    from simpletune.demo import tiny_sd3
+    from simpletune.data.demo import tiny_sd3
 
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=2, dtype="fp32")
 

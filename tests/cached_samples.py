@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from simpletune.data.cache import ALONE, Cache, Share
+from simpletune.data.cache.cache import ALONE, Cache, Share
 
 KEYS = [f"prompt {number}, {'é' * (number % 3)}" for number in range(23)]
 

@@ -22,7 +22,7 @@ from simpletune.system.devices import prepare_environment
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
-    from simpletune.simulation.simulate import StepReport
+    from simpletune.estimate.simulate.simulate import StepReport
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()
@@ -118,7 +118,7 @@ def old_objects_are_not_collected() -> None:
 @pytest.fixture(scope="session")
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of one layer and one head, in diffusers' layout, fp32."""
-    from simpletune.demo import tiny_sd3
+    from simpletune.data.demo import tiny_sd3
 
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
     tiny_sd3.build(folder, tiny_sd3.MINIMAL, seed=1, dtype="fp32")
@@ -128,7 +128,7 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six captioned pictures of 32 px."""
-    from simpletune.demo import pictures
+    from simpletune.data.demo import pictures
 
     folder = tmp_path_factory.mktemp("tiny") / "pictures"
     scenes = pictures.sample_scenes(6, seed=3, style="flat")
@@ -211,7 +211,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 @pytest.fixture(scope="session")
 def simulate_once() -> Callable[..., StepReport]:
     """``simulate`` with a memory for the session, because searches ask for the same steps again and again."""
-    from simpletune.simulation.simulate import simulate
+    from simpletune.estimate.simulate.simulate import simulate
 
     known: dict[str, StepReport] = {}
 

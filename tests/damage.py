@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.system.atomic import remove
 from simpletune.training.loop import train

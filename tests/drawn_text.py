@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd15.option import SD15
+from simpletune.adapters.text.encoding import encode_prompts
+from simpletune.adapters.text.files import EmbeddingFile
+from simpletune.adapters.text.side import PLAIN, TextSide
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
 from simpletune.runs.text_side import text_side_of
 from simpletune.runs.weights import Weights
-from simpletune.text.encoding import encode_prompts
-from simpletune.text.files import EmbeddingFile
-from simpletune.text.side import PLAIN, TextSide
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
 
-from simpletune.elementwise import adaln_kernels, rms_kernels
-from simpletune.elementwise.sizes import ROWS, Tokens
+from simpletune.engine.kernels import adaln_kernels, rms_kernels
+from simpletune.engine.kernels.sizes import ROWS, Tokens
 
 TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """One rounding of each type, relative: half a unit in the last place, with a little for fp32's own."""

@@ -12,7 +12,7 @@ from reference.int8_network import gelu, gelu_slope
 from reference.rotation import block_rotation
 from torch import Tensor
 
-from simpletune.quant import (
+from simpletune.engine.quant import (
     int8_gelu_kernel,
     int8_gradient_kernel,
     int8_kernel,

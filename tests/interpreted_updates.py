@@ -11,8 +11,8 @@ from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
 from reference.adamw import adamw_step
 from torch import Tensor
 
-from simpletune.optim import bf16_kernels, bf16_updates
-from simpletune.optim.bf16_updates import HALF, Factors
+from simpletune.engine.optim import bf16_kernels, bf16_updates
+from simpletune.engine.optim.bf16_updates import HALF, Factors
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([bf16_kernels.BLOCK, bf16_kernels.BLOCK + 7]))

@@ -99,7 +99,7 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
 
     from moto.server import ThreadedMotoServer
 
-    from simpletune.stores import store
+    from simpletune.system.stores import store
 
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10), "base": 2}
     retries, store.RETRIES = store.RETRIES, {**store.RETRIES, "backoff": soon}  # type: ignore[typeddict-item]

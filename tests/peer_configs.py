@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from simpletune.options import Json
+from simpletune.system.options import Json
 
 PICTURES = "data/my_pictures"
 STUDY_RUNS = {"full": 24_000, "lora_r1": 24_000, "lora_r16": 24_000, "lora_r64": 140_000}

@@ -11,9 +11,9 @@ from PIL import Image
 
 from simpletune.config.load import with_default_tags
 from simpletune.config.schema import TrainConfig
-from simpletune.pipeline.png import save_png
-from simpletune.pipeline.sample import Request
-from simpletune.report.recorded import Json
+from simpletune.runs.report.recorded import Json
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request
 
 NASTY = "a <script>alert(\"1\")</script> & `code` | [link](x) 'quoted' " + "very " * 60 + "longprompt" * 12
 GPU = {"text": 1.9, "latents": 2.2, "validate": 2.6, "train": 2.75, "save": 2.05}

@@ -1,4 +1,4 @@
-"""What timing/work.py records of a call."""
+"""What estimate/timing/work.py records of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.timing.work import Work, works_of
+from simpletune.estimate.timing.work import Work, works_of
 
 
 def seen(call: Callable[[], object]) -> list[Work]:

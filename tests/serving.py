@@ -16,20 +16,20 @@ import httpx
 import torch
 from PIL import Image
 
-from simpletune.adapters.full import Full
-from simpletune.adapters.lora import Lora
-from simpletune.cli.main import parse
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
+from simpletune.apps.cli.main import parse
+from simpletune.apps.serve import server
+from simpletune.apps.serve.address import bind
+from simpletune.apps.serve.app import HttpOptions
+from simpletune.apps.serve.limits import Limits
+from simpletune.apps.serve.requests import Capabilities, ImageRequest
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.pipeline.sample import Request
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
 from simpletune.runs.folder import CONFIG
-from simpletune.serve import server
-from simpletune.serve.address import bind
-from simpletune.serve.app import HttpOptions
-from simpletune.serve.limits import Limits
-from simpletune.serve.requests import Capabilities, ImageRequest
+from simpletune.stages.sample import Request
+from simpletune.stages.text_cache import TextCache
 
 PROMPT = "a flat picture of a small red circle on the left, on a mint background"
 STYLE = ["text_embedder.linear_1", "attn.add_k_proj", "attn.add_v_proj", "norm1.linear"]  # the demo's kind of targets

@@ -19,18 +19,18 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Draw, View
-from simpletune.elementwise import adaln_operators, rms_norm
-from simpletune.families.sd3.shapes import is_conditioning
-from simpletune.families.sd3.transformer import RandomTensors
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.objectives.flow import Flow
-from simpletune.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
-from simpletune.optim.optimizer import state_to_tensors
-from simpletune.optim.rounding import key_draws
-from simpletune.step.batches import Batches, Prefetcher
-from simpletune.step.core import StepCore, assemble
-from simpletune.step.synthetic import SingleProcess
-from simpletune.tensors import trained_parameters
+from simpletune.engine.kernels import adaln_operators, rms_norm
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
+from simpletune.engine.optim.optimizer import state_to_tensors
+from simpletune.engine.optim.rounding import key_draws
+from simpletune.engine.tensors import trained_parameters
+from simpletune.models.objectives.flow import Flow
+from simpletune.models.sd3.shapes import is_conditioning
+from simpletune.models.sd3.transformer import RandomTensors
+from simpletune.stages.step.batches import Batches, Prefetcher
+from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 
 BATCH = 2
@@ -192,7 +192,7 @@ def run(levers: Levers, device: str = "cuda", kernels: bool = False) -> Result:
     Args:
         levers: of the steps.
         device: that computes.
-        kernels: use those of simpletune/elementwise, which round less often than the CPU's operators and are slow in
+        kernels: use those of simpletune/engine/kernels, which round less often than the CPU's operators and are slow in
             Triton's interpreter; otherwise torch's operators.
     """
     with pytest.MonkeyPatch.context() as patch:

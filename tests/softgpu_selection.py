@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simpletune.elementwise import adaln_operators, rms_norm
+from simpletune.engine.kernels import adaln_operators, rms_norm
 
 LEFT_OUT = {
     r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 WRAPPERS = {"mark", "wait", "join", "_let_go"}
 EVENTS = {"_written"}
-FILES = ("simpletune.memory.", "simpletune.training.pending_steps")
+FILES = ("simpletune.engine.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""
 ONLY_IN = {
     "BlockOffload.updating": "full",
@@ -34,7 +34,7 @@ ONLY_IN = {
 }
 """The run that reaches a function's calls. Others are tried in LoRA's, and in the full one if no seed notices there."""
 ELSEWHERE = {
-    "simpletune.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
+    "simpletune.engine.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
 }
 """Modules whose calls these runs do not reach, and why."""
 
@@ -43,7 +43,7 @@ def ordering_calls() -> list[Call]:
     """Every call of the package that records, marks, waits or synchronises, with the events that are handed on; apart
     from timing, which measures rates on tensors of its own and hands nothing on."""
     found = calls_of(ROOT / "simpletune", ORDERING | WRAPPERS, EVENTS)
-    found = [call for call in found if not call.module.startswith("simpletune.timing")]
+    found = [call for call in found if not call.module.startswith("simpletune.estimate.timing")]
     ours = {call for call in found if call.module.startswith(FILES) and call.text.startswith("self.")}
     return [call for call in found if call in ours or call.name in ORDERING]
 

@@ -12,12 +12,12 @@ from optimum.quanto import QLinear, qint8
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.memory import accounting
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.device_terms import cublas_workspace, quanto_product, temporaries
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import HOST, rounded
-from simpletune.profiling import phase
+from simpletune.engine.memory import accounting
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.device_terms import cublas_workspace, quanto_product, temporaries
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import HOST, rounded
+from simpletune.engine.profiling import phase
 
 KIB = 1024
 

@@ -14,15 +14,15 @@ import torch
 from test_faults import run_with
 from test_interruptions import fail_at, stop_at
 
-from simpletune.cli.main import main
-from simpletune.options import UserError
-from simpletune.report import make_report, write_report
-from simpletune.report.content import Report
-from simpletune.report.recorded import read_run
+from simpletune.apps.cli.main import main
 from simpletune.runs.folder import METRICS, read_metrics
-from simpletune.step.core import StepCore
+from simpletune.runs.report import make_report, write_report
+from simpletune.runs.report.content import Report
+from simpletune.runs.report.recorded import read_run
+from simpletune.stages.step.core import StepCore
 from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
+from simpletune.system.options import UserError
 from tests.recorded_runs import write_run
 
 EVERY_TWO = {"checkpoint": {"every": 2}, "train": {"steps": 6}}

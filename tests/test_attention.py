@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config.load import read_config, validate
-from simpletune.options import UserError
-from simpletune.step.attention import Shape, settle_attention, shapes_of, usable
+from simpletune.stages.step.attention import Shape, settle_attention, shapes_of, usable
+from simpletune.system.options import UserError
 from simpletune.training import setup
 from simpletune.training.loop import train
 

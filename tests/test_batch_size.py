@@ -13,23 +13,23 @@ import torch
 from launching import Launcher
 from safetensors.torch import load_file
 
-from simpletune.cards import card_of
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.batches import of_process, sizes_of, smaller_batch, with_batch
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.snapshot import rounded
 from simpletune.estimate import auto_batch
 from simpletune.estimate.auto_batch import choose_batch, peak_of
 from simpletune.estimate.estimate_command import chosen
-from simpletune.memory.snapshot import rounded
-from simpletune.options import ConfigError, UserError
+from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.simulation.simulate import simulate
-from simpletune.step.batches import Batch
-from simpletune.step.core import StepCore
+from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.core import StepCore
+from simpletune.system.gpus import card_of
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 SIZE = (64, 64)

@@ -30,14 +30,14 @@ from benchmarks import (
     which_method,
 )
 from benchmarks.table import Results, shown
-from simpletune import prices
-from simpletune.cards import Card
 from simpletune.config.resolve import resolve_folders
-from simpletune.demo import pictures
+from simpletune.data.demo import pictures
 from simpletune.estimate.predict import needed
-from simpletune.options import UserError
-from simpletune.report import write_report
-from simpletune.simulation.simulate import simulate
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.runs.report import write_report
+from simpletune.system import prices
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError
 
 GRIDS = [benchmarks.name_of(grid) for grid in benchmarks.GRIDS]
 

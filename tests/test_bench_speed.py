@@ -12,13 +12,13 @@ from benchmarks import pair, speed, speed_rows
 from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
 from simpletune.config.load import read_config
-from simpletune.demo import tiny_sd3
-from simpletune.options import UserError
-from simpletune.profiling.events import Recording, Span
-from simpletune.profiling.kinds import KINDS, shares
-from simpletune.step.batches import Batch
-from simpletune.step.core import assemble
-from simpletune.step.synthetic import SingleProcess
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.profiling.events import Recording, Span
+from simpletune.engine.profiling.kinds import KINDS, shares
+from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.core import assemble
+from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 SMALL = ("data.resolution=64", "model.t5_length=8")
@@ -55,7 +55,7 @@ def test_a_row_that_fails_does_not_end_the_grid(monkeypatch: pytest.MonkeyPatch,
 
 def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fresh machine has neither the weights nor a licence, and random weights need none."""
-    from simpletune.hub import fetch
+    from simpletune.system.hub import fetch
 
     monkeypatch.setattr(fetch, "fetch", lambda parts: pytest.fail(f"fetched {parts}"))
     monkeypatch.setattr(fetch, "listing", lambda repository: pytest.fail(f"listed {repository}"))

@@ -11,12 +11,12 @@ import torch
 from reference.adamw import adamw_step
 from torch import Tensor, nn
 
-from simpletune.optim import bf16_updates
-from simpletune.optim.adamw_bf16 import AdamWBF16
-from simpletune.optim.bf16_updates import HALF, draw, round_into
-from simpletune.optim.eight_bit import AdamW8bit
-from simpletune.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.timing.work import Work, works_of
+from simpletune.engine.optim import bf16_updates
+from simpletune.engine.optim.adamw_bf16 import AdamWBF16
+from simpletune.engine.optim.bf16_updates import HALF, draw, round_into
+from simpletune.engine.optim.eight_bit import AdamW8bit
+from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
+from simpletune.estimate.timing.work import Work, works_of
 
 TESTS = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -33,7 +33,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(card: int, kind: str) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from simpletune.optim import bf16_kernels
+    from simpletune.engine.optim import bf16_kernels
 
     function = bf16_kernels._round if kind == "round" else bf16_kernels._adamw
     types = dict.fromkeys(function.arg_names, "fp32") | dict.fromkeys(("out", "mean", "square"), "*bf16")
@@ -151,8 +151,8 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
             calls.append("round")
             raise fails
 
-    monkeypatch.setitem(sys.modules, "simpletune.optim.bf16_kernels", Kernels)
-    monkeypatch.setattr("simpletune.optim.bf16_kernels", Kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "simpletune.engine.optim.bf16_kernels", Kernels)
+    monkeypatch.setattr("simpletune.engine.optim.bf16_kernels", Kernels, raising=False)
     monkeypatch.setattr(bf16_updates.FALLBACK, "failed", {})
     out, x = torch.zeros(8, dtype=torch.bfloat16), torch.ones(8)
     if isinstance(fails, torch.OutOfMemoryError):
@@ -168,7 +168,7 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
 
 def test_strided_gradients_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels read in the order of memory."""
-    monkeypatch.setitem(sys.modules, "simpletune.optim.bf16_kernels", None)
+    monkeypatch.setitem(sys.modules, "simpletune.engine.optim.bf16_kernels", None)
     monkeypatch.setattr(bf16_updates.FALLBACK, "failed", {})
     given, strided = tensors_of((64, 64), torch.bfloat16), torch.randn(64, 64).t()
     read = [strided, *given[1][1:]]

@@ -11,13 +11,13 @@ import torch
 from recorded_work import seen
 from torch import Tensor
 
-from simpletune.options import UserError
-from simpletune.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
-from simpletune.timing.constants import Composite, Constants, read
-from simpletune.timing.grid import Grid
-from simpletune.timing.probes import Probe
-from simpletune.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
-from simpletune.timing.work import Work
+from simpletune.estimate.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
+from simpletune.estimate.timing.constants import Composite, Constants, read
+from simpletune.estimate.timing.grid import Grid
+from simpletune.estimate.timing.probes import Probe
+from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
+from simpletune.estimate.timing.work import Work
+from simpletune.system.options import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = {probe.name: probe for probe in probes.probes_of(CPU)}

@@ -14,20 +14,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_captioners import WRITERS
 
-from simpletune.captioning import caption as captioning
-from simpletune.captioning.caption import Request, finished, run
-from simpletune.captioning.kinds import Captioner
-from simpletune.captioning.loading import PRECISIONS, find_captioner, load_captioner, predict
-from simpletune.captioning.record import RECORD, Record
-from simpletune.cards import Card
-from simpletune.cli.main import main
-from simpletune.data.caption_files import ChangedCaption, caption_file, write_caption
-from simpletune.data.source import UnusablePicture
-from simpletune.options import UserError
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.plain import FP32
-from simpletune.simulation.simulate_stages import accounting_of
-from simpletune.tensors import all_tensors
+from simpletune.apps.cli.main import main
+from simpletune.commands.caption import caption as captioning
+from simpletune.commands.caption.caption import Request, finished, run
+from simpletune.commands.caption.kinds import Captioner
+from simpletune.commands.caption.loading import PRECISIONS, find_captioner, load_captioner, predict
+from simpletune.commands.caption.record import RECORD, Record
+from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.plain import FP32
+from simpletune.engine.tensors import all_tensors
+from simpletune.estimate.simulate.simulate_stages import accounting_of
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 KINDS = tuple(WRITERS)

@@ -23,13 +23,13 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
-from simpletune.cli.drawing_arguments import add_arguments
-from simpletune.cli.main import main
+from simpletune.apps.cli.drawing_arguments import add_arguments
+from simpletune.apps.cli.main import main
+from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.drawing.generate import generate
-from simpletune.pipeline.sample import Request
 from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
+from simpletune.stages.sample import Request
 from simpletune.training.loop import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"

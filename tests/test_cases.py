@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError, option_classes, union_of
-from simpletune.pipeline.text_side import empty_text_side
+from simpletune.engine.tensors import trained_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.result import result_files
-from simpletune.step.attach import attach
-from simpletune.tensors import trained_parameters
+from simpletune.stages.step.attach import attach
+from simpletune.stages.text_side import empty_text_side
+from simpletune.system.options import ConfigError, option_classes, union_of
 from simpletune.training.loop import train
 
 

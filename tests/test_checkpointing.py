@@ -9,11 +9,11 @@ import torch
 from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates, transformer
 from torch import Tensor
 
-from simpletune.adapters.lora import Lora
-from simpletune.memory.checkpointing import draws_random_numbers, fewest_checkpointed, set_passes
-from simpletune.memory.offload_inputs import CheckpointInputOffload
-from simpletune.options import UserError
-from simpletune.quant.plain import FP32
+from simpletune.adapters.methods.lora import Lora
+from simpletune.engine.memory.checkpointing import draws_random_numbers, fewest_checkpointed, set_passes
+from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+from simpletune.engine.quant.plain import FP32
+from simpletune.system.options import UserError
 
 HIDDEN, TEXT, WIDTH, SAMPLES = 16, 6, 32, 2
 BOUNDARY_BYTES = SAMPLES * (HIDDEN + TEXT) * WIDTH * 4

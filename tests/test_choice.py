@@ -11,18 +11,18 @@ import torch
 from PIL import Image
 from shared_runs import TrainOnce
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
+from simpletune.config.evaluation import LEAST, MOST, settle_evaluation
 from simpletune.config.load import ConfigError, validate
-from simpletune.data.evaluation import LEAST, MOST, settle_evaluation
-from simpletune.options import UserError
-from simpletune.report.choice import choice_sections
-from simpletune.report.fidelity import fidelity_sections
-from simpletune.report.recorded import RunRecord
 from simpletune.runs import choice
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.choice import FIDELITY, HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
 from simpletune.runs.folder import DRIFT, read_rows
 from simpletune.runs.names import find_named
+from simpletune.runs.report.choice import choice_sections
+from simpletune.runs.report.fidelity import fidelity_sections
+from simpletune.runs.report.recorded import RunRecord
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.training.loop import train
 

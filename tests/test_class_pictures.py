@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.estimate.needs import needs_of
+from simpletune.estimate.simulate.simulate_stages import predict_stage, simulate_stages
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.simulation.simulate_stages import predict_stage, simulate_stages
 from simpletune.training.class_pictures import folder_of, requests_of
 from simpletune.training.loop import prepare_only, train
 

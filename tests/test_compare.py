@@ -16,21 +16,21 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
-from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.commands.generate.compare import compare, models_to_compare, named
+from simpletune.commands.generate.generate import default_prompt, generate, weights_of
+from simpletune.commands.generate.same_weights import without_twins
+from simpletune.commands.generate.session import open_session
+from simpletune.commands.generate.similarity import Likeness
 from simpletune.config.load import validate
-from simpletune.demo import ENCODERS, pictures
-from simpletune.drawing.compare import compare, models_to_compare, named
-from simpletune.drawing.generate import default_prompt, generate, weights_of
-from simpletune.drawing.same_weights import without_twins
-from simpletune.drawing.session import open_session
-from simpletune.drawing.similarity import Likeness
-from simpletune.families.sd3.option import SD3
-from simpletune.options import UserError
-from simpletune.pipeline.png import drawn_as
-from simpletune.quant.plain import FP32
+from simpletune.data.demo import ENCODERS, pictures
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.names import LORA_FILE
 from simpletune.runs.weights import BASE, checkpoints_of, overwrite
+from simpletune.stages.png import drawn_as
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")

@@ -18,12 +18,12 @@ from test_run import run_with, saved_weights
 from torch._dynamo.utils import counters
 
 from simpletune.config.load import validate
-from simpletune.demo import tiny_sd3
-from simpletune.models import compile as compiling
-from simpletune.options import UserError
-from simpletune.quant.plain import FP32
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.quant.plain import FP32
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.shared import compile as compiling
 from simpletune.runs.folder import read_metrics
-from simpletune.simulation.simulate import simulate
+from simpletune.system.options import UserError
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import re
 import pyarrow as pa
 import pytest
 
-from simpletune.options import UserError
-from simpletune.stores.store import StoreError
-from simpletune.streams.compression import decompressed
-from simpletune.streams.remote_files import reaching
+from simpletune.data.streaming.compression import decompressed
+from simpletune.data.streaming.remote_files import reaching
+from simpletune.system.options import UserError
+from simpletune.system.stores.store import StoreError
 
 PLAIN = bytes(range(256)) * 20
 PACKED = {

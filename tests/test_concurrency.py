@@ -16,9 +16,9 @@ from failing_locks import fail_with
 from launching import Launcher
 from safetensors.torch import load_file
 
-from simpletune.data.cache import Cache
-from simpletune.options import UserError
+from simpletune.data.cache.cache import Cache
 from simpletune.system import locks
+from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Both are loaded before either begins, and encoding is slow enough that they meet.
@@ -26,8 +26,8 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from simpletune.config.load import read_config
-from simpletune.data.cache import Cache
-from simpletune.models.quantised_cache import QuantisedBase
+from simpletune.data.cache.cache import Cache
+from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.training.loop import train
 made, save, keep = [], Cache.save, QuantisedBase.keep
 def slow(self, key, tensors):

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from processor_time import processor_seconds
 from pydantic import ValidationError
 
-from simpletune.cli import main as cli_main
-from simpletune.cli.main import main
+from simpletune.apps.cli import main as cli_main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import SHIPPED
-from simpletune.options import ConfigError, Option, UserError, first_lines, option_classes, shortened
+from simpletune.data.demo import SHIPPED
+from simpletune.system.options import ConfigError, Option, UserError, first_lines, option_classes, shortened
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -232,7 +232,7 @@ def test_very_many_problems_fit_on_a_screen(write_config, capsys: pytest.Capture
 @pytest.mark.parametrize("verb", [["check", "configs/demo.json"], ["schema"], ["--help"]], ids=lambda v: v[0])
 def test_answers_at_once_and_without_torch(verb: list[str]) -> None:
     code = (
-        "import sys\nfrom simpletune.cli.main import main\n"
+        "import sys\nfrom simpletune.apps.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "heavy = [m for m in ('torch', 'transformers', 'diffusers', 'peft', 'accelerate') if m in sys.modules]\n"
         "assert not heavy, heavy"

@@ -11,7 +11,7 @@ from slow_cases import slow_but
 
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
-from simpletune.memory.profiles import with_profile
+from simpletune.engine.memory.profiles import with_profile
 from simpletune.runs.result import result_files
 from simpletune.training.loop import train
 

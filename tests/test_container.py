@@ -56,7 +56,7 @@ def test_what_is_copied_first_is_enough_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["check", "configs/demo.json"], ["--help"]], ids=lambda words: words[0])
 def test_the_image_has_all_that_the_command_line_needs(command: list[str], tmp_path: Path) -> None:
     folder = build_context(tmp_path / "simpletune")
-    enter = f"import sys; sys.path.insert(0, {str(folder)!r}); from simpletune.cli.main import main"
+    enter = f"import sys; sys.path.insert(0, {str(folder)!r}); from simpletune.apps.cli.main import main"
     code = f"{enter}; sys.exit(main({command!r}))"
     done = subprocess.run([sys.executable, "-I", "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

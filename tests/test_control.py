@@ -17,17 +17,13 @@ from pydantic import TypeAdapter
 from shared_runs import TrainOnce
 from test_run import run_with, saved_weights
 
-from simpletune.adapters import Adapter
-from simpletune.adapters.layers import at_strength
-from simpletune.cards import Card
-from simpletune.cli.control import awaited
-from simpletune.cli.main import main
+from simpletune.adapters.methods import Adapter
+from simpletune.adapters.methods.layers import at_strength
+from simpletune.apps.cli.control import awaited
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import drawn as predicted
-from simpletune.models.fp16_blocks import Fp16Blocks
-from simpletune.options import Json, UserError
-from simpletune.pipeline.png import drawn_as
-from simpletune.pipeline.sample import Request
+from simpletune.models.shared.fp16_blocks import Fp16Blocks
 from simpletune.runs import checkpoint
 from simpletune.runs.control import (
     DrawRequest,
@@ -39,7 +35,11 @@ from simpletune.runs.control import (
     read_requests,
 )
 from simpletune.runs.folder import read_metrics
+from simpletune.stages.png import drawn_as
+from simpletune.stages.sample import Request
 from simpletune.system import failpoints, signals
+from simpletune.system.gpus import Card
+from simpletune.system.options import Json, UserError
 from simpletune.training import control, drawn
 
 
@@ -372,7 +372,7 @@ def test_the_command_asks_and_prints_the_answer(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, codes = folder_of(tiny_config), []
-    monkeypatch.setattr("simpletune.cli.control.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("simpletune.apps.cli.control.LOOK_EVERY", 0.0)
 
     def type_commands() -> None:
         for words in (["--save", "--wait", "0"], ["--draw", "x", "--strength", "9"], ["--save", "--seed", "1"]):

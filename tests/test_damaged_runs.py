@@ -20,10 +20,10 @@ from damage import DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is
 from slow_cases import slow_but
 
 from simpletune.config.load import validate
-from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system import disk
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,7 +224,7 @@ def test_a_run_on_a_read_only_file_system(place: Place, tmp_path: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "sh", "-c", command]).returncode:
         pytest.skip("no file system may be mounted here")
     program = (
-        f"from simpletune.cli.main import main\nfor more in [], ['train.steps=8']:\n"
+        f"from simpletune.apps.cli.main import main\nfor more in [], ['train.steps=8']:\n"
         f"    print('code', main(['train', {str(place.file)!r}, '--resume', 'auto', *more]), flush=True)"
     )
     script = f'{command} && exec "$@"'

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletune.data.captions import read_metadata
-from simpletune.data.folder import Folder
-from simpletune.data.pictures import MAX_PIXELS, cut, decode, picture_size
 from simpletune.data.samples import make_samples
-from simpletune.data.source import Picture, UnusablePicture
-from simpletune.models.buckets import bucket_sizes, covering_size, nearest_bucket
-from simpletune.options import UserError
-from simpletune.pipeline.encode import report_rejected
+from simpletune.data.sources.captions import read_metadata
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.pictures import MAX_PIXELS, cut, decode, picture_size
+from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.models.shared.buckets import bucket_sizes, covering_size, nearest_bucket
+from simpletune.stages.encode import report_rejected
+from simpletune.system.options import UserError
 
 TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda a: a,
@@ -582,7 +582,8 @@ def test_a_path_that_cannot_be_used_is_told_before_anything_is_opened(tmp_path: 
 def decoding_takes(mode: str) -> int:
     """MiB by which the peak memory of a process grows when it decodes a picture of 24 million pixels."""
     code = (
-        "import io, resource\nfrom PIL import Image\nfrom simpletune.data.pictures import decode\nimport numpy\n"
+        "import io, resource\nfrom PIL import Image\nimport numpy\n"
+        "from simpletune.data.sources.pictures import decode\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         f"data = io.BytesIO()\nImage.new({mode!r}, (6000, 4000), 9).save(data, 'PNG', compress_level=1)\n"
         "before = peak()\ndecode(data.getvalue())\nprint((peak() - before) // 1024)"

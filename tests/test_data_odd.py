@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from simpletune.data.captions import METADATA
-from simpletune.data.folder import Folder
-from simpletune.data.pictures import decode, picture_size
-from simpletune.data.source import Rejected, Scan, UnusablePicture
-from simpletune.data.table import Table
-from simpletune.data.walk import MAX_BYTES, printable, read_regular, walk
-from simpletune.options import UserError
-from simpletune.pipeline.encode import report_rejected
+from simpletune.data.sources.captions import METADATA
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.pictures import decode, picture_size
+from simpletune.data.sources.source import Rejected, Scan, UnusablePicture
+from simpletune.data.sources.table import Table
+from simpletune.data.sources.walk import MAX_BYTES, printable, read_regular, walk
+from simpletune.stages.encode import report_rejected
+from simpletune.system.options import UserError
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

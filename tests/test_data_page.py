@@ -15,14 +15,14 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
+from simpletune.apps.web import data_jobs, processes
+from simpletune.apps.web.data_jobs import caption_words
+from simpletune.apps.web.roots import OutsideRoots, make_roots
+from simpletune.commands.inspect_data.caption_edits import Edit, Entry, apply, entries_of, preview, tag_counts
+from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_tokenizer
 from simpletune.config.load import validate
-from simpletune.data_report.caption_edits import Edit, Entry, apply, entries_of, preview, tag_counts
-from simpletune.data_report.prompt_cuts import Cutter, read_tokenizer
-from simpletune.demo import vocabulary
-from simpletune.options import UserError
-from simpletune.web import data_jobs, processes
-from simpletune.web.data_jobs import caption_words
-from simpletune.web.roots import OutsideRoots, make_roots
+from simpletune.data.demo import vocabulary
+from simpletune.system.options import UserError
 
 HOSTILE = "<img src=x onerror=alert(1)> \"&'.png"
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
+from simpletune.commands.inspect_data import near_duplicates as duplicates
+from simpletune.commands.inspect_data import scan as look_at
+from simpletune.commands.inspect_data.look_alikes import EACH, GROUPS, SIDE, look_alikes
+from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.scan import TILE, DatasetReport, evenly_spaced
+from simpletune.commands.inspect_data.text import text
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
-from simpletune.data.source import UnusablePicture
-from simpletune.data_report import near_duplicates as duplicates
-from simpletune.data_report import scan as look_at
-from simpletune.data_report.look_alikes import EACH, GROUPS, SIDE, look_alikes
-from simpletune.data_report.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
-from simpletune.data_report.scan import TILE, DatasetReport, evenly_spaced
-from simpletune.data_report.text import text
+from simpletune.data.sources.source import UnusablePicture
 from simpletune.training.loop import train
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from simpletune.config.load import validate, with_default_tags
 from simpletune.config.resolve import require_model_rules
 from simpletune.config.schema import TrainConfig
-from simpletune.memory.fake import fake_tensors
-from simpletune.objectives.ddpm import Ddpm, rescale_to_zero_snr, schedule_of
-from simpletune.options import ConfigError
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.models.objectives.ddpm import Ddpm, rescale_to_zero_snr, schedule_of
+from simpletune.system.options import ConfigError
 from simpletune.system.rng import stream
 from tests.reference import ddpm as reference
 

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "reference"))
 import reduction as reference
 
 from simpletune.config.load import validate
-from simpletune.options import ConfigError
-from simpletune.step import reduction
-from simpletune.step.batches import Batch
-from simpletune.step.dealing import Share, leaves
-from simpletune.step.reduction import TreeSum, top_of_tree
+from simpletune.stages.step import reduction
+from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.dealing import Share, leaves
+from simpletune.stages.step.reduction import TreeSum, top_of_tree
+from simpletune.system.options import ConfigError
 from simpletune.training.accelerator import require_processes
 
 AREAS = st.lists(st.sampled_from([1024, 4096, 4608, 6144]), min_size=1, max_size=33)

@@ -15,7 +15,7 @@ from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from simpletune.demo import networks, pictures, tiny_sd3, vocabulary
+from simpletune.data.demo import networks, pictures, tiny_sd3, vocabulary
 
 REAL_CONFIG = Path(__file__).parents[2] / "shared/data/sd3_medium_config"
 PROMPTS = [

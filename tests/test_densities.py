@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from simpletune.config.load import validate
-from simpletune.objectives.ddpm import Ddpm
-from simpletune.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
-from simpletune.objectives.flow import Flow, shift_sigma
-from simpletune.objectives.flow_process import FlowProcess
-from simpletune.objectives.huber import Huber, errors
-from simpletune.options import ConfigError
+from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
+from simpletune.models.objectives.flow import Flow, shift_sigma
+from simpletune.models.objectives.flow_process import FlowProcess
+from simpletune.models.objectives.huber import Huber, errors
+from simpletune.system.options import ConfigError
 
 DENSITIES = [Uniform(), LogitNormal(0.4, 1.3), Mode(1.29), Mode(-1), CosMap(), Beta(2, 2), Beta(0.5, 3), Beta(8, 1.5)]
 FLOWS = [

@@ -9,24 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from simpletune.adapters.adapter import NoAdapter
-from simpletune.adapters.full import Full
-from simpletune.adapters.hypernetwork import Hypernetwork
-from simpletune.adapters.loha import Loha
-from simpletune.adapters.oft import Oft
-from simpletune.adapters.partial import Partial
-from simpletune.cli.drawing_arguments import tile
-from simpletune.cli.evaluate import finite
-from simpletune.cli.main import main
+from simpletune.adapters.methods.adapter import NoAdapter
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.hypernetwork import Hypernetwork
+from simpletune.adapters.methods.loha import Loha
+from simpletune.adapters.methods.oft import Oft
+from simpletune.adapters.methods.partial import Partial
+from simpletune.apps.cli.drawing_arguments import tile
+from simpletune.apps.cli.evaluate import finite
+from simpletune.apps.cli.main import main
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.families.sd15.option import SD15
-from simpletune.families.sd15.unet_config import HUB_NAMES, SD15_NAME
-from simpletune.report.content import Section
-from simpletune.report.fidelity import _result
-from simpletune.report.one import picture_section
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sd15.unet_config import HUB_NAMES, SD15_NAME
 from simpletune.runs.folder import SCORES
+from simpletune.runs.report.content import Section
+from simpletune.runs.report.fidelity import _result
+from simpletune.runs.report.one import picture_section
 
 NAMES = [f"transformer_blocks.{block}.attn.{part}" for block in range(2) for part in ("to_q", "to_k", "to_v")]
 SHAPES = {f"{name}.weight": (64, 64) for name in NAMES} | {f"{name}.bias": (64,) for name in NAMES}

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.attention_terms import (
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.attention_terms import (
     CudaLayouts,
     attention_kernel,
     cudnn_backward,
@@ -22,10 +22,10 @@ from simpletune.memory.attention_terms import (
     efficient_forward,
     flash_backward,
 )  # fmt: skip
-from simpletune.memory.cuda_autocast import IN_FP32, autocast_like_cuda
-from simpletune.memory.device_terms import convolution_workspace, reduction, temporaries
-from simpletune.simulation.simulate import accounting_like_cuda, simulate
-from simpletune.simulation.simulate_stages import predict_stage
+from simpletune.engine.memory.cuda_autocast import IN_FP32, autocast_like_cuda
+from simpletune.engine.memory.device_terms import convolution_workspace, reduction, temporaries
+from simpletune.estimate.simulate.simulate import accounting_like_cuda, simulate
+from simpletune.estimate.simulate.simulate_stages import predict_stage
 
 L4 = (8, 9)
 
@@ -121,7 +121,7 @@ def test_a_convolutions_allowance_is_one_copy_of_input_weight_and_output(stride:
 def test_the_autoencoders_stages_have_the_allowance(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     with_allowance = predict_stage(config, "latents", L4).bytes
-    monkeypatch.setattr("simpletune.memory.device_terms.convolution_workspace", lambda *_: 0)
+    monkeypatch.setattr("simpletune.engine.memory.device_terms.convolution_workspace", lambda *_: 0)
     assert predict_stage(config, "latents", L4).bytes < with_allowance
 
 
@@ -146,13 +146,15 @@ def test_the_functions_are_of_torchs_own_list() -> None:
 def test_a_step_with_autocast_keeps_wide_norms(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(precision={"weights": "fp32", "compute": "bf16"}, memory={"checkpointing": "none"})
     as_on_cuda = simulate(config).peak.bytes
-    monkeypatch.setattr("simpletune.memory.cuda_autocast.IN_FP32", ())
+    monkeypatch.setattr("simpletune.engine.memory.cuda_autocast.IN_FP32", ())
     assert simulate(config).peak.bytes < as_on_cuda
 
 
 def test_the_kernel_depends_on_the_card_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
-    monkeypatch.setattr("simpletune.simulation.simulate.temporaries", lambda kernel: counted.append(kernel) or {})
+    monkeypatch.setattr(
+        "simpletune.estimate.simulate.simulate.temporaries", lambda kernel: counted.append(kernel) or {}
+    )
     config = config_of(precision={"weights": "bf16"})
     for changed, capability in (
         (config, None), (config, (9, 0)), (config, (12, 0)), (config_of(), L4),

@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState, PartialState
 
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.options import UserError
 from simpletune.system.devices import choose_device
+from simpletune.system.options import UserError
 from simpletune.training import accelerator
 from simpletune.training.accelerator import make_accelerator
 

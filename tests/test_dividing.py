@@ -15,7 +15,7 @@ import pytest
 import torch
 from launching import Launcher
 
-from simpletune.data.cache import PLACES, Cache, Share, place_of
+from simpletune.data.cache.cache import PLACES, Cache, Share, place_of
 from simpletune.system import locks
 
 KEYS = [f"prompt {number}" for number in range(60)]
@@ -147,8 +147,8 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from pathlib import Path
 from simpletune.config.load import read_config
-from simpletune.data.source import UnusablePicture
-from simpletune.pipeline.latent_cache import LatentCache
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.stages.latent_cache import LatentCache
 from simpletune.training.loop import train
 whole, fill, made, rejected = LatentCache._encode_one, LatentCache.fill, [], Path(config).with_name("rejected")
 def encode_one(self, view, vae, device):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from test_golden import losses_of
 
-import simpletune.adapters
+import simpletune.adapters.methods
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import read_metrics
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "how_it_works.md"
 LISTING = re.compile(r"\*\*([\w./]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
-ADAPTER = "simpletune/adapters/bias.py"
+ADAPTER = "simpletune/adapters/methods/bias.py"
 
 
 def names_in(file: Path) -> set[str]:
@@ -86,9 +86,13 @@ def walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
     files = listings()
     folder = tmp_path / "listings"
     folder.mkdir()
-    module_of(files[ADAPTER], "simpletune.adapters.bias", folder, monkeypatch)
+    module_of(files[ADAPTER], "simpletune.adapters.methods.bias", folder, monkeypatch)
     union: dict[str, object] = {}
-    exec(files["simpletune/adapters/__init__.py"], vars(simpletune.adapters) | {"__name__": "union"}, union)
+    exec(
+        files["simpletune/adapters/methods/__init__.py"],
+        vars(simpletune.adapters.methods) | {"__name__": "union"},
+        union,
+    )
     field = TrainConfig.model_fields["adapter"]
     before = field.annotation
     field.annotation = get_args(union["Adapter"])[0]
@@ -100,7 +104,9 @@ def walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
 
 def test_the_walkthrough_s_union_has_all_members(walkthrough: dict[str, str]) -> None:
     members = {member.__name__ for member in get_args(TrainConfig.model_fields["adapter"].annotation)}
-    assert members == {member.__name__ for member in get_args(get_args(simpletune.adapters.Adapter)[0])} | {"Bias"}
+    assert members == {member.__name__ for member in get_args(get_args(simpletune.adapters.methods.Adapter)[0])} | {
+        "Bias"
+    }
 
 
 def test_the_walkthrough_s_adapter_trains_the_biases_alone(

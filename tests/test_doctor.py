@@ -20,13 +20,13 @@ import fake_hub
 import pytest
 from fake_hub import Failure
 
-from simpletune.cli.main import main
-from simpletune.doctor import card_checks, command, hub_checks, probe, step_checks, system_checks
-from simpletune.doctor.command import CHECKS, found, private, report
-from simpletune.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
-from simpletune.doctor.machine import Machine
-from simpletune.doctor.probe import Probe
-from simpletune.options import UserError
+from simpletune.apps.cli.main import main
+from simpletune.commands.doctor import card_checks, command, hub_checks, probe, step_checks, system_checks
+from simpletune.commands.doctor.command import CHECKS, found, private, report
+from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
+from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.probe import Probe
+from simpletune.system.options import UserError
 
 GIB = 2**30
 L4 = {"name": "NVIDIA L4", "capability": [8, 9], "free": 22 * GIB, "total": 22.5 * GIB}
@@ -278,7 +278,7 @@ def test_steps_that_fail_are_a_problem() -> None:
 
 
 def test_bf16_is_computed_where_it_exists() -> None:
-    from simpletune.doctor.probe_steps import config_of
+    from simpletune.commands.doctor.probe_steps import config_of
 
     assert config_of("int8", (8, 9)).precision.compute == config_of("bf16", None).precision.compute == "bf16"
     assert config_of("int8", (7, 5)).precision.compute == config_of("bf16", (7, 5)).precision.compute == "fp16"
@@ -378,7 +378,7 @@ def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.M
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from huggingface_hub import constants
 
-    from simpletune.families.sd3.shapes import SD3_MEDIUM
+    from simpletune.models.sd3.shapes import SD3_MEDIUM
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(hub_checks, "SECONDS", 2.0)
@@ -424,7 +424,7 @@ def test_the_file_holds_neither_secrets_nor_home_folders(monkeypatch: pytest.Mon
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import sys, simpletune.doctor.command, simpletune.families.sd3; sys.exit('torch' in sys.modules)"
+    code = "import sys, simpletune.commands.doctor.command, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -536,7 +536,9 @@ def test_triton_is_named_where_int8_products_work(reason: str | None, monkeypatc
     devices: list[str] = []
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
     monkeypatch.setattr(probe, "version", lambda name: f"1.0 of {name}")
-    monkeypatch.setattr("simpletune.quant.int8_products.why_not", lambda device: devices.append(str(device)) or reason)
+    monkeypatch.setattr(
+        "simpletune.engine.quant.int8_products.why_not", lambda device: devices.append(str(device)) or reason
+    )
     assert probe.answer("int8 products") == {"why_not": reason, "triton": None if reason else "1.0 of triton"}
     assert devices == ["cuda:3"]
 
@@ -544,8 +546,8 @@ def test_triton_is_named_where_int8_products_work(reason: str | None, monkeypatc
 def test_the_trial_steps_draw_new_values_and_the_same_in_every_trial() -> None:
     import torch
 
-    from simpletune.doctor import probe_steps
-    from simpletune.step.batches import Batch
+    from simpletune.commands.doctor import probe_steps
+    from simpletune.stages.step.batches import Batch
 
     class Core:
         def step(self, batches: list[Batch]) -> tuple[torch.Tensor, None]:

@@ -7,8 +7,8 @@ import importlib.metadata
 import pytest
 import torch
 
-from simpletune.doctor.probe import bitsandbytes_facts, quanto_facts, torch_facts
-from simpletune.doctor.probe_steps import take_steps
+from simpletune.commands.doctor.probe import bitsandbytes_facts, quanto_facts, torch_facts
+from simpletune.commands.doctor.probe_steps import take_steps
 
 without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 

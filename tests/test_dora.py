@@ -14,13 +14,13 @@ from reference import dora_oft
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.dora import Dora, dora_layers
-from simpletune.adapters.dora_layers import DoraLayer, rescaled, squared_norms
-from simpletune.adapters.layers import base_of
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.nf4_linear import Nf4Linear
-from simpletune.quant.plain import FP32
-from simpletune.quant.unpack import row_blocks
+from simpletune.adapters.methods.dora import Dora, dora_layers
+from simpletune.adapters.methods.dora_layers import DoraLayer, rescaled, squared_norms
+from simpletune.adapters.methods.layers import base_of
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.unpack import row_blocks
 
 OUT, IN, RANK, SCALE = 40, 64, 3, 0.7
 

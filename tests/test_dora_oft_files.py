@@ -15,20 +15,20 @@ from reference import dora_oft
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.dora import Dora, dora_layers
-from simpletune.adapters.dora_layers import DoraLayer
-from simpletune.adapters.layers import all_layers
-from simpletune.adapters.oft import Oft
-from simpletune.adapters.oft_layer import OftLayer
-from simpletune.cli.main import main
-from simpletune.lora.attach import fold_lora, load_loras
-from simpletune.lora.describe import describe
-from simpletune.lora.mix import Recipe, mix
-from simpletune.lora.read import read_lora
-from simpletune.lora.write import write_lora
-from simpletune.models.lora_names import DORA_MARK
-from simpletune.options import UserError
-from simpletune.quant.plain import FP32
+from simpletune.adapters.files.attach import fold_lora, load_loras
+from simpletune.adapters.files.describe import describe
+from simpletune.adapters.files.mix import Recipe, mix
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.write import write_lora
+from simpletune.adapters.methods.dora import Dora, dora_layers
+from simpletune.adapters.methods.dora_layers import DoraLayer
+from simpletune.adapters.methods.layers import all_layers
+from simpletune.adapters.methods.oft import Oft
+from simpletune.adapters.methods.oft_layer import OftLayer
+from simpletune.apps.cli.main import main
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.shared.lora_names import DORA_MARK
+from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lora_readers  # noqa: E402

@@ -11,10 +11,10 @@ from slow_cases import slow_but
 
 from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
-from simpletune.cards import Card, card_of
+from simpletune.engine.memory.attention_terms import attention_kernel
 from simpletune.estimate.predict import CONTEXT, needed
-from simpletune.memory.attention_terms import attention_kernel
-from simpletune.options import UserError
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import UserError
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 L4 = card_of("L4")

@@ -12,11 +12,11 @@ from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
 from test_gpu import run_on
 
-from simpletune.demo import tiny_sd3
-from simpletune.options import UserError
+from simpletune.data.demo import tiny_sd3
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.system import failpoints
 from simpletune.system.failpoints import InjectedError
+from simpletune.system.options import UserError
 
 pytestmark = pytest.mark.dry
 DRAWN = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 2}
@@ -41,9 +41,7 @@ def whole(run: Path) -> dict:
 def program(config: dict, file: Path, before: str = "", **environment: object) -> subprocess.CompletedProcess[str]:
     """`simpletune train` in a process of its own, whose device holds nothing else."""
     file.write_text(json.dumps(config))
-    code = (
-        f"{before}\nfrom simpletune.cli.main import main; raise SystemExit(main(['train', {str(file)!r}, '--force']))"
-    )
+    code = f"{before}\nfrom simpletune.apps.cli.main import main; raise SystemExit(main(['train', {str(file)!r}, '--force']))"
     return process(code, **environment)
 
 
@@ -171,7 +169,8 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(three_blocks: 
     config = three_blocks | {"device": "cuda", "adapter": {"method": "full"}}
     config["output"] = config["output"] | {"cache": str(tmp_path / "cache")}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code = f"from simpletune.cli.main import main; raise SystemExit(main(['train', {str(tmp_path / 'config.json')!r}]))"
+    verb = ["train", str(tmp_path / "config.json")]
+    code = f"from simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
     done = process(code, DRY_GIB=0.1)
     assert done.returncode == 2, done.stderr
     assert "needs" in done.stderr and "has 102" in done.stderr and "--force" in done.stderr

@@ -14,11 +14,11 @@ from test_gpu import run_on
 from test_optimizers import NAMES
 
 from simpletune.config.schema import TrainConfig
-from simpletune.memory.copy_stream import PinnedPages
-from simpletune.memory.machine_weights import is_shared
-from simpletune.pipeline import load
-from simpletune.step.core import StepCore
-from simpletune.tensors import all_tensors
+from simpletune.engine.memory.copy_stream import PinnedPages
+from simpletune.engine.memory.machine_weights import is_shared
+from simpletune.engine.tensors import all_tensors
+from simpletune.stages import load
+from simpletune.stages.step.core import StepCore
 
 pytestmark = pytest.mark.dry
 WATCHED = ("synchronisations", "cudaDeviceSynchronize", "pageable_copies", "cudaHostAlloc", "cuMemCreate")

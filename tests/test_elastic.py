@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
-from simpletune.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import read_state, with_checksum

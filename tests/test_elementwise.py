@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
-from simpletune.elementwise import adaln_operators
-from simpletune.elementwise.adaln import Gated, Modulation, add_gated, modulated
-from simpletune.families.sd3.joint_block import JointBlock, use_joint_blocks
-from simpletune.memory.checkpointing import set_passes
-from simpletune.memory.device_terms import temporaries
-from simpletune.options import UserError
-from simpletune.timing.work import Work, works_of
+from simpletune.engine.kernels import adaln_operators
+from simpletune.engine.kernels.adaln import Gated, Modulation, add_gated, modulated
+from simpletune.engine.memory.checkpointing import set_passes
+from simpletune.engine.memory.device_terms import temporaries
+from simpletune.estimate.timing.work import Work, works_of
+from simpletune.models.sd3.joint_block import JointBlock, use_joint_blocks
+from simpletune.system.options import UserError
 
 TESTS = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -242,8 +242,8 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
             calls.append("add")
             raise fails
 
-    monkeypatch.setitem(sys.modules, "simpletune.elementwise.adaln_kernels", Kernels)
-    monkeypatch.setattr("simpletune.elementwise.adaln_kernels", Kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "simpletune.engine.kernels.adaln_kernels", Kernels)
+    monkeypatch.setattr("simpletune.engine.kernels.adaln_kernels", Kernels, raising=False)
     monkeypatch.setattr(adaln_operators.FALLBACK, "failed", {})
     x, gate = torch.ones(1, 2, 4), torch.full((1, 4), 0.5)
     if isinstance(fails, torch.OutOfMemoryError):
@@ -273,7 +273,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 
 def test_the_committed_table_is_that_of_the_kernels() -> None:
     source = elementwise.source_hash()
-    assert all(row["source"] == source for row in TABLE.values()), "simpletune/elementwise has changed: make kernels"
+    assert all(row["source"] == source for row in TABLE.values()), "simpletune/engine/kernels has changed: make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
     assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
     for version in versions:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from simpletune.config.load import validate
-from simpletune.ema import Ema
-from simpletune.options import UserError
+from simpletune.engine.optim.ema import Ema
 from simpletune.runs import checkpoint
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 

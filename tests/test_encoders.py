@@ -17,13 +17,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
-from simpletune.demo import pictures, vocabulary
-from simpletune.encoders.loading import find_encoder, load_encoder
-from simpletune.encoders.preprocessing import CLIP, HALF, IMAGENET, normalised, scaled_and_cut, squashed
-from simpletune.evaluation.predict import encoding
-from simpletune.options import UserError
+from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.commands.evaluate.encoders.preprocessing import (
+    CLIP,
+    HALF,
+    IMAGENET,
+    normalised,
+    scaled_and_cut,
+    squashed,
+)
+from simpletune.commands.evaluate.predict import encoding
+from simpletune.data.demo import pictures, vocabulary
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import peak_rss_gib
-from simpletune.timing.recorder import Recorder
 
 CPU = torch.device("cpu")
 READ_PROMPTS = ("clip", "siglip")

@@ -19,10 +19,10 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import run_folder
 from simpletune.data.plan import Plan
+from simpletune.engine.tensors import trained_parameters
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
-from simpletune.step.synthetic import SyntheticBatches
-from simpletune.tensors import trained_parameters
+from simpletune.stages.step.synthetic import SyntheticBatches
 from simpletune.training.loop import train
 from simpletune.training.run import Run
 from simpletune.training.setup import StartOptions, set_up

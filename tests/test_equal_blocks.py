@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import tiny_sd3
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.memory import equal_blocks, fake
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.equal_blocks import count_equal
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.fake_results import FakeResults
 from simpletune.estimate.auto_checkpointing import with_checkpointed
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.predict import _stored
-from simpletune.memory import equal_blocks, fake
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.equal_blocks import count_equal
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.fake_results import FakeResults
-from simpletune.options import ConfigError, Json, UserError
-from simpletune.simulation import simulate
-from simpletune.simulation.simulate_stages import simulate_parts
-from simpletune.timing.recorder import Recorder
+from simpletune.estimate.simulate import simulate
+from simpletune.estimate.simulate.simulate_stages import simulate_parts
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.system.options import ConfigError, Json, UserError
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.name != "schema.json")
 LEVERS = (
@@ -56,7 +56,7 @@ class Whole(FakeResults):
 def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Json:
     """Everything that a simulation says, but for how long it took."""
     with monkeypatch.context() as patch:
-        patch.setattr("simpletune.simulation.simulate_text._TEXTS", {})
+        patch.setattr("simpletune.estimate.simulate.simulate_text._TEXTS", {})
         if whole:
             patch.setattr(fake, "RESULTS", Whole())
             patch.setattr(equal_blocks, "_counted", lambda block: block.forward)

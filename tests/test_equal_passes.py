@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.options import Json
-from simpletune.simulation import simulate
-from simpletune.step.core import StepCore
-from simpletune.timing.recorder import Recorder
+from simpletune.estimate.simulate import simulate
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.stages.step.core import StepCore
+from simpletune.system.options import Json
 
 MIXED = ("precision.weights=bf16", "precision.compute=bf16")
 RUNS = {

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletune.cards import card_of
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.optim import Optimizer
+from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.planning import Search
 from simpletune.estimate.predict import _stored, estimate
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.fake import fake_tensors
-from simpletune.optim import Optimizer
-from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.options import Json
-from simpletune.simulation import trained
-from simpletune.simulation.equal_updates import count_equal_updates
-from simpletune.simulation.optimizer_states import make_states
-from simpletune.timing.recorder import Recorder
+from simpletune.estimate.simulate import trained
+from simpletune.estimate.simulate.equal_updates import count_equal_updates
+from simpletune.estimate.simulate.optimizer_states import make_states
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.system.gpus import card_of
+from simpletune.system.options import Json
 
 SHAPES = [(96, 64), (96, 64), (70,), (96, 64), (70,), (64, 96)]
 

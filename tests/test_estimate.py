@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.cards import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
-from simpletune.cli.main import main, parser
+from simpletune.apps.cli.main import main, parser
 from simpletune.config.load import validate
+from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import forecast as forecasting
 from simpletune.estimate import predict as estimating
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.needs import Needs
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.simulate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.options import UserError
-from simpletune.simulation.simulate_stages import simulate_stages
+from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train
 
@@ -252,7 +252,7 @@ def test_every_verb_with_json_prints_nothing_else(
 @pytest.mark.parametrize("verb", [["estimate"], ["plan"], ["plan", "--batches"]], ids=" ".join)
 def test_an_unknown_card_is_refused_before_torch_is_loaded(verb: list[str]) -> None:
     code = (
-        "import sys\nfrom simpletune.cli.main import main\nfound = main(sys.argv[1:])\n"
+        "import sys\nfrom simpletune.apps.cli.main import main\nfound = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules\nsys.exit(found)"
     )
     words = [*verb, "configs/demo.json", "--device", "RTX9999"]

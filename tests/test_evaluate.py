@@ -15,19 +15,19 @@ from PIL import Image
 from shared_runs import TrainOnce
 from tiny_encoders import write_clip, write_dino
 
-from simpletune.cli.evaluate import evaluate_arguments
-from simpletune.cli.main import main
-from simpletune.encoders.loading import find_encoder, load_encoder
-from simpletune.evaluation import evaluate as command
-from simpletune.evaluation.draw import Gallery
-from simpletune.evaluation.evaluate import evaluate, plan_of
-from simpletune.evaluation.plan import points_of, shots_of
-from simpletune.evaluation.predict import predict
-from simpletune.evaluation.prompts import Prompt
-from simpletune.evaluation.table import lines, main_encoders
-from simpletune.options import UserError
-from simpletune.pipeline.sample import Request, Sampler
+from simpletune.apps.cli.evaluate import evaluate_arguments
+from simpletune.apps.cli.main import main
+from simpletune.commands.evaluate import evaluate as command
+from simpletune.commands.evaluate.draw import Gallery
+from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.commands.evaluate.evaluate import evaluate, plan_of
+from simpletune.commands.evaluate.plan import points_of, shots_of
+from simpletune.commands.evaluate.predict import predict
+from simpletune.commands.evaluate.prompts import Prompt
+from simpletune.commands.evaluate.table import lines, main_encoders
 from simpletune.runs.folder import read_scores
+from simpletune.stages.sample import Request, Sampler
+from simpletune.system.options import UserError
 from tests.reference import scores as reference
 
 PROMPTS = ["a large red zorp on the left", "a small blue zorp", "a green star"]
@@ -147,7 +147,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
 
         monkeypatch.setattr(owner, name, stopping)
 
-    from simpletune.encoders.encoder import Encoder
+    from simpletune.commands.evaluate.encoders.encoder import Encoder
 
     counting(Sampler, "latents", 0)
     counting(Encoder, "of_pictures", 1)
@@ -235,7 +235,7 @@ def test_other_weights_of_the_same_step_are_other_pictures(run: Path, encoders: 
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    from simpletune.evaluation.plan import identity
+    from simpletune.commands.evaluate.plan import identity
 
     identity.cache_clear()
     assert [own == expected for own, expected in zip(keys(other), (base, first, last), strict=True)] == [
@@ -295,8 +295,8 @@ def test_only_a_prediction_draws_nothing(run: Path, encoders: list[str], capsys:
 def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.cards import Card
-    from simpletune.evaluation import predict as module
+    from simpletune.commands.evaluate import predict as module
+    from simpletune.system.gpus import Card
 
     args = parsed(run, "--encoders", *encoders)
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None
@@ -329,7 +329,7 @@ class Counted:
 def test_predicted_time_is_that_of_every_operation(
     run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.evaluation import predict as module
+    from simpletune.commands.evaluate import predict as module
 
     monkeypatch.setattr(module, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
     known = command.encoders_of(False, encoders)
@@ -347,10 +347,10 @@ def test_predicted_time_is_that_of_every_operation(
 
 
 def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
-    from simpletune.evaluation.predict import speeds_at_hand
+    from simpletune.commands.evaluate.predict import speeds_at_hand
+    from simpletune.estimate.timing.constants import VERSION, Constants, file_of, write
+    from simpletune.estimate.timing.grid import Grid
     from simpletune.system.environment import cpu_name
-    from simpletune.timing.constants import VERSION, Constants, file_of, write
-    from simpletune.timing.grid import Grid
 
     threads = torch.get_num_threads()
     constants = Constants(
@@ -367,7 +367,7 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     """Of processor time, which other programs do not lengthen much; a quarter before operations were counted."""
     import time
 
-    from simpletune.evaluation.draw import draw_missing
+    from simpletune.commands.evaluate.draw import draw_missing
 
     args = parsed(run, "--encoders", *encoders)
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None

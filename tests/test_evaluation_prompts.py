@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from simpletune.commands.evaluate.prompts import Prompt, Words, dreambooth, from_file, prompts_of, without, words_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures
-from simpletune.evaluation.prompts import Prompt, Words, dreambooth, from_file, prompts_of, without, words_of
-from simpletune.options import UserError
+from simpletune.data.demo import pictures
+from simpletune.system.options import UserError
 
 DOG = Words("sks", "dog")
 

@@ -21,15 +21,15 @@ from shared_runs import TrainOnce
 from slow_cases import slow_but
 
 from simpletune.config.load import validate
-from simpletune.data.cache import Cache, checksum
+from simpletune.data.cache.cache import Cache, checksum
+from simpletune.engine.optim.rounding import key_draws
 from simpletune.estimate import disk_needs as space
-from simpletune.optim.rounding import key_draws
-from simpletune.options import ConfigError, UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore
+from simpletune.stages.step.batches import Batches
+from simpletune.stages.step.core import StepCore
 from simpletune.system import disk
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 from simpletune.training.setup import Run
 from simpletune.training.validation import Previews
@@ -144,7 +144,7 @@ def test_full_while_caching(tiny_config: dict, tmp_path: Path, monkeypatch: pyte
 
 FILL = """
 import os, subprocess, sys
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 config, mounted = sys.argv[1:]
 print("code", main(["train", config, "--force"]), flush=True)
 steps = sorted(os.listdir(f"{mounted}/runs/tiny/checkpoints"))
@@ -433,7 +433,7 @@ def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(tiny_co
 def test_a_picture_that_the_autoencoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.families.sd3.option import SD3
+    from simpletune.models.sd3.option import SD3
 
     honest = SD3.encode_pictures
     monkeypatch.setattr(SD3, "encode_pictures", lambda *args: honest(*args) * math.inf)
@@ -444,7 +444,7 @@ def test_a_picture_that_the_autoencoder_overflows_on_is_named(
 def test_a_caption_that_a_text_encoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.models.prompts import Prompts
+    from simpletune.models.shared.prompts import Prompts
 
     honest = Prompts.encode
 
@@ -480,8 +480,8 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
     monkeypatch.setattr("simpletune.training.validation.draw", fail)
     monkeypatch.setattr("simpletune.training.evaluate.Evaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
-    monkeypatch.setattr("simpletune.report.report_at_end", fail)
-    monkeypatch.setattr("simpletune.profiling.window.Window.start", fail)
+    monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
+    monkeypatch.setattr("simpletune.engine.profiling.window.Window.start", fail)
     monkeypatch.setattr("simpletune.training.trackers.tensor_board.TensorBoard.scalars", fail)
     run = run_with(tiny_config, **settings)
     said = json.loads((run / "summary.json").read_text())["warnings"]

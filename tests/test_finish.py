@@ -14,19 +14,19 @@ from slow_cases import slow_but
 from test_interruptions import fail_at, stop_at
 from test_run import run_with
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.plan_data import plan_data
-from simpletune.report import make_report
-from simpletune.report.markdown import markdown
 from simpletune.runs import checkpoint
+from simpletune.runs.report import make_report
+from simpletune.runs.report.markdown import markdown
+from simpletune.stages.plan_data import plan_data
 from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.finish_early import finish_early
 
 LORA = "pytorch_lora_weights.safetensors"

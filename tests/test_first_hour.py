@@ -17,7 +17,7 @@ import pytest
 from benchmarks import first_hour, measured_memory, memory, speed_rows
 from benchmarks.first_hour import Stage
 from benchmarks.table import Results, selected
-from simpletune.options import UserError
+from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,7 +155,7 @@ def test_the_order_is_smoke_then_memory_speed_streaming_tests_and_the_rest(tmp_p
 
 def test_every_stage_s_command_is_parsed(tmp_path: Path) -> None:
     from benchmarks.__main__ import parser as grids_parser
-    from simpletune.cli.main import parse
+    from simpletune.apps.cli.main import parse
     from simpletune.config.load import read_config
 
     for each in first_hour.hour(tmp_path):
@@ -250,7 +250,7 @@ def test_memory_is_measured_in_one_process_beside_stored_predictions(
 
 
 def test_every_target_has_a_stored_prediction_and_another_card_s_workspace_is_added() -> None:
-    from simpletune.memory.device_terms import cublas_workspace
+    from simpletune.engine.memory.device_terms import cublas_workspace
 
     stored = measured_memory.stored_predictions()
     assert {name for name, row in memory.ROWS.items() if row.target_mib and not row.whole} <= set(stored)

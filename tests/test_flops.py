@@ -10,25 +10,25 @@ from blocks import load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from simpletune.adapters.dora import Dora
-from simpletune.adapters.full import Full
-from simpletune.adapters.loha import Loha
-from simpletune.adapters.lokr import Lokr
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.oft import Oft
-from simpletune.adapters.partial import Partial
+from simpletune.adapters.methods.dora import Dora
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.loha import Loha
+from simpletune.adapters.methods.lokr import Lokr
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.oft import Oft
+from simpletune.adapters.methods.partial import Partial
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.families.sd3.flops import sd3_flops
-from simpletune.families.sd3.shapes import sd3_medium_config
-from simpletune.families.sd3.transformer import RandomTensors
-from simpletune.memory import Memory
-from simpletune.models.flops import Flops, trained_of
-from simpletune.quant.int8 import Int8
-from simpletune.quant.plain import BF16
-from simpletune.step.core import StepCore, assemble
-from simpletune.step.synthetic import CPU, SingleProcess, SyntheticBatches
-from simpletune.tensors import trained_parameters
+from simpletune.engine.memory import Memory
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.plain import BF16
+from simpletune.engine.tensors import trained_parameters
+from simpletune.models.sd3.flops import sd3_flops
+from simpletune.models.sd3.shapes import sd3_medium_config
+from simpletune.models.sd3.transformer import RandomTensors
+from simpletune.models.shared.flops import Flops, trained_of
+from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 
 TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.

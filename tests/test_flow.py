@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from simpletune.objectives.flow import Flow, shift_sigma
-from simpletune.objectives.flow_process import flow_loss, interpolate, velocity_target
+from simpletune.models.objectives.flow import Flow, shift_sigma
+from simpletune.models.objectives.flow_process import flow_loss, interpolate, velocity_target
 from simpletune.system.rng import key_of, reseed_global, stream
 
 EVEN = (np.arange(4000) + 0.5) / 4000

@@ -21,20 +21,20 @@ from simpletune.config.compute import compute_to_draw, settle_compute
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import tiny_sd3
-from simpletune.ema import Ema
-from simpletune.models.fp16_blocks import fp16_blocks_of
-from simpletune.optim import loss_scale
-from simpletune.optim.adamw import AdamW
-from simpletune.optim.loss_scale import LossScale
-from simpletune.optim.state import begin_step
-from simpletune.options import ConfigError, UserError, option_classes
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.report import report_at_end
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.optim import loss_scale
+from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.ema import Ema
+from simpletune.engine.optim.loss_scale import LossScale
+from simpletune.engine.optim.state import begin_step
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
-from simpletune.step.core import StepCore
-from simpletune.step.fp16 import is_overflow
+from simpletune.runs.report import report_at_end
+from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.fp16 import is_overflow
+from simpletune.system.options import ConfigError, UserError, option_classes
 from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
@@ -321,7 +321,7 @@ def test_a_step_that_overflows_without_a_scale_is_not_finite() -> None:
 
 
 def test_what_is_nan_by_itself_still_ends_the_run(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.step.batches import Batches
+    from simpletune.stages.step.batches import Batches
 
     honest = Batches.fetch
 
@@ -392,7 +392,7 @@ def test_resuming_repeats_when_a_block_becomes_fp32(
 def test_velocities_with_such_blocks_are_those_of_fp32(
     weights: str, change: str, request: pytest.FixtureRequest, tiny_config: dict
 ) -> None:
-    from simpletune.pipeline.sample import Request, Sampler
+    from simpletune.stages.sample import Request, Sampler
 
     tiny_config["model"]["pretrained"] = str(request.getfixturevalue(change))
     wanted = Request("a red circle", 0, width=32, height=32, steps=3, guidance=2.0)
@@ -461,7 +461,7 @@ def test_pictures_of_a_run_with_such_blocks_are_finite(
     """Base and tuned are drawn, the evaluation loss computed, and the result drawn again by generate."""
     from PIL import Image
 
-    from simpletune.cli.main import main
+    from simpletune.apps.cli.main import main
 
     folder = run(
         between_blocks,

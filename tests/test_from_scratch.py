@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletune.config.load import read_config, validate
-from simpletune.demo import pictures
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.training.loop import prepare_only, train

@@ -11,9 +11,9 @@ import pytest
 import tiny_sd15
 
 from simpletune.config.load import validate
-from simpletune.demo import tiny_sd3
-from simpletune.families.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
-from simpletune.families.sd15.unet_config import bundled
+from simpletune.data.demo import tiny_sd3
+from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
+from simpletune.models.sd15.unet_config import bundled
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.header import open_lora
+from simpletune.adapters.files.read import read_lora
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache import Cache
-from simpletune.lora.describe import describe, in_words
-from simpletune.lora.header import open_lora
-from simpletune.lora.read import read_lora
-from simpletune.options import Option, UserError, member_for, option_classes, union_of
+from simpletune.data.cache.cache import Cache
 from simpletune.runs import checkpoint
 from simpletune.runs.state_file import with_checksum
 from simpletune.system.model_folder import weight_files
+from simpletune.system.options import Option, UserError, member_for, option_classes, union_of
 from simpletune.system.safetensors_file import read_header
 
 TRIES = int(os.environ.get("SIMPLETUNE_FUZZ", "60"))

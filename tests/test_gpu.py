@@ -30,25 +30,25 @@ from test_rounding import alone, start_of, stepped
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from simpletune.adapters.full import Full
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_product import add_update
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.lora_product import add_update
 from simpletune.config.load import validate
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd3.shapes import is_conditioning
-from simpletune.families.sd3.transformer import RandomTensors
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.copy_stream import CudaCopies, host_bytes
-from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.options import UserError
-from simpletune.pipeline.modulation_plan import detach_modulation
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.plain import BF16
-from simpletune.quant.precision import WeightPrecision
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.copy_stream import CudaCopies, host_bytes
+from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_quanto import Int8Quanto
+from simpletune.engine.quant.plain import BF16
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.tensors import own_tensors
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import is_conditioning
+from simpletune.models.sd3.transformer import RandomTensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.tensors import own_tensors
+from simpletune.stages.modulation_plan import detach_modulation
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 pytestmark = [
@@ -90,7 +90,7 @@ SHAPES = [(1536, 1536), (6144, 1536), (1536, 6144)]  # [o, i] of SD3 Medium's la
 @pytest.mark.parametrize("rows", [17, 333, 1024, 4096 + 333, 4 * 4096])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_products_are_those_of_the_cpu_and_of_float64(shape: tuple[int, int], rows: int) -> None:
-    from simpletune.quant.int8_products import int8_product, int8_rows, why_not
+    from simpletune.engine.quant.int8_products import int8_product, int8_rows, why_not
 
     assert why_not(torch.device("cuda")) is None
     generator = torch.Generator().manual_seed(rows)
@@ -123,7 +123,7 @@ def test_speed_of_int8_products_is_printed(shape: tuple[int, int]) -> None:
     """Not asserted: rows to int8 and the product, against the bf16 product."""
     from triton.testing import do_bench
 
-    from simpletune.quant.int8_products import int8_product, int8_rows
+    from simpletune.engine.quant.int8_products import int8_product, int8_rows
 
     weight = torch.randn(shape, device="cuda").bfloat16()
     q, scale = int8_rows(weight)
@@ -378,8 +378,8 @@ def test_the_optimizer_in_the_backward_pass_gives_the_losses_of_the_normal_one(
 def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(tmp_path: Path) -> None:
     from transformers import T5Config, T5EncoderModel
 
-    from simpletune.models.parts import Part
-    from simpletune.models.t5_layers import LayeredT5
+    from simpletune.models.shared.parts import Part
+    from simpletune.models.shared.t5_layers import LayeredT5
 
     torch.manual_seed(0)
     config = T5Config(vocab_size=4000, d_model=512, d_kv=64, d_ff=8192, num_layers=6, num_heads=8,
@@ -403,7 +403,7 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
 @pytest.mark.parametrize("on", [False, True])
 def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA itself raises where the host waits, in every step but the first two, which fill caches."""
-    from simpletune.step.core import StepCore
+    from simpletune.stages.step.core import StepCore
 
     honest, steps = StepCore.step, []
 
@@ -501,7 +501,7 @@ def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
     from benchmarks import speed
     from benchmarks.roofline import rates
     from benchmarks.speed_rows import grid
-    from simpletune.profiling.kinds import KINDS
+    from simpletune.engine.profiling.kinds import KINDS
 
     device = torch.device("cuda", torch.cuda.current_device())
     measured = rates(device)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
 from simpletune.config.schema import TrainConfig
-from simpletune.data.folder import Folder
-from simpletune.drawing.session import DrawingSpeed, InferenceSession
-from simpletune.families.sd3.option import SD3
-from simpletune.memory import Memory
-from simpletune.pipeline.sample import Request
-from simpletune.quant.plain import FP32
+from simpletune.data.sources.folder import Folder
+from simpletune.engine.memory import Memory
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights
+from simpletune.stages.sample import Request
 from simpletune.system.stage_timer import StageTimer
 
 pytestmark = [

@@ -19,12 +19,12 @@ from benchmarks.predicted_seconds import (
     predicted,
 )
 from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
-from simpletune.cards import CARDS, card_of
 from simpletune.config.load import validate
-from simpletune.report import write_report
-from simpletune.simulation.simulate import simulate
-from simpletune.timing.stated import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
-from simpletune.timing.timeline import StepSeconds, step_seconds
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.stated import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
+from simpletune.runs.report import write_report
+from simpletune.system.gpus import CARDS, card_of
 
 L4 = card_of("L4")
 

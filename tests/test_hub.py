@@ -27,15 +27,15 @@ from huggingface_hub.utils import _http, close_session, validate_repo_id
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from tiny_encoders import write_clip
 
-from simpletune.cli.main import main
-from simpletune.encoders.loading import find_encoder
-from simpletune.hub import download as hub_download
-from simpletune.hub import fetch as ours
-from simpletune.hub.errors import clear_errors
-from simpletune.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
-from simpletune.hub.files import data_set_folder
-from simpletune.hub.repository import HubFile, Repository
-from simpletune.options import UserError
+from simpletune.apps.cli.main import main
+from simpletune.commands.evaluate.encoders.loading import find_encoder
+from simpletune.system.hub import download as hub_download
+from simpletune.system.hub import fetch as ours
+from simpletune.system.hub.errors import clear_errors
+from simpletune.system.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
+from simpletune.system.hub.files import data_set_folder
+from simpletune.system.hub.repository import HubFile, Repository
+from simpletune.system.options import UserError
 
 NAME = "owner/tiny-sd3"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -447,7 +447,7 @@ def test_a_lora_that_was_fetched_serves_while_the_hub_does_not_answer(hub: FakeH
 
 
 def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_path: Path) -> None:
-    from simpletune.data.table import Table
+    from simpletune.data.sources.table import Table
 
     table, source = tmp_path / "rows.parquet", Table(path=NAME, split="train")
     row = {"image": next(tiny_pictures.glob("*.png")).read_bytes(), "text": "a disc"}

@@ -25,24 +25,24 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from simpletune.adapters.hypernetwork import Hypernetwork
-from simpletune.adapters.hypernetwork_layer import networks_of
-from simpletune.adapters.layers import all_layers
-from simpletune.adapters.lora import OUTPUT, Lora
-from simpletune.adapters.networks.files import read, write, write_a1111
-from simpletune.cli.main import main
+from simpletune.adapters.files.attach import load_loras
+from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.methods.hypernetwork import Hypernetwork
+from simpletune.adapters.methods.hypernetwork_layer import networks_of
+from simpletune.adapters.methods.layers import all_layers
+from simpletune.adapters.methods.lora import OUTPUT, Lora
+from simpletune.adapters.methods.networks.files import read, write, write_a1111
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.families.sd15.flops import unet_flops
-from simpletune.families.sd15.shapes import parameter_shapes, units_of
-from simpletune.families.sd15.unet_config import bundled
-from simpletune.lora.attach import load_loras
-from simpletune.lora.describe import describe, in_words
-from simpletune.models.flops import trained_of
-from simpletune.options import ConfigError, UserError
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
+from simpletune.engine.tensors import trained_parameters
+from simpletune.models.sd15.flops import unet_flops
+from simpletune.models.sd15.shapes import parameter_shapes, units_of
+from simpletune.models.sd15.unet_config import bundled
+from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
-from simpletune.step.attach import attach
-from simpletune.tensors import trained_parameters
+from simpletune.stages.step.attach import attach
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 UNITS = len(units_of(UNETS["sd15"]))

@@ -10,18 +10,18 @@ import peer_configs
 import pytest
 from import_cases import CASES, LARGE
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
+from simpletune.commands.importers import left_out
+from simpletune.commands.importers.importing import Imported, form_of, import_file
+from simpletune.commands.importers.kohya_table import ROWS as KOHYA_ROWS
+from simpletune.commands.importers.onetrainer_table import ROWS as ONETRAINER_ROWS
+from simpletune.commands.importers.optimizers import OPTIMIZERS, SCHEDULES
+from simpletune.commands.importers.simpletuner_table import FLAVOURS
+from simpletune.commands.importers.simpletuner_table import LORA as SIMPLETUNER_LORA
+from simpletune.commands.importers.simpletuner_table import ROWS as SIMPLETUNER_ROWS
 from simpletune.config.load import read_json, validate
 from simpletune.config.run_name import run_name
-from simpletune.importers import left_out
-from simpletune.importers.importing import Imported, form_of, import_file
-from simpletune.importers.kohya_table import ROWS as KOHYA_ROWS
-from simpletune.importers.onetrainer_table import ROWS as ONETRAINER_ROWS
-from simpletune.importers.optimizers import OPTIMIZERS, SCHEDULES
-from simpletune.importers.simpletuner_table import FLAVOURS
-from simpletune.importers.simpletuner_table import LORA as SIMPLETUNER_LORA
-from simpletune.importers.simpletuner_table import ROWS as SIMPLETUNER_ROWS
-from simpletune.options import Json, UserError
+from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 BASES: dict[str, Json] = {

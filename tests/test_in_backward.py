@@ -19,16 +19,16 @@ from torch import nn
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
-from simpletune.optim.adamw import AdamW
-from simpletune.optim.adamw_bf16 import AdamWBF16
-from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.rounding import key_draws
-from simpletune.options import ConfigError, UserError, union_of
+from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.adamw_bf16 import AdamWBF16
+from simpletune.engine.optim.in_backward import step_in_backward
+from simpletune.engine.optim.rounding import key_draws
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import CHECKSUM, with_checksum
-from simpletune.step.attach import attach
+from simpletune.stages.step.attach import attach
+from simpletune.system.options import ConfigError, UserError, union_of
 from simpletune.training.accelerator import make_accelerator
 from simpletune.training.loop import train
 
@@ -272,7 +272,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
 
 
 def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None:
-    from simpletune.lora.attach import load_lora
+    from simpletune.adapters.files.attach import load_lora
 
     data = make(tiny_config, False, "exported", "lora", "bf16")
     data["adapter"] |= {"alpha": 4, "dropout": 0.0}  # a scale of 2, which is folded in without rounding

@@ -14,29 +14,29 @@ import pytest
 import torch
 from PIL import Image
 
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_layers import lora_layers
-from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.lora_layers import lora_layers
+from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.commands.generate import shared_base
+from simpletune.commands.generate.compare import compare
+from simpletune.commands.generate.generate import generate
+from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
+from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.commands.generate.similarity import latent_distance
 from simpletune.config.schema import TrainConfig
-from simpletune.data.folder import Folder
-from simpletune.drawing import shared_base
-from simpletune.drawing.compare import compare
-from simpletune.drawing.generate import generate
-from simpletune.drawing.session import DrawingSpeed, InferenceSession
-from simpletune.drawing.shared_base import SharedBase
-from simpletune.drawing.similarity import latent_distance
-from simpletune.families.sd3.option import SD3
-from simpletune.memory import Memory
-from simpletune.models.compile import compile_blocks
-from simpletune.options import UserError
-from simpletune.pipeline.png import drawn_as
-from simpletune.pipeline.sample import Request, Sampler, batches, encode_starts
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.quant.int8 import Int8
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.plain import FP32
+from simpletune.data.sources.folder import Folder
+from simpletune.engine.memory import Memory
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.names import split_scale
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
+from simpletune.stages.png import drawn_as
+from simpletune.stages.sample import Request, Sampler, batches, encode_starts
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
 
 CPU = torch.device("cpu")
@@ -335,8 +335,8 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
 ) -> None:
     from types import SimpleNamespace
 
-    from simpletune.cards import Card
-    from simpletune.drawing import predicted
+    from simpletune.commands.generate import predicted
+    from simpletune.system.gpus import Card
 
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
     drawn: list[tuple[int, str, int]] = []

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.cards import Card, card_of
-from simpletune.cli.main import main
-from simpletune.cli.train import of_folder
+from simpletune.apps.cli.main import main
+from simpletune.apps.cli.train import of_folder
+from simpletune.commands.doctor.finding import OK, WARNING, Finding
+from simpletune.commands.init import Answers, Suggestion, command, look, machine, suggest
+from simpletune.commands.init import choices as making
+from simpletune.commands.init.answers import ask
+from simpletune.commands.init.defaults import PROFILES, profile_of
 from simpletune.config.load import read_config, validate
-from simpletune.data.several import scan_sources
+from simpletune.data.sources.several import scan_sources
 from simpletune.data.split import split_pictures
-from simpletune.doctor.finding import OK, WARNING, Finding
-from simpletune.init import Answers, Suggestion, command, look, machine, suggest
-from simpletune.init import choices as making
-from simpletune.init.answers import ask
-from simpletune.init.defaults import PROFILES, profile_of
-from simpletune.options import Json, UserError
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import Json, UserError
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 L4 = card_of("L4")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from simpletune.quant.int8_linear import Int8Linear, quantise_rows
+from simpletune.engine.quant.int8_linear import Int8Linear, quantise_rows
 
 sizes = st.integers(1, 40)
 

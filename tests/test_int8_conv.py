@@ -16,12 +16,12 @@ from peft.tuners.lora import Conv2d as LoraConv2d
 from reference import convolution
 from torch import Tensor, nn
 
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.checkpointing import set_passes
-from simpletune.memory.fake import fake_tensors
-from simpletune.profiling import phase
-from simpletune.quant.int8_conv import Int8Conv2d
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.checkpointing import set_passes
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.profiling import phase
+from simpletune.engine.quant.int8_conv import Int8Conv2d
 
 KIB = 1024
 GEOMETRIES = {"3x3": (3, 1, 1), "down": (3, 2, 1), "down-unpadded": (3, 2, 0), "1x1": (1, 1, 0), "5x5": (5, 1, 2)}

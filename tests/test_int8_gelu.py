@@ -16,17 +16,17 @@ from reference.int8_network import Layer
 from test_int8_products import Counted
 from torch import Tensor, nn
 
-from simpletune import fallback
-from simpletune.adapters.lora import Lora
-from simpletune.cards import card_of
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.feed_forward import FeedForwards
-from simpletune.memory.snapshot import rounded
-from simpletune.quant import int8_gelu, int8_products
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_gelu import fuse_feed_forwards
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.work import Work, works_of
+from simpletune.adapters.methods.lora import Lora
+from simpletune.engine.kernels import fallback
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.feed_forward import FeedForwards
+from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.quant import int8_gelu, int8_products
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.work import Work, works_of
+from simpletune.system.gpus import card_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 WIDTH, ROWS = 16, 40
@@ -190,7 +190,7 @@ def test_what_cannot_be_fused_is_left_to_the_network(
 
 @needs_triton
 def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    from simpletune.quant import int8_gelu_kernel
+    from simpletune.engine.quant import int8_gelu_kernel
 
     def fail(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")

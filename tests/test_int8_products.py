@@ -21,19 +21,19 @@ from test_simulate import LEVERS, assert_same_bytes, three_blocks  # noqa: F401
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune import fallback
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods.lora import Lora
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import rounded
-from simpletune.options import ConfigError, UserError
-from simpletune.quant import int8_multiply, int8_products, int8_tuning
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_tuning import Tuning, tunings
+from simpletune.engine.kernels import fallback
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.quant import int8_multiply, int8_products, int8_tuning
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.int8_tuning import Tuning, tunings
 from simpletune.runs.folder import read_metrics
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training import load
 from simpletune.training.loop import train
 
@@ -241,7 +241,7 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replace the kernels that are tuned by a fake that fails for some tiles; return it and what is printed."""
-    from simpletune.quant import int8_gradient_kernel, int8_kernel
+    from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
 
     def use(fails: set[int], error: Exception) -> tuple[FakeKernel, list[str]]:
         fake, said = FakeKernel(fails, error), []
@@ -353,7 +353,7 @@ def test_a_tile_that_does_not_compile_is_left_out_and_named_once(kernel: Any) ->
 
 @needs_triton
 def test_where_no_tile_of_the_tuning_runs_the_safe_one_does(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.quant import int8_kernel
+    from simpletune.engine.quant import int8_kernel
 
     monkeypatch.setattr(int8_kernel, "SAFE_TILE", (16, 64, 64, 4, 2))
     fake, said = kernel({256, 128, 64, 32}, NOT_LOWERED)
@@ -400,7 +400,7 @@ def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel:
 
 @needs_triton
 def test_rows_that_do_not_compile_are_quantised_by_torch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.quant import int8_kernel
+    from simpletune.engine.quant import int8_kernel
 
     def fail(*_: Any) -> None:
         raise NOT_LOWERED

@@ -17,12 +17,12 @@ from accelerate import Accelerator
 from slow_cases import slow_but
 from test_run import run_with, saved_weights
 
-from simpletune.cli import main as cli_main
-from simpletune.options import UserError
+from simpletune.apps.cli import main as cli_main
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
 from simpletune.system import atomic, failpoints, signals
 from simpletune.system.failpoints import InjectedError
+from simpletune.system.options import UserError
 from simpletune.training import loop
 from simpletune.training.pending_steps import MetricsQueue
 from simpletune.training.run import Run

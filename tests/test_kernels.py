@@ -14,7 +14,7 @@ import pytest
 from benchmarks import kernels
 from benchmarks.int8_kernels import Row
 from benchmarks.kernels import problems, source_hash, source_of
-from simpletune.options import UserError
+from simpletune.system.options import UserError
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 TABLE = json.loads(kernels.COMMITTED.read_text())["rows"]
@@ -57,7 +57,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 
 
 def test_the_committed_table_is_that_of_the_kernel() -> None:
-    assert not STALE, "a kernel of simpletune/quant has changed: run make kernels"
+    assert not STALE, "a kernel of simpletune/engine/quant has changed: run make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
     assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
     for version in versions:

@@ -14,7 +14,7 @@ from shared_runs import TrainOnce
 from slow_cases import slow_but
 
 from simpletune.config.load import validate
-from simpletune.demo import tiny_sd3
+from simpletune.data.demo import tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train

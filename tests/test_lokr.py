@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.layer_method import LayerMethod
-from simpletune.adapters.layers import UpdateLayer, detach, outer_layers, updates_disabled
-from simpletune.adapters.loha import Loha
-from simpletune.adapters.lokr import Lokr
-from simpletune.adapters.lokr_layer import add_kronecker, sides
+from simpletune.adapters.methods.layer_method import LayerMethod
+from simpletune.adapters.methods.layers import UpdateLayer, detach, outer_layers, updates_disabled
+from simpletune.adapters.methods.loha import Loha
+from simpletune.adapters.methods.lokr import Lokr
+from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
 from simpletune.config.load import validate
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
-from simpletune.quant.int8 import Int8
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.plain import BF16
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.plain import BF16
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

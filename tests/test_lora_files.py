@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from simpletune.cli.main import main
-from simpletune.families.sd3.lora_names import LAYOUTS, NAMES
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
-from simpletune.lora.describe import describe, file_of, in_words
-from simpletune.lora.header import ADAPTER_METADATA, open_lora
-from simpletune.lora.layouts import layout_of
-from simpletune.lora.read import read_lora
-from simpletune.lora.updates import Update, fuse, split
-from simpletune.lora.write import in_original_names, tensors_of, write_lora
-from simpletune.options import UserError
+from simpletune.adapters.files.describe import describe, file_of, in_words
+from simpletune.adapters.files.header import ADAPTER_METADATA, open_lora
+from simpletune.adapters.files.layouts import layout_of
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.updates import Update, fuse, split
+from simpletune.adapters.files.write import in_original_names, tensors_of, write_lora
+from simpletune.apps.cli.main import main
+from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lora_readers  # noqa: E402

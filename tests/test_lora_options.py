@@ -11,17 +11,17 @@ from blocks import BLOCKS, Setting, loss_of, prepare, shake_updates, transformer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from simpletune.adapters.dora import Dora
-from simpletune.adapters.layers import ADAPTER
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_layers import UpdateDropout, limit_norms, lora_layers, product_norm, row_norms
+from simpletune.adapters.methods.dora import Dora
+from simpletune.adapters.methods.layers import ADAPTER
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.lora_layers import UpdateDropout, limit_norms, lora_layers, product_norm, row_norms
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.options import ConfigError, union_of
-from simpletune.quant.plain import FP32
+from simpletune.engine.optim.in_backward import step_in_backward
+from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.engine.quant.plain import FP32
 from simpletune.runs import checkpoint
+from simpletune.system.options import ConfigError, union_of
 from simpletune.training.loop import train
 
 OPTIMIZERS = union_of(TrainConfig.model_fields["optimizer"]).members

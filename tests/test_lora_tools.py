@@ -22,24 +22,24 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from torch import nn
 
-from simpletune.cli import lora as verbs
-from simpletune.cli.main import main
+from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras, strengths
+from simpletune.adapters.files.bases import Base, locate
+from simpletune.adapters.files.extract import extract
+from simpletune.adapters.files.factors import resized
+from simpletune.adapters.files.mix import METHODS, Recipe, mix
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import write_lora
+from simpletune.apps.cli import lora as verbs
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.demo import tiny_sd3
-from simpletune.families.sd3.option import SD3
-from simpletune.lora.attach import fold_lora, load_lora, load_loras, strengths
-from simpletune.lora.bases import Base, locate
-from simpletune.lora.extract import extract
-from simpletune.lora.factors import resized
-from simpletune.lora.mix import METHODS, Recipe, mix
-from simpletune.lora.read import read_lora
-from simpletune.lora.updates import Update
-from simpletune.lora.write import write_lora
-from simpletune.options import UserError
-from simpletune.quant.int8 import Int8
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.plain import FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.sd3.option import SD3
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import SafetensorsWriter
 
 CPU = torch.device("cpu")
@@ -486,7 +486,7 @@ def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> Non
 
 def test_inspect_imports_no_torch(files: dict[str, Path]) -> None:
     code = (
-        "import sys; from simpletune.cli.main import main; main(['inspect', sys.argv[1]]); "
+        "import sys; from simpletune.apps.cli.main import main; main(['inspect', sys.argv[1]]); "
         "print([name for name in ('torch', 'peft', 'diffusers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, files["kohya"]], capture_output=True, text=True, check=True)

@@ -17,23 +17,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters import Adapter
-from simpletune.adapters.layers import ADAPTER, move_updates, rescale
-from simpletune.cli.main import main
+from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
+from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.factors import resized
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.structured import LohaUpdate, LokrUpdate, plain
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import write_lora
+from simpletune.adapters.methods import Adapter
+from simpletune.adapters.methods.layers import ADAPTER, move_updates, rescale
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.families.sd3.option import SD3
-from simpletune.lora.attach import fold_lora, load_loras, strengths
-from simpletune.lora.describe import describe, in_words
-from simpletune.lora.factors import resized
-from simpletune.lora.read import read_lora
-from simpletune.lora.structured import LohaUpdate, LokrUpdate, plain
-from simpletune.lora.updates import Update
-from simpletune.lora.write import write_lora
-from simpletune.options import UserError
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.step.attach import attach
+from simpletune.stages.step.attach import attach
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -189,7 +189,7 @@ def keyed(module: str, factors: dict[str, Tensor], alpha: float | None = None) -
 
 
 def sd3_state() -> dict[str, Tensor]:
-    from simpletune.families.sd3.shapes import parameter_shapes
+    from simpletune.models.sd3.shapes import parameter_shapes
 
     return drawn({**parameter_shapes(SD3_STATE), "pos_embed.pos_embed": (1, 25, 24)})
 
@@ -396,7 +396,7 @@ def test_of_a_u_net_comfyui_s_and_kohya_s_names(method, version, tiny_config, tm
 
 
 def test_a_served_lokr_is_switched_and_scaled(tiny_config: dict, train_once) -> None:
-    from simpletune.serve.models import Adapters
+    from simpletune.apps.serve.models import Adapters
 
     data = config_of(tiny_config, "lokr")
     file = train_once(data) / FILE

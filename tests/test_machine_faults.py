@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from simpletune.memory.machine_weights import MachineWeights, Offer
-from simpletune.models.fp16_blocks import _wide_parameter
-from simpletune.options import UserError
+from simpletune.engine.memory.machine_weights import MachineWeights, Offer
+from simpletune.engine.tensors import plain_tensors
+from simpletune.models.shared.fp16_blocks import _wide_parameter
 from simpletune.runs import checkpoint, mending
 from simpletune.runs.names import run_config
 from simpletune.runs.outputs import numbered_folder
-from simpletune.tensors import plain_tensors
+from simpletune.system.options import UserError
 from simpletune.training import together
 
 

@@ -30,18 +30,18 @@ from blocks import (
 from test_processes import LEVERS, ground  # noqa: F401
 from torch import nn
 
-from simpletune.adapters.dora import Dora
+from simpletune.adapters.methods.dora import Dora
 from simpletune.config.load import validate
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.machine_weights import MachineWeights, Offer, is_shared, loading
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.tensors import all_tensors, plain_tensors
 from simpletune.estimate.needs import Needs
-from simpletune.families.sd3.transformer import RandomTensors
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.machine_weights import MachineWeights, Offer, is_shared, loading
-from simpletune.models.transformer import inside, units_of
-from simpletune.options import UserError
-from simpletune.pipeline.load import leaves_weights_on_host
-from simpletune.quant.precision import WeightPrecision
-from simpletune.simulation.simulate import simulate
-from simpletune.tensors import all_tensors, plain_tensors
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.sd3.transformer import RandomTensors
+from simpletune.models.shared.transformer import inside, units_of
+from simpletune.stages.load import leaves_weights_on_host
+from simpletune.system.options import UserError
 
 CPU, ROOM = torch.device("cpu"), 2**24
 PLAN = {"modulation": "plan", "modulation_window": 3}

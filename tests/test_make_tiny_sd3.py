@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import make_tiny_sd3, train_autoencoder, train_text_encoders
-from simpletune.demo import networks, pictures
+from simpletune.data.demo import networks, pictures
 
 
 @pytest.fixture(autouse=True)

@@ -14,20 +14,20 @@ import torch
 from PIL import Image
 
 from simpletune.config.load import validate
-from simpletune.data.folder import Folder
-from simpletune.data.masks import latent_mask, mask_key
-from simpletune.data.pictures import cut, decode, decode_mask
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import View, make_samples
-from simpletune.data.source import Mask, Picture, UnusablePicture
-from simpletune.data.table import Table
-from simpletune.objectives.flow import Flow
-from simpletune.objectives.flow_process import flow_loss
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.masks import MaskCache
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.masks import latent_mask, mask_key
+from simpletune.data.sources.pictures import cut, decode, decode_mask
+from simpletune.data.sources.source import Mask, Picture, UnusablePicture
+from simpletune.data.sources.table import Table
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.objectives.flow import Flow
+from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.runs.folder import read_metrics
-from simpletune.simulation.simulate import simulate
-from simpletune.step.batches import Batches
+from simpletune.stages.masks import MaskCache
+from simpletune.stages.step.batches import Batches
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 

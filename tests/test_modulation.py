@@ -21,28 +21,28 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from torch import Tensor, nn
 
-from simpletune.adapters.lora import Lora
-from simpletune.cli.drawing_arguments import add_arguments
+from simpletune.adapters.methods.lora import Lora
+from simpletune.apps.cli.drawing_arguments import add_arguments
+from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
+from simpletune.config.prior import NoPrior
 from simpletune.config.resolve import require_model_rules
-from simpletune.demo import pictures, tiny_sd3
-from simpletune.drawing.generate import generate
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd3.shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
-from simpletune.options import ConfigError
-from simpletune.pipeline.modulation_plan import Modulation, ModulationPlan, detach_modulation
-from simpletune.pipeline.sample import Request, Sampler, autocast_of
-from simpletune.prior import NoPrior
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.plain import BF16, FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_quanto import Int8Quanto
+from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
-from simpletune.step.dealing import Share
-from simpletune.step.passes import Passes
+from simpletune.stages.modulation_plan import Modulation, ModulationPlan, detach_modulation
+from simpletune.stages.sample import Request, Sampler, autocast_of
+from simpletune.stages.step.dealing import Share
+from simpletune.stages.step.passes import Passes
+from simpletune.system.options import ConfigError
 from simpletune.training import setup
 from simpletune.training.loop import train
 from simpletune.training.setup import StartOptions, set_up

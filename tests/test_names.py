@@ -16,20 +16,20 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from test_compare import parsed
 
-from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
-from simpletune.cli.main import main
-from simpletune.cli.serve import serve_arguments
+from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.main import main
+from simpletune.apps.cli.serve import serve_arguments
+from simpletune.apps.serve.server import _served_models
+from simpletune.commands.generate.compare import models_to_compare
+from simpletune.commands.generate.generate import generate, weights_of
+from simpletune.commands.generate.session import open_session
 from simpletune.config.load import validate
-from simpletune.drawing.compare import models_to_compare
-from simpletune.drawing.generate import generate, weights_of
-from simpletune.drawing.session import open_session
-from simpletune.options import UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.names import RunName, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.runs.push import files_of
 from simpletune.runs.weights import BASE, result_of
-from simpletune.serve.server import _served_models
 from simpletune.system.atomic import remove
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -120,7 +120,7 @@ def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
 
 def main_error(*words: str) -> None:
     """Run a verb; what it says is raised."""
-    from simpletune.cli import main as cli
+    from simpletune.apps.cli import main as cli
 
     args = cli.parse(list(words))
     cli.VERBS[args.verb][0](args)
@@ -220,7 +220,7 @@ def test_where_no_run_is_finished_a_stopped_one_is_named(here: Path, tmp_path: P
 
 
 def test_names_import_no_torch() -> None:
-    code = "import sys, simpletune.runs.names, simpletune.report.one; sys.exit('torch' in sys.modules)"
+    code = "import sys, simpletune.runs.names, simpletune.runs.report.one; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

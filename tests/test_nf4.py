@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_layers import lora_layers
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.config.load import validate
-from simpletune.families.sd3.option import SD3
-from simpletune.options import ConfigError
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.nf4_linear import GROUP, Nf4Linear, quantise_scales
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.nf4_linear import GROUP, Nf4Linear, quantise_scales
+from simpletune.models.sd3.option import SD3
+from simpletune.system.options import ConfigError
 
 # arXiv:2305.14314, appendix E
 QUANTILES = [
@@ -168,7 +168,7 @@ def test_which_layers_are_held_how(modulation: str, tiny_pipeline) -> None:
 
 
 def plain_model(model: SD3) -> nn.Module:
-    from simpletune.quant.plain import FP32
+    from simpletune.engine.quant.plain import FP32
 
     return model.load_transformer(FP32(), torch.device("cpu"))
 

@@ -18,7 +18,7 @@ from zipfile import ZipFile
 import pytest
 from PIL import Image
 
-from simpletune.cli.main import main, parse
+from simpletune.apps.cli.main import main, parse
 from simpletune.config.load import read_config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,11 +12,11 @@ from reference import dora_oft
 from test_dora import IN, OUT, frozen, weight_of, weighted
 from torch import Tensor
 
-from simpletune.adapters.layers import all_layers, base_of
-from simpletune.adapters.oft import Oft
-from simpletune.adapters.oft_layer import OftLayer, triangle_of, turn, upper
-from simpletune.options import Problem
-from simpletune.quant.plain import FP32
+from simpletune.adapters.methods.layers import all_layers, base_of
+from simpletune.adapters.methods.oft import Oft
+from simpletune.adapters.methods.oft_layer import OftLayer, triangle_of, turn, upper
+from simpletune.engine.quant.plain import FP32
+from simpletune.system.options import Problem
 
 SIDE = 8
 

@@ -12,13 +12,13 @@ from safetensors.torch import load, save
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.optim import Optimizer, eight_bit_steps
-from simpletune.optim.in_backward import step_in_backward
-from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
-from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.optim.schedule import Constant, Cosine, CosineWithRestarts, Linear, Polynomial, Rex, Schedule
-from simpletune.optim.state import begin_step
-from simpletune.options import union_of
+from simpletune.engine.optim import Optimizer, eight_bit_steps
+from simpletune.engine.optim.in_backward import step_in_backward
+from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.engine.optim.schedule import Constant, Cosine, CosineWithRestarts, Linear, Polynomial, Rex, Schedule
+from simpletune.engine.optim.state import begin_step
+from simpletune.system.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
 OWN_PACE = ["prodigy", "adamw_schedule_free"]  # whose weights do not move by the learning rate in each step

@@ -14,19 +14,19 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletune.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.adapters.files.attach import load_lora
+from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.commands.generate.compare import compare
+from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.drawing.compare import compare
-from simpletune.drawing.generate import generate
-from simpletune.families.sd3.option import SD3
-from simpletune.lora.attach import load_lora
-from simpletune.options import UserError
-from simpletune.pipeline.sample import Request, Sampler
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.step.attach import attach
+from simpletune.stages.sample import Request, Sampler
+from simpletune.stages.step.attach import attach
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 

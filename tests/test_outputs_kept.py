@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.options import UserError
-from simpletune.pipeline.png import drawn_as, save_png
-from simpletune.pipeline.sample import Request
 from simpletune.runs.outputs import numbered_folder, require_new, write_numbered
+from simpletune.stages.png import drawn_as, save_png
+from simpletune.stages.sample import Request
+from simpletune.system.options import UserError
 
 PICTURE = Image.new("RGB", (16, 16), "red")
 A1111 = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')  # how the web UI reads the last line

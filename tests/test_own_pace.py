@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.config.load import validate
-from simpletune.optim.optimizer import OptimizerOption
-from simpletune.optim.prodigy import Prodigy
-from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.optim.schedule_free import ScheduleFreeAdamW
-from simpletune.optim.state import begin_step
-from simpletune.options import ConfigError
+from simpletune.engine.optim.optimizer import OptimizerOption
+from simpletune.engine.optim.prodigy import Prodigy
+from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.engine.optim.schedule_free import ScheduleFreeAdamW
+from simpletune.engine.optim.state import begin_step
 from simpletune.runs import checkpoint
+from simpletune.system.options import ConfigError
 from simpletune.training.loop import train
 
 SHAPES = ((8, 5), (7,), (3, 3))

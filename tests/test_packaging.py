@@ -17,10 +17,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, read_json
 from simpletune.config.shipped import FOLDER, shipped_names
-from simpletune.options import UserError
+from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
 
 def test_an_unpacked_wheel_reads_its_configurations(wheel: Path, tmp_path: Path) -> None:
     ZipFile(wheel).extractall(tmp_path / "site")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from simpletune.cli.main import main"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from simpletune.apps.cli.main import main"
     command = [sys.executable, "-I", "-c", f"{code}; sys.exit(main(['check', 'demo']))"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -170,8 +170,8 @@ def imports(folder: Path) -> Iterator[tuple[str, str]]:
     ("folder", "extras"),
     [
         ("simpletune", []),
-        ("simpletune/serve", ["serve"]),
-        ("simpletune/stores", ["remote"]),
+        ("simpletune/apps/serve", ["serve"]),
+        ("simpletune/system/stores", ["remote"]),
         ("benchmarks", ["dev"]),
         ("inference", []),
     ],
@@ -181,7 +181,7 @@ def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]
     known = imported(ROOT / folder.split("/")[0])
     found = {(name, file) for name, file in known if name not in allowed and file.startswith(f"{folder}/")}
     if folder == "simpletune":
-        of_extras = "simpletune/serve/", "simpletune/stores/"
+        of_extras = "simpletune/apps/serve/", "simpletune/system/stores/"
         found = {(name, file) for name, file in found if not file.startswith(of_extras)}
     assert sorted(found) == []
 

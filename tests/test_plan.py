@@ -10,12 +10,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from simpletune.data.cache import view_key
-from simpletune.data.folder import Folder
+from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw, View, make_samples
-from simpletune.data.source import Picture
-from simpletune.objectives.flow import Flow
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.source import Picture
+from simpletune.models.objectives.flow import Flow
 
 SIZES = [(100, 100)] * 5 + [(48, 80)] * 3 + [(80, 48)]
 """At 64 px: five in the square bucket, three upright, one lying."""

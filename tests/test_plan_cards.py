@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.cards import CARDS, Card, card_of
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.best_card import CardPlan, cheapest, fastest, in_words, plan_on, table
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.levers import changes_of_quality, with_changes
 from simpletune.estimate.planning import Choice, Search, candidate_lists
 from simpletune.estimate.predict import MIB
-from simpletune.options import UserError
-from simpletune.prices import Price
-from simpletune.timing.recorder import Section
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.timeline import step_seconds, use_of
-from simpletune.timing.work import Work
+from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.timeline import step_seconds, use_of
+from simpletune.estimate.timing.work import Work
+from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.options import UserError
+from simpletune.system.prices import Price
 
 L4 = card_of("L4")
 PRICE = Price(per_hour=1.0, as_of="2026-11", source="test", currency="USD")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.cards import FOUND, GIB, Card, card_of
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.config.rules.recompute import may_recompute_alone
+from simpletune.engine.memory.device_terms import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
@@ -29,10 +29,10 @@ from simpletune.estimate.planning import (
     largest_peak,
 )
 from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.options import UserError
-from simpletune.simulation.simulate import simulate
-from simpletune.simulation.trained import train
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.simulate.trained import train
+from simpletune.system.gpus import FOUND, GIB, Card, card_of
+from simpletune.system.options import UserError
 
 L4 = card_of("L4")
 

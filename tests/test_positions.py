@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
-from simpletune.families.sd3.positions import TABLE, crop_positions, side_for, whole_positions
-from simpletune.families.sd3.shapes import sd3_medium_config
-from simpletune.quant.plain import BF16, FP32
+from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.models.sd3.positions import TABLE, crop_positions, side_for, whole_positions
+from simpletune.models.sd3.shapes import sd3_medium_config
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train
 

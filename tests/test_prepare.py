@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.data.cache import Cache, view_key
-from simpletune.data.pictures import cut, decode
-from simpletune.demo import vocabulary
-from simpletune.families.sd3.option import SD3
-from simpletune.models import prompts
-from simpletune.options import UserError
-from simpletune.pipeline.encode import prepare
-from simpletune.pipeline.prepared import Prepared
-from simpletune.pipeline.text_cache import TextCache
+from simpletune.data.cache.cache import Cache, view_key
+from simpletune.data.demo import vocabulary
+from simpletune.data.sources.pictures import cut, decode
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared import prompts
+from simpletune.stages.encode import prepare
+from simpletune.stages.prepared import Prepared
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.encode import prepare
+from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.simulation.simulate import simulate
-from simpletune.step.batches import Batch, Batches
-from simpletune.step.core import StepCore, assemble
-from simpletune.step.passes import Passes
-from simpletune.step.synthetic import SingleProcess
+from simpletune.stages.encode import prepare
+from simpletune.stages.step.batches import Batch, Batches
+from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.passes import Passes
+from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
 

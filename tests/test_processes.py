@@ -21,14 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from simpletune.config.load import validate
-from simpletune.data.cache import Cache, view_key
-from simpletune.demo import pictures, tiny_sd3
-from simpletune.pipeline.plan_data import make_plan
+from simpletune.data.cache.cache import Cache, view_key
+from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.step.core import ignore_frozen_in_ddp
-from simpletune.step.dealing import Share
+from simpletune.stages.plan_data import make_plan
+from simpletune.stages.step.core import ignore_frozen_in_ddp
+from simpletune.stages.step.dealing import Share
 from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
@@ -220,7 +220,7 @@ import os, sys
 config, rank, port, of = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.training import class_pictures
 honest = class_pictures.save_png
 def save_png(picture, part, request, **more):

@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.cards import Card
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import tiny_sd3
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.memory import Memory
+from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.profiles import FULL, LORA
 from simpletune.estimate import auto_checkpointing, levers
 from simpletune.estimate.auto_checkpointing import Recomputed, choose, choose_on, with_checkpointed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.predict import needed
-from simpletune.memory import Memory
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.memory.profiles import FULL, LORA
-from simpletune.options import ConfigError, UserError
-from simpletune.simulation.simulate import simulate
-from simpletune.step.core import StepCore, assemble
-from simpletune.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.system.gpus import Card
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 from simpletune.training.out_of_memory import memory_by_kind
 
@@ -255,7 +255,7 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
 
 def test_resident_counts_each_kind(config_of) -> None:
-    from simpletune.pipeline.load import load_base
+    from simpletune.stages.load import load_base
 
     cpu = torch.device("cpu")
     config = config_of(adapter={"method": "lora", "rank": 2})

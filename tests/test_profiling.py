@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from simpletune.config.load import validate
-from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.options import ConfigError
-from simpletune.profiling import summary, trace_file
-from simpletune.profiling.aggregate import figures, peak_of_memory
-from simpletune.profiling.events import Recording, Span, read_events, self_times
-from simpletune.profiling.option import Profile
-from simpletune.profiling.schedule import Place, evenly_spaced, place_window
+from simpletune.engine.memory.snapshot import MemorySnapshot
+from simpletune.engine.profiling import summary, trace_file
+from simpletune.engine.profiling.aggregate import figures, peak_of_memory
+from simpletune.engine.profiling.events import Recording, Span, read_events, self_times
+from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.schedule import Place, evenly_spaced, place_window
+from simpletune.system.options import ConfigError
 
 KEYS = {
     "epoch", "steps", "seconds_per_step", "phases", "idle", "operators", "kernels", "flops_per_step", "tflops",
@@ -262,5 +262,7 @@ def test_the_section_is_strict(values: dict, message: str, tiny_config: dict) ->
 
 
 def test_the_option_needs_no_torch() -> None:
-    code = "import simpletune.profiling.option, simpletune.profiling, sys; assert 'torch' not in sys.modules"
+    code = (
+        "import simpletune.engine.profiling.option, simpletune.engine.profiling, sys; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

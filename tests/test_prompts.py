@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import make_samples
-from simpletune.data.several import source_notes
-from simpletune.data.source import Picture
-from simpletune.objectives.flow import Flow
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.several import source_notes
+from simpletune.data.sources.source import Picture
+from simpletune.models.objectives.flow import Flow
 
 TAGS = "cat, sitting, red sofa, window, 4k"
 

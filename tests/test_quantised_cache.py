@@ -20,16 +20,16 @@ from torch import nn
 
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
-from simpletune.families.sd3.option import SD3
-from simpletune.models import quantised_cache, weights
-from simpletune.options import UserError
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.plain import BF16
-from simpletune.quant.precision import WeightPrecision
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_quanto import Int8Quanto
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.plain import BF16
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 CPU = torch.device("cpu")

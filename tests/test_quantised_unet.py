@@ -16,20 +16,20 @@ from diffusers.models.upsampling import Upsample2D
 from optimum.quanto import QLinear
 from torch import Tensor, nn
 
-from simpletune.families.sd3.option import SD3
-from simpletune.lora.bases import KeptTensors
-from simpletune.models.parts import Part
-from simpletune.models.quantised_cache import QuantisedBase
-from simpletune.models.transformer import set_units
-from simpletune.models.weights import fill
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_conv import Int8Conv2d
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.int8_quanto import Int8Quanto
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.nf4_linear import Nf4Linear
-from simpletune.quant.plain import FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.adapters.files.bases import KeptTensors
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_conv import Int8Conv2d
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.int8_quanto import Int8Quanto
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.parts import Part
+from simpletune.models.shared.quantised_cache import QuantisedBase
+from simpletune.models.shared.transformer import set_units
+from simpletune.models.shared.weights import fill
 from simpletune.system.safetensors_file import WeightReader
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from slow_cases import slow_but
 
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
-from simpletune.cli.main import VERBS, main, parse
+from simpletune.apps.cli.main import VERBS, main, parse
 from simpletune.config.load import read_config
-from simpletune.timing import calibrate, composite, machine_probes, stopwatch
-from simpletune.timing.probes import Probe
+from simpletune.estimate.timing import calibrate, composite, machine_probes, stopwatch
+from simpletune.estimate.timing.probes import Probe
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

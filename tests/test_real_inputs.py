@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from simpletune.config.load import validate
-from simpletune.data.pictures import cut, decode
-from simpletune.demo import tiny_sd3
-from simpletune.families.sd3.option import SD3
+from simpletune.data.demo import tiny_sd3
+from simpletune.data.sources.pictures import cut, decode
+from simpletune.models.sd3.option import SD3
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.data

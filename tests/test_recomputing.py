@@ -29,21 +29,21 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters import Adapter
-from simpletune.adapters.adapter import TrainingMethod
-from simpletune.adapters.full import Full
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods import Adapter
+from simpletune.adapters.methods.adapter import TrainingMethod
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
 from simpletune.config.load import validate
-from simpletune.families.sd15.shapes import units_of
-from simpletune.memory import feed_forward
-from simpletune.memory.accounting import Accounting
-from simpletune.memory.checkpointing import Parts, set_passes
-from simpletune.memory.feed_forward import tiles
-from simpletune.memory.kept_attention import KERNELS, KeptAttention, Output
-from simpletune.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
-from simpletune.memory.snapshot import rounded
-from simpletune.options import ConfigError
-from simpletune.quant.plain import FP32
+from simpletune.engine.memory import feed_forward
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.checkpointing import Parts, set_passes
+from simpletune.engine.memory.feed_forward import tiles
+from simpletune.engine.memory.kept_attention import KERNELS, KeptAttention, Output
+from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
+from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd15.shapes import units_of
+from simpletune.system.options import ConfigError
 
 KEEP = Parts(keep_attention=BLOCKS)
 ALONE = Parts(feed_forward="checkpointed", last=True)

@@ -12,7 +12,7 @@ import pytest
 from launching import Launcher
 
 from simpletune.config.load import validate
-from simpletune.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs.checkpoint import TRAINABLE, checkpoint_folder
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from failing_locks import fail_with
 
-from simpletune.options import UserError
 from simpletune.system import locks
 from simpletune.system.locks import Ranges
+from simpletune.system.options import UserError
 
 
 @pytest.fixture(autouse=True)

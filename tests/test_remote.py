@@ -16,16 +16,16 @@ from launching import Launcher
 from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
 
-from simpletune.cli import main as cli_main
+from simpletune.apps.cli import main as cli_main
 from simpletune.config.load import validate
-from simpletune.options import UserError
-from simpletune.remote import upload
-from simpletune.remote.index import INDEX, Index, LostRun, put_index, read_index, take
 from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.folder import read_metrics
-from simpletune.stores import store as store_module
-from simpletune.stores.store import Changed, Store, StoreError
+from simpletune.runs.remote import upload
+from simpletune.runs.remote.index import INDEX, Index, LostRun, put_index, read_index, take
 from simpletune.system import failpoints, signals
+from simpletune.system.options import UserError
+from simpletune.system.stores import store as store_module
+from simpletune.system.stores.store import Changed, Store, StoreError
 
 URL = f"s3://{BUCKET}/runs"
 

@@ -20,15 +20,15 @@ from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
 
 from benchmarks.ranges_server import serving_ranges
-from simpletune.options import UserError
-from simpletune.pipeline.text_cache import TextCache
+from simpletune.data.cache.shards import joining
+from simpletune.data.cache.shards.cache import ShardedCache
+from simpletune.data.cache.shards.local_part import LocalPart
+from simpletune.data.cache.shards.place import GIB, CachePlace, open_cache
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.shards import joining
-from simpletune.shards.cache import ShardedCache
-from simpletune.shards.local_part import LocalPart
-from simpletune.shards.place import GIB, CachePlace, open_cache
-from simpletune.stores.store import Store
+from simpletune.stages.text_cache import TextCache
 from simpletune.system import failpoints
+from simpletune.system.options import UserError
+from simpletune.system.stores.store import Store
 
 KEYS = ALL_KEYS[:11]  # a request takes moto several milliseconds
 
@@ -127,8 +127,8 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
-from simpletune.shards import joining
-from simpletune.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards import joining
+from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.system import failpoints
 from cached_samples import KEYS, fill
 joining.SAMPLES = 5
@@ -154,7 +154,7 @@ def test_a_machine_that_vanishes_while_it_fills_leaves_nothing_wrong(
 
 
 def _stored_rows(url: str, folder: Path) -> list:
-    from simpletune.shards.index import read_rows
+    from simpletune.data.cache.shards.index import read_rows
 
     content, _ = Store(f"{url}/text/a").read("index.parquet") or pytest.fail("no index")
     (folder / "index").write_bytes(content)

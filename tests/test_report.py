@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.options import UserError
-from simpletune.report import charts, make_report, write_report
-from simpletune.report.losses import averaged, sparkline
-from simpletune.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
-from simpletune.report.settings import settings_of
 from simpletune.runs.folder import read_metrics
+from simpletune.runs.report import charts, make_report, write_report
+from simpletune.runs.report.losses import averaged, sparkline
+from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
+from simpletune.runs.report.settings import settings_of
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from tests.recorded_runs import NASTY, add_pictures, add_prediction, add_profiles, config_of, write_run
 
@@ -315,7 +315,7 @@ def test_a_run_ends_with_its_report(
         raise ValueError("no page today")
 
     if broken:
-        monkeypatch.setattr("simpletune.report.report_at_end", fail)
+        monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
     tiny_config["output"]["report"] = True
     tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "guidance": 1, "every": 2, "eval_samples": 2}
     folder = train(validate(tiny_config, "test"))

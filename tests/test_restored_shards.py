@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletune.optim.adamw import AdamW
-from simpletune.optim.optimizer import state_to_tensors
-from simpletune.optim.place import Place
-from simpletune.options import UserError
-from simpletune.sharding.checkpoints import NonFinite, held_rows, places_of, require_written, restore_parts
-from simpletune.sharding.files import VALUES, SavedStates, file_of, restore_states
-from simpletune.sharding.shards import KEY
+from simpletune.engine.fsdp.checkpoints import NonFinite, held_rows, places_of, require_written, restore_parts
+from simpletune.engine.fsdp.files import VALUES, SavedStates, file_of, restore_states
+from simpletune.engine.fsdp.shards import KEY
+from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.optimizer import state_to_tensors
+from simpletune.engine.optim.place import Place
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, files_of_index
 
 SHAPES = {"wide": (5, 2), "one": (1, 3)}  # three processes hold 2, 2 and 1 rows of the first; one holds the second

@@ -20,21 +20,21 @@ from test_nf4 import QUANTILES
 from test_simulate import LEVERS, assert_same_bytes, small_unet, three_blocks  # noqa: F401
 from torch import Tensor, nn
 
-import simpletune.quant
-from simpletune import fallback
-from simpletune.adapters.lora import Lora
+import simpletune.engine.quant
+from simpletune.adapters.methods.lora import Lora
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.options import ConfigError
-from simpletune.quant import int8_multiply, int8_products, int8_rotated
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_conv import Int8Conv2d
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.nf4_linear import Nf4Linear
-from simpletune.quant.rotation import block_of, hadamard, rotated, turns_weight
-from simpletune.quant.unpack import row_blocks
-from simpletune.timing.work import Work, works_of
+from simpletune.engine.kernels import fallback
+from simpletune.engine.quant import int8_multiply, int8_products, int8_rotated
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_conv import Int8Conv2d
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.rotation import block_of, hadamard, rotated, turns_weight
+from simpletune.engine.quant.unpack import row_blocks
+from simpletune.estimate.timing.work import Work, works_of
+from simpletune.system.options import ConfigError
 
 LAYER, MODULATION = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.norm1.linear"
 ROTATED = {
@@ -325,7 +325,7 @@ def test_the_trial_of_the_kernel(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
     said: list[str] = []
     monkeypatch.setattr(int8_rotated, "say", said.append)
-    monkeypatch.setattr(simpletune.quant, "rotation_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
+    monkeypatch.setattr(simpletune.engine.quant, "rotation_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
     monkeypatch.setattr(Tensor, "to", lambda self, device: self)
     reason = int8_rotated.why_not(torch.device("cuda", 61 if fault == "wrong" else 62))
     assert "differ from the CPU's" in str(reason) if fault == "wrong" else "Failed to find C compiler" in str(reason)
@@ -339,7 +339,7 @@ def test_rows_that_do_not_compile_are_rotated_by_torch(monkeypatch: pytest.Monke
     said: list[str] = []
     monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
     monkeypatch.setattr(fallback, "say", said.append)
-    monkeypatch.setattr(simpletune.quant, "rotation_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
+    monkeypatch.setattr(simpletune.engine.quant, "rotation_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
     x = torch.randn(20, 48)
     for _ in range(2):
         found = int8_rotated._on_cuda(x, 16)

@@ -14,13 +14,13 @@ from test_optimizers import NAMES, option_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.memory.accounting import Accounting
-from simpletune.optim import rounding
-from simpletune.optim.adamw import AdamW
-from simpletune.optim.bf16_updates import round_into
-from simpletune.optim.optimizer import OptimizerOption, state_to_tensors
-from simpletune.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.simulation.optimizer_states import states
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.optim import rounding
+from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.bf16_updates import round_into
+from simpletune.engine.optim.optimizer import OptimizerOption, state_to_tensors
+from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
+from simpletune.estimate.simulate.optimizer_states import states
 
 
 def stochastic_round(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
-from simpletune.options import UserError
-from simpletune.pipeline.png import drawn_as
 from simpletune.runs import checkpoint
 from simpletune.runs.choice import best_step
 from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
-from simpletune.step.core import StepCore
+from simpletune.stages.png import drawn_as
+from simpletune.stages.step.core import StepCore
 from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import CHUNK, sha256_of
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 SUMMARY_FIELDS = {

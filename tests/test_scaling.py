@@ -12,12 +12,12 @@ import pytest
 from benchmarks import cluster, measured_scaling, scaling
 from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
 from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
-from simpletune.cards import card_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json
-from simpletune.report import write_report
-from simpletune.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.runs.report import write_report
+from simpletune.system.gpus import card_of
+from simpletune.system.options import Json
 
 FABRIC = Fabric(200e9, 80e9, "stated")
 COMPUTE = Compute(first=0.25, each=0.125, backward=0.08)

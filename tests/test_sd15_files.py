@@ -16,16 +16,16 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from original_layout import state_of
 from safetensors.torch import load_file, save_file
 
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd15.files import LAYOUT
-from simpletune.families.sd15.option import SD15
-from simpletune.families.sd15.original_names import origins
-from simpletune.families.sd15.shapes import parameter_shapes
-from simpletune.families.sd15.unet_config import bundled
-from simpletune.models.parts import load_text_model
-from simpletune.models.single_file import OriginalReader, open_file
-from simpletune.options import UserError
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.files import LAYOUT
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sd15.original_names import origins
+from simpletune.models.sd15.shapes import parameter_shapes
+from simpletune.models.sd15.unet_config import bundled
+from simpletune.models.shared.parts import load_text_model
+from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from simpletune.families.sd15.option import SD15
-from simpletune.families.sd15.unet_config import HUB_NAMES
-from simpletune.models.flops import trained_of
-from simpletune.models.sources import hub_parts
-from simpletune.models.transformer import Transformer, units_of
-from simpletune.options import UserError
-from simpletune.quant.plain import BF16, FP32
+from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sd15.unet_config import HUB_NAMES
+from simpletune.models.shared.flops import trained_of
+from simpletune.models.shared.sources import hub_parts
+from simpletune.models.shared.transformer import Transformer, units_of
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 SIZE = (128, 64)
@@ -101,7 +101,7 @@ def test_prompts_are_encoded_as_the_pipeline_does(family: SD15, pipeline: Stable
 
 def test_weights_of_the_text_encoder_are_those_of_the_file(family: SD15, folder: Path) -> None:
     """Published files name the tensors with a prefix that transformers 5 no longer writes."""
-    from simpletune.models.parts import load_text_model
+    from simpletune.models.shared.parts import load_text_model
 
     file = load_file(folder / "text_encoder" / "model.safetensors")
     expected = {name.removeprefix("text_model."): tensor for name, tensor in file.items() if "position_ids" not in name}

@@ -13,10 +13,10 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 
-from simpletune.families.sd15.shapes import Unit, parameter_shapes, unit_names, units_of
-from simpletune.families.sd15.unet_config import bundled, require_supported
-from simpletune.options import UserError
+from simpletune.models.sd15.shapes import Unit, parameter_shapes, unit_names, units_of
+from simpletune.models.sd15.unet_config import bundled, require_supported
 from simpletune.system import strict_json
+from simpletune.system.options import UserError
 
 KINDS = {
     "ResnetBlock2D": "resnet",

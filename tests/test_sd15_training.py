@@ -17,10 +17,10 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import pictures
+from simpletune.data.demo import pictures
+from simpletune.engine.tensors import trained_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.tensors import trained_parameters
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

@@ -14,17 +14,17 @@ from PIL import Image
 from serving import running
 from shared_runs import TrainOnce
 
-from simpletune.cli.main import main, parse
+from simpletune.apps.cli.main import main, parse
+from simpletune.apps.serve import server
 from simpletune.config.load import validate
-from simpletune.families.recognise import family_of
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd15.option import SD15
-from simpletune.options import ConfigError
-from simpletune.pipeline.png import drawn_as
-from simpletune.report.settings import settings_of
+from simpletune.models.recognise import family_of
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.names import run_config
-from simpletune.serve import server
+from simpletune.runs.report.settings import settings_of
+from simpletune.stages.png import drawn_as
+from simpletune.system.options import ConfigError
 
 PROMPT = "a glim picture of a large blue heart"
 SMALL = ("--device", "cpu", "--steps", "2")

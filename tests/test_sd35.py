@@ -19,22 +19,22 @@ from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from simpletune.cards import card_of
-from simpletune.cli.main import main
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import write_lora
+from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, validate
-from simpletune.demo import tiny_sd3
-from simpletune.families.sd3.option import SD3
-from simpletune.lora.read import read_lora
-from simpletune.lora.updates import Update
-from simpletune.lora.write import write_lora
-from simpletune.memory.profiles import with_profile
-from simpletune.quant.int8 import Int8
-from simpletune.quant.int8_linear import Int8Linear
-from simpletune.quant.nf4 import Nf4
-from simpletune.quant.nf4_linear import Nf4Linear
-from simpletune.quant.plain import FP32
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.memory.profiles import with_profile
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4 import Nf4
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.system.gpus import card_of
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -240,8 +240,8 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, and those of a LoRA of rank 1 on all attention: by hand for SD3.5 Medium 586,752 + 13 x 4 x 3,072."""
-    from simpletune.adapters.lora import Lora
-    from simpletune.models import sources
+    from simpletune.adapters.methods.lora import Lora
+    from simpletune.models.shared import sources
 
     monkeypatch.setattr(sources, "part_folder", lambda part: pytest.fail("asked the hub"))
     model = SD3(pretrained=name)
@@ -296,7 +296,7 @@ def test_the_page_has_every_configuration_and_each_says_what_the_page_says() -> 
 def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
     """A card of the file's size has 96.5% of it; simpletune asks for 500 MiB and 5% more than the peak."""
     from simpletune.estimate.predict import needed
-    from simpletune.simulation.simulate_stages import simulate_stages
+    from simpletune.estimate.simulate.simulate_stages import simulate_stages
 
     config, _ = read_config(file, ["data.path=demo:pictures", "device=auto"])
     job = simulate_stages(config, capability=(8, 9))

@@ -17,12 +17,12 @@ import torch
 from launching import Launcher
 
 from simpletune.config.load import validate
-from simpletune.families.sd3.option import SD3
-from simpletune.models.parts import Part, load_autoencoder, load_text_model
-from simpletune.models.prompts import read_tokenizer
-from simpletune.options import ConfigError, UserError
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.parts import Part, load_autoencoder, load_text_model
+from simpletune.models.shared.prompts import read_tokenizer
 from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
+from simpletune.system.options import ConfigError, UserError
 from simpletune.system.redact import redact
 from simpletune.training.loop import train
 
@@ -32,7 +32,7 @@ MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "she
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load")}
 ALLOWED = {
-    ("adapters/networks/files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
+    ("adapters/methods/networks/files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
 }
 
 
@@ -153,7 +153,7 @@ def test_tokens_are_in_nothing_that_a_run_leaves(tiny_config: dict, tmp_path: Pa
         "profile": {"max_traces": 1},
     }
     (tmp_path / "config.json").write_text(json.dumps(data))
-    program = "import sys\nfrom simpletune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    program = "import sys\nfrom simpletune.apps.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     environment = {**SECRETS, "WANDB_MODE": "offline"}
     done = launcher.programs(program, ["train", str(tmp_path / "config.json")], environment=environment)
     assert done.codes == [0], done.said

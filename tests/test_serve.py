@@ -27,15 +27,15 @@ import pytest
 from PIL import Image
 from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, pixels, real, running, until
 
-from simpletune import demo
-from simpletune.cli.main import main, parse
-from simpletune.options import UserError
-from simpletune.serve import app, protocol, server
-from simpletune.serve.app import HttpOptions, RequestGuard
-from simpletune.serve.limits import Limits
-from simpletune.serve.metrics import Metrics
-from simpletune.serve.requests import Capabilities, ImageRequest, RequestError
-from simpletune.serve.worker import JobCancelled
+from simpletune.apps.cli.main import main, parse
+from simpletune.apps.serve import app, protocol, server
+from simpletune.apps.serve.app import HttpOptions, RequestGuard
+from simpletune.apps.serve.limits import Limits
+from simpletune.apps.serve.metrics import Metrics
+from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError
+from simpletune.apps.serve.worker import JobCancelled
+from simpletune.data import demo
+from simpletune.system.options import UserError
 
 JSON = {"Content-Type": "application/json"}
 
@@ -492,7 +492,7 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
 def test_without_the_extra_it_says_what_to_install(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("simpletune.serve.find_spec", lambda name: None if name == package else True)
+    monkeypatch.setattr("simpletune.apps.serve.find_spec", lambda name: None if name == package else True)
     assert main(["serve"]) == 3
     assert re.search(rf'needs {package} .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
 

@@ -15,11 +15,11 @@ from PIL import Image
 from serving import PROMPT, Running, make_full_run, make_run, real, running
 from test_serve_page import dom, element, needs_browser
 
-from simpletune.cli.main import main, parse
-from simpletune.options import UserError
+from simpletune.apps.cli.main import main, parse
+from simpletune.apps.serve import models, server
+from simpletune.apps.serve.models import Models, ServedModels
 from simpletune.runs.weights import Weights
-from simpletune.serve import models, server
-from simpletune.serve.models import Models, ServedModels
+from simpletune.system.options import UserError
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 import pytest
 from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, real, running, until
 
-from simpletune.pipeline.sample import Request
-from simpletune.serve.app import PAGE
-from simpletune.serve.limits import Limits
-from simpletune.serve.requests import ImageRequest
+from simpletune.apps.serve.app import PAGE
+from simpletune.apps.serve.limits import Limits
+from simpletune.apps.serve.requests import ImageRequest
+from simpletune.stages.sample import Request
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from simpletune.options import Problem
-from simpletune.pipeline.sample import Request
-from simpletune.serve.limits import Limits
-from simpletune.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+from simpletune.apps.serve.limits import Limits
+from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+from simpletune.stages.sample import Request
+from simpletune.system.options import Problem
 
 DEFAULTS = Request("", 7, "blurry", 64, 64, 3, 3.0)
 CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())

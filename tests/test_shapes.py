@@ -10,8 +10,8 @@ from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
 from slow_cases import slow_but
 
-from simpletune.adapters.lora import Lora
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.adapters.methods.lora import Lora
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": list(range(13)), "pos_embed_max_size": 384}
 TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 96}

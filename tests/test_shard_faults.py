@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from cached_samples import KEYS, fill, sample
 
-from simpletune.options import UserError
-from simpletune.shards import catalogue, joining
-from simpletune.shards.cache import ShardedCache
-from simpletune.shards.catalogue import Catalogue
-from simpletune.shards.local_part import LocalPart
-from simpletune.shards.place import CachePlace, open_cache
-from simpletune.shards.shard import HEADER_BYTES, parse_header
-from simpletune.shards.shelf import TRIES, FolderShelf, StoreShelf
-from simpletune.stores.store import Changed, Store
+from simpletune.data.cache.shards import catalogue, joining
+from simpletune.data.cache.shards.cache import ShardedCache
+from simpletune.data.cache.shards.catalogue import Catalogue
+from simpletune.data.cache.shards.local_part import LocalPart
+from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards.shard import HEADER_BYTES, parse_header
+from simpletune.data.cache.shards.shelf import TRIES, FolderShelf, StoreShelf
+from simpletune.system.options import UserError
+from simpletune.system.stores.store import Changed, Store
 
 
 def opened(folder: Path) -> ShardedCache:

@@ -21,18 +21,18 @@ from safetensors import safe_open
 from test_run import run_with, saved_weights
 
 from simpletune.config.load import validate
-from simpletune.data.cache import Cache, Share
-from simpletune.options import UserError
-from simpletune.pipeline.latent_cache import LatentCache
-from simpletune.pipeline.text_cache import TextCache
+from simpletune.data.cache.cache import Cache, Share
+from simpletune.data.cache.shards import catalogue, joining
+from simpletune.data.cache.shards import index as index_module
+from simpletune.data.cache.shards.cache import ShardedCache
+from simpletune.data.cache.shards.index import Index, read_rows, write_rows
+from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards.shard import Row
 from simpletune.runs.folder import read_metrics
-from simpletune.shards import catalogue, joining
-from simpletune.shards import index as index_module
-from simpletune.shards.cache import ShardedCache
-from simpletune.shards.index import Index, read_rows, write_rows
-from simpletune.shards.place import CachePlace, open_cache
-from simpletune.shards.shard import Row
+from simpletune.stages.latent_cache import LatentCache
+from simpletune.stages.text_cache import TextCache
 from simpletune.system import failpoints
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
 from simpletune.training.loop import prepare_only
 

@@ -15,11 +15,11 @@ from PIL import Image, PngImagePlugin
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from simpletune.cli.main import main
+from simpletune.adapters.files.describe import describe
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import write_lora
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.lora.describe import describe
-from simpletune.lora.updates import Update
-from simpletune.lora.write import write_lora
 from simpletune.runs.sharing import MOST, PREFIX, data_uri, trained_at, trigger_of
 from simpletune.system.safetensors_file import content_hash
 

@@ -15,15 +15,15 @@ from test_cases import ALLOWED, MODELS, WHOLE, Case, Pairs, asks_for_slow, case_
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import tiny_sd3
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import rounded
-from simpletune.options import ConfigError
-from simpletune.pipeline.load import load_base
-from simpletune.simulation.simulate import StepReport, account, simulate
-from simpletune.step.synthetic import CPU
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.tensors import all_tensors
+from simpletune.estimate.simulate.simulate import StepReport, account, simulate
+from simpletune.stages.load import load_base
+from simpletune.stages.step.synthetic import CPU
+from simpletune.system.options import ConfigError
 from simpletune.system.startup import without_collection
-from simpletune.tensors import all_tensors
 
 MIB = 2**20
 CHECKPOINTING = ("all", "none")

@@ -9,17 +9,17 @@ import torch
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import MemorySnapshot, rounded
-from simpletune.models.parts import load_text_model
-from simpletune.models.prompts import BATCH
-from simpletune.models.t5_layers import LayeredT5
-from simpletune.simulation.simulate import simulate
-from simpletune.simulation.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
-from simpletune.simulation.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
-from simpletune.step.synthetic import CPU
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import MemorySnapshot, rounded
+from simpletune.engine.tensors import all_tensors
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
+from simpletune.estimate.simulate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
+from simpletune.models.shared.parts import load_text_model
+from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.t5_layers import LayeredT5
+from simpletune.stages.step.synthetic import CPU
 from simpletune.system.startup import without_collection
-from simpletune.tensors import all_tensors
 
 SIZE = (192, 128)
 

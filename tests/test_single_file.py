@@ -21,15 +21,15 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
-from simpletune.demo import tiny_sd3
-from simpletune.families.sd3.files import LAYOUT, bundled_configs
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd3.original_names import origin_of
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
-from simpletune.models.single_file import OriginalReader, open_file
-from simpletune.options import ConfigError, UserError
-from simpletune.quant.int8 import Int8
-from simpletune.quant.plain import FP32
+from simpletune.data.demo import tiny_sd3
+from simpletune.engine.quant.int8 import Int8
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.sd3.files import LAYOUT, bundled_configs
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.original_names import origin_of
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
@@ -143,7 +143,7 @@ def test_tensors_equal_those_of_diffusers_converter(version: str, pipeline, pipe
 def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) -> None:
     from diffusers import AutoencoderKL
 
-    from simpletune.families.sd3.option import SD3
+    from simpletune.models.sd3.option import SD3
 
     model = SD3().model_copy(update={"pretrained": str(whole_file), "text_encoders": str(descriptions)})
     ours = model.load_vae(CPU, torch.float32).state_dict()
@@ -304,7 +304,7 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     model = {"pretrained": str(descriptions), "transformer": str(file), "vae": str(descriptions)}
     config = write_config({**tiny_config, "model": model})
     script = (
-        "import sys; from simpletune.cli.main import main; code = main(['check', sys.argv[1]]);"
+        "import sys; from simpletune.apps.cli.main import main; code = main(['check', sys.argv[1]]);"
         "assert not {'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
     )
     start = time.perf_counter()

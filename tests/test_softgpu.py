@@ -81,7 +81,7 @@ def test_no_seed_changes_the_bits_of_all_levers_together(name: str) -> None:
 
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.memory.copy_stream import CudaCopies
+    from simpletune.engine.memory.copy_stream import CudaCopies
 
     monkeypatch.setattr(CudaCopies, "wait", lambda self, event: None)
     assert wrong_seeds("LoRA", 10)

@@ -21,18 +21,18 @@ from diffusers import (
 from PIL import Image
 from torch import Tensor, nn
 
+from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.drawing.session import DrawingSpeed, InferenceSession
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd15.option import SD15 as StableDiffusion
-from simpletune.objectives.ddpm import Ddpm
-from simpletune.objectives.objective import TrainingObjective
-from simpletune.objectives.solvers import Euler, Solver
-from simpletune.pipeline.sample import Request, Sampler, encode_starts, noises
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.quant.plain import FP32
+from simpletune.engine.quant.plain import FP32
+from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.objectives.objective import TrainingObjective
+from simpletune.models.objectives.solvers import Euler, Solver
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.runs.weights import BASE
+from simpletune.stages.sample import Request, Sampler, encode_starts, noises
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
 from tests.test_ddpm import SD15, SD21

@@ -14,23 +14,23 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
 from simpletune.config.saved import read_saved
-from simpletune.data.folder import Folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw, make_samples, without
-from simpletune.data.several import Several, example_prompt, scan_sources, too_small
-from simpletune.data.source import Picture, Rejected, Source
-from simpletune.objectives.flow import Flow
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.plan_data import make_plan
-from simpletune.report import report_at_end
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.several import Several, example_prompt, scan_sources, too_small
+from simpletune.data.sources.source import Picture, Rejected, Source
+from simpletune.models.objectives.flow import Flow
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.model_card import shareable
+from simpletune.runs.report import report_at_end
+from simpletune.stages.plan_data import make_plan
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 WIDE = [(96, 64)] * 3 + [(64, 96)] * 4 + [(64, 64)] * 2

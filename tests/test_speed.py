@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.config.load import read_config
-from simpletune.optim.adamw import AdamW
-from simpletune.options import UserError
+from simpletune.engine.optim.adamw import AdamW
 from simpletune.runs.folder import read_metrics
-from simpletune.step.attention import Shape, settle_attention, usable
-from simpletune.step.batches import Batches, Prefetcher
-from simpletune.step.core import StepCore
+from simpletune.stages.step.attention import Shape, settle_attention, usable
+from simpletune.stages.step.batches import Batches, Prefetcher
+from simpletune.stages.step.core import StepCore
+from simpletune.system.options import UserError
 from simpletune.training import loop as train_module
 from simpletune.training.pending_steps import MetricsQueue, PendingStep
 

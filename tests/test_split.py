@@ -13,19 +13,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
+from simpletune.config.evaluation import ON_TRAINING, loss_name
 from simpletune.config.load import validate
-from simpletune.data.cache import view_key
-from simpletune.data.evaluation import ON_TRAINING, loss_name
+from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
-from simpletune.data.source import Picture
+from simpletune.data.sources.source import Picture
 from simpletune.data.split import split_pictures
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.latent_cache import LatentCache
-from simpletune.report.losses import loss_section
-from simpletune.report.one import headline
-from simpletune.report.recorded import read_run
 from simpletune.runs.folder import read_metrics
+from simpletune.runs.report.losses import loss_section
+from simpletune.runs.report.one import headline
+from simpletune.runs.report.recorded import read_run
+from simpletune.stages.latent_cache import LatentCache
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 CONTENTS = st.lists(st.binary(max_size=4), min_size=1, max_size=40)

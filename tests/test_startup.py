@@ -15,7 +15,7 @@ UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
-    "simpletune.estimate.predict", "simpletune.simulation.simulate_stages", "simpletune.report",
+    "simpletune.estimate.predict", "simpletune.estimate.simulate.simulate_stages", "simpletune.runs.report",
 )  # fmt: skip
 TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
 
@@ -31,7 +31,7 @@ def told(code: str, *arguments: object) -> list[Any]:
 def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, write_config) -> None:
     file = write_config(tiny_config | {"train": {"steps": 1}, "tracking": {"tensorboard": False}})
     code = (
-        "from simpletune.cli.main import main; main(['train', sys.argv[1]]); "
+        "from simpletune.apps.cli.main import main; main(['train', sys.argv[1]]); "
         "print(json.dumps([sorted(sys.modules), gc.get_freeze_count(), gc.isenabled()]))"
     )
     (modules, frozen, enabled), at_exit = told(TOLD_LAST + code, file)

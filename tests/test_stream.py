@@ -18,24 +18,24 @@ from PIL import Image
 from safetensors.torch import load_file
 from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
-from simpletune.data.masks import latent_mask
 from simpletune.data.plan import GlobalBatch
 from simpletune.data.samples import Draw, View
-from simpletune.data.source import Rejected, UnusablePicture
+from simpletune.data.sources.masks import latent_mask
+from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.streaming.columns import Columns
+from simpletune.data.streaming.opening import Form, open_rows
+from simpletune.data.streaming.order import epoch_order, substituted
+from simpletune.data.streaming.rows import Held, ShardedRows
 from simpletune.estimate.needs import counts_of
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.plan_data import make_plan
-from simpletune.pipeline.stream_encode import Filling
-from simpletune.pipeline.stream_plan import StreamPlan, stream_plan
-from simpletune.pipeline.take_over import take_over
 from simpletune.runs.folder import read_metrics
-from simpletune.streams.columns import Columns
-from simpletune.streams.opening import Form, open_rows
-from simpletune.streams.order import epoch_order, substituted
-from simpletune.streams.rows import Held, ShardedRows
+from simpletune.stages.plan_data import make_plan
+from simpletune.stages.stream_encode import Filling
+from simpletune.stages.stream_plan import StreamPlan, stream_plan
+from simpletune.stages.take_over import take_over
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -482,8 +482,8 @@ def test_check_estimate_and_data_read_little(
     counts = counts_of(validate(data, "stream"))
     assert counts is not None and (counts.pictures, counts.prompts, counts.samples, counts.steps) == (20, 6, 20, 10)
     assert counts.pixels == 6 * 32 * 32 and not read
-    monkeypatch.setattr("simpletune.data.stream.LOOKED_AT", 8)
-    monkeypatch.setattr("simpletune.data.stream.BLOCKS", 4)
+    monkeypatch.setattr("simpletune.data.sources.stream.LOOKED_AT", 8)
+    monkeypatch.setattr("simpletune.data.sources.stream.BLOCKS", 4)
     assert main(["data", file]) == 0
     said = capsys.readouterr().out
     assert "7 rows of 20 were examined" in said and "7 usable" in said

@@ -11,13 +11,13 @@ from fsspec.implementations.local import LocalFileSystem
 from object_store import BUCKET, Faults, serving, settings
 from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
-from simpletune.options import UserError
-from simpletune.stores.store import Store
-from simpletune.streams import remote_files
-from simpletune.streams.columns import Columns
-from simpletune.streams.opening import Form, open_rows
-from simpletune.streams.remote_files import KeptFiles, RangeFile, StoreFiles, split_url
-from simpletune.streams.rows import ShardedRows
+from simpletune.data.streaming import remote_files
+from simpletune.data.streaming.columns import Columns
+from simpletune.data.streaming.opening import Form, open_rows
+from simpletune.data.streaming.remote_files import KeptFiles, RangeFile, StoreFiles, split_url
+from simpletune.data.streaming.rows import ShardedRows
+from simpletune.system.options import UserError
+from simpletune.system.stores.store import Store
 
 COLUMNS = Columns("image", "text", ("width", "height"))
 

@@ -20,9 +20,9 @@ from stream_data import write_mds
 
 from simpletune.config.load import validate
 from simpletune.data.samples import View
-from simpletune.data.source import Rejected
-from simpletune.pipeline.stream_encode import Filling
-from simpletune.pipeline.stream_plan import stream_plan
+from simpletune.data.sources.source import Rejected
+from simpletune.stages.stream_encode import Filling
+from simpletune.stages.stream_plan import stream_plan
 
 ROWS, BYTES = 1_000_000, 1024
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -10,8 +10,8 @@ from PIL import Image
 
 from benchmarks import choice, judged, prior, quality, student_study, study, vertex_quality
 from benchmarks.judged import Studio
-from simpletune.demo import pictures
-from simpletune.options import Json
+from simpletune.data.demo import pictures
+from simpletune.system.options import Json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"

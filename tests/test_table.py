@@ -14,14 +14,14 @@ import pytest
 from PIL import Image, ImageCms
 
 from simpletune.config.load import validate
-from simpletune.data import table
-from simpletune.data.folder import Folder
-from simpletune.data.pictures import decode
-from simpletune.data.several import too_small
-from simpletune.data.source import Picture
-from simpletune.data.table import Table
-from simpletune.options import ConfigError, UserError
+from simpletune.data.sources import table
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.several import too_small
+from simpletune.data.sources.source import Picture
+from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics
+from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
 

@@ -19,26 +19,26 @@ from test_text_files import CLIP, T5_LAYER, comfy_state, of_denoiser, text_updat
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from simpletune.cli.main import main, parse
-from simpletune.drawing.same_weights import without_twins
-from simpletune.lora.read import read_lora
-from simpletune.lora.write import write_lora
-from simpletune.models.text_layers import split_text
-from simpletune.options import UserError
-from simpletune.pipeline.png import drawn_as
-from simpletune.pipeline.prompt_store import PromptStore
-from simpletune.pipeline.sample import Request
-from simpletune.report.one import report_of
-from simpletune.report.recorded import read_run
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.write import write_lora
+from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
+from simpletune.adapters.text.files import EmbeddingFile, read_embeddings, write_embeddings
+from simpletune.adapters.text.side import AppliedText, TextSide
+from simpletune.apps.cli.main import main, parse
+from simpletune.apps.serve import server
+from simpletune.apps.serve.requests import ImageRequest
+from simpletune.commands.generate.same_weights import without_twins
+from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.names import RunName, find_named
 from simpletune.runs.push import files_of
+from simpletune.runs.report.one import report_of
+from simpletune.runs.report.recorded import read_run
 from simpletune.runs.text_side import embedding_of, text_side_of, with_embeddings
 from simpletune.runs.weights import BASE, Weights, weights_of
-from simpletune.serve import server
-from simpletune.serve.requests import ImageRequest
-from simpletune.text.encoding import TextEncoding, encode_prompts
-from simpletune.text.files import EmbeddingFile, read_embeddings, write_embeddings
-from simpletune.text.side import AppliedText, TextSide
+from simpletune.stages.png import drawn_as
+from simpletune.stages.prompt_store import PromptStore
+from simpletune.stages.sample import Request
+from simpletune.system.options import UserError
 
 PROMPT = "a <dots> picture of a red circle, <dots>"
 WIDTHS = {"clip_l": 16, "clip_g": 16, "t5": 32}
@@ -175,7 +175,7 @@ def test_a_changed_embedding_or_strength_never_finds_an_old_encoding(tiny_pipeli
 
 
 def test_prompts_that_nothing_changes_share_training_s_files(tiny_pipeline: Path, tmp_path: Path) -> None:
-    from simpletune.pipeline.text_cache import TextCache
+    from simpletune.stages.text_cache import TextCache
 
     model = family(tiny_pipeline, "sd3").model_copy(update={"t5_length": 16})
     TextCache(model, torch.float32, tmp_path).fill(["a red circle"], CPU)

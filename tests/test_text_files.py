@@ -15,17 +15,17 @@ from reference import text_readers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletune.cli.main import main
-from simpletune.demo import tiny_sd3
-from simpletune.lora.describe import describe, in_words
-from simpletune.lora.of_weight import OftUpdate
-from simpletune.lora.read import read_lora
-from simpletune.lora.structured import LokrUpdate
-from simpletune.lora.updates import Update
-from simpletune.lora.write import text_tensors_of, write_lora
-from simpletune.models.text_layers import text_layer
-from simpletune.options import UserError
-from simpletune.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
+from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.of_weight import OftUpdate
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.structured import LokrUpdate
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import text_tensors_of, write_lora
+from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
+from simpletune.apps.cli.main import main
+from simpletune.data.demo import tiny_sd3
+from simpletune.models.shared.text_layers import text_layer
+from simpletune.system.options import UserError
 
 CLIP = "text_model.encoder.layers.{}.{}"
 T5_LAYER = "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5EncoderModel
 from transformers.models.t5.modeling_t5 import T5Block
 
-from simpletune.families.sd3.files import LAYOUT
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd3.text import SD3Prompts
-from simpletune.models import t5_layers
-from simpletune.models.parts import Part
-from simpletune.models.t5_layers import LayeredT5
-from simpletune.options import UserError
+from simpletune.models.sd3.files import LAYOUT
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.text import SD3Prompts
+from simpletune.models.shared import t5_layers
+from simpletune.models.shared.parts import Part
+from simpletune.models.shared.t5_layers import LayeredT5
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 CONFIG = {"vocab_size": 50, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 4, "num_heads": 3,

@@ -10,21 +10,21 @@ import pytest
 import tiny_sd15
 from transformers import CLIPTokenizer, T5TokenizerFast
 
+from simpletune.adapters.text.inputs import Tokens
+from simpletune.adapters.text.option import Text, embedding_name
+from simpletune.adapters.text.placeholders import expand, occurs, positions
+from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_folders
-from simpletune.demo import SHIPPED
-from simpletune.families.sd3.option import SD3
-from simpletune.families.sd15.option import SD15
-from simpletune.models.prompts import Encoder
-from simpletune.options import ConfigError, UserError
-from simpletune.pipeline.plan_data import plan_data
-from simpletune.pipeline.text_side import empty_text_side
-from simpletune.text.inputs import Tokens
-from simpletune.text.option import Text, embedding_name
-from simpletune.text.placeholders import expand, occurs, positions
-from simpletune.text.sizes import text_parameters
+from simpletune.data.demo import SHIPPED
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
+from simpletune.models.shared.prompts import Encoder
+from simpletune.stages.plan_data import plan_data
+from simpletune.stages.text_side import empty_text_side
+from simpletune.system.options import ConfigError, UserError
 
 VECTORS = {"token": "flat", "initial": "striped"}
 INPUT = VECTORS | {"place": "input"}

@@ -25,14 +25,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.pipeline.encode import prepare
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.pipeline.text_side import load_text_side
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.step.batches import Batch, Batches
-from simpletune.step.core import StepCore, assemble, untrained
-from simpletune.step.synthetic import SingleProcess
+from simpletune.stages.encode import prepare
+from simpletune.stages.step.batches import Batch, Batches
+from simpletune.stages.step.core import StepCore, assemble, untrained
+from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.text_cache import TextCache
+from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
 from simpletune.training.validation import Previews

@@ -13,30 +13,30 @@ import pytest
 import torch
 from recorded_work import seen
 
-from simpletune.cards import CARDS, Card, card_of
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.demo import tiny_sd3
+from simpletune.data.demo import tiny_sd3
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.predict import _restored, _stored
+from simpletune.estimate.simulate.simulate import StepReport, simulate
+from simpletune.estimate.simulate.simulate_stages import simulate_stages
 from simpletune.estimate.time_text import CardRow, card_table, in_words
-from simpletune.models.flops import trained_of
-from simpletune.options import UserError
-from simpletune.prices import Price, of_cards
-from simpletune.simulation.simulate import StepReport, simulate
-from simpletune.simulation.simulate_stages import simulate_stages
-from simpletune.timing import calibrate, moment
-from simpletune.timing.constants import Composite, Constants, file_of, write
-from simpletune.timing.grid import Grid
-from simpletune.timing.probes import Probe
-from simpletune.timing.recorder import COMPUTE, Section
-from simpletune.timing.speeds import MeasuredSpeeds
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.stopwatch import Call
-from simpletune.timing.timeline import StepSeconds, step_seconds
-from simpletune.timing.work import Work
+from simpletune.estimate.timing import calibrate, moment
+from simpletune.estimate.timing.constants import Composite, Constants, file_of, write
+from simpletune.estimate.timing.grid import Grid
+from simpletune.estimate.timing.probes import Probe
+from simpletune.estimate.timing.recorder import COMPUTE, Section
+from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.stopwatch import Call
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
+from simpletune.estimate.timing.work import Work
+from simpletune.models.shared.flops import trained_of
+from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.options import UserError
+from simpletune.system.prices import Price, of_cards
 
 L4 = card_of("L4")
 
@@ -59,7 +59,7 @@ def law(*point: float) -> float:
 
 
 def grid(seconds: Callable[..., float | None] = law, **axes: list[int]) -> Grid:
-    from simpletune.timing.grid import points
+    from simpletune.estimate.timing.grid import points
 
     return Grid(axes=axes, seconds=[seconds(*point) for point in points(axes)])
 
@@ -171,7 +171,7 @@ def operations(total: Counter[Work]) -> int:
 
 @pytest.mark.parametrize("checkpointing", ["none", "all", 1])
 def test_recorded_products_are_the_counted_operations(checkpointing: object, tiny_config: dict, three_blocks) -> None:
-    """Counted from shapes by another way (families/sd3/flops.py), without the recomputation inside fused attention."""
+    """Counted from shapes by another way (models/sd3/flops.py), without the recomputation inside fused attention."""
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": checkpointing})
     report, total = recorded(config)
     batch, blocks = config.train.batch_size, config.memory.checkpointed(config.model.blocks())

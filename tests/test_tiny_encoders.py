@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.tiny_models import train_tiny_encoders as script
-from simpletune.demo import ENCODERS, pictures
-from simpletune.demo.pictures import Scene
-from simpletune.encoders.encoder import Encoder
-from simpletune.encoders.loading import find_encoder, load_encoder
-from simpletune.evaluation import scores
+from simpletune.commands.evaluate import scores
+from simpletune.commands.evaluate.encoders.encoder import Encoder
+from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.data.demo import ENCODERS, pictures
+from simpletune.data.demo.pictures import Scene
 
 SHIPPED = ENCODERS["demo:tiny-dino"].parent
 

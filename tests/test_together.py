@@ -128,9 +128,9 @@ import os, signal, sys
 rank, port, config, what = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-from simpletune.cli.main import main
-from simpletune.options import UserError
-from simpletune.step.core import StepCore
+from simpletune.apps.cli.main import main
+from simpletune.system.options import UserError
+from simpletune.stages.step.core import StepCore
 from simpletune.training import together
 together.PATIENCE = together.Patience(beat=0.2, silent=3, meeting=30, failed=1, stuck=4)
 step, steps = StepCore.step, []
@@ -203,9 +203,9 @@ import os, re, sys
 config, rank, port, what = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-from simpletune.cli.main import main
-from simpletune.memory.machine_weights import MachineWeights
-from simpletune.step.core import StepCore
+from simpletune.apps.cli.main import main
+from simpletune.engine.memory.machine_weights import MachineWeights
+from simpletune.stages.step.core import StepCore
 step, steps = StepCore.step, []
 def look(self, *words):
     steps.append(1)

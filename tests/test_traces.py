@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from simpletune.config.load import validate
-from simpletune.options import UserError
-from simpletune.profiling import EpochTraces, Facts, phase, summary, trace_file, window
-from simpletune.profiling.option import Profile
+from simpletune.engine.profiling import EpochTraces, Facts, phase, summary, trace_file, window
+from simpletune.engine.profiling.option import Profile
 from simpletune.runs.folder import read_metrics
-from simpletune.step.core import StepCore
+from simpletune.stages.step.core import StepCore
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.setup import Run
 
@@ -360,7 +360,7 @@ def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeyp
 
 def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
     ours = ("window", "events", "figures", "summary", "trace_file", "peaks")
-    for name in (*(f"simpletune.profiling.{name}" for name in ours), "torch_tb_profiler"):
+    for name in (*(f"simpletune.engine.profiling.{name}" for name in ours), "torch_tb_profiler"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     monkeypatch.setattr(torch.profiler, "profile", fail)
     monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)

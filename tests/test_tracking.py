@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from simpletune.config.load import validate
-from simpletune.options import UserError
-from simpletune.step.core import StepCore
+from simpletune.stages.step.core import StepCore
+from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.trackers import Trackers, weights_and_biases
 from simpletune.training.trackers.tensor_board import TensorBoard
@@ -220,7 +220,7 @@ def test_the_report_reaches_the_trackers(tiny_config: dict, tmp_path: Path, monk
         (folder / "report.html").write_text(page)
         return folder / "report.html"
 
-    monkeypatch.setattr("simpletune.report.report_at_end", report_at_end)
+    monkeypatch.setattr("simpletune.runs.report.report_at_end", report_at_end)
     tiny_config["output"]["report"] = True
     run = run_with(tiny_config, train={"steps": 1}, tracking={"wandb": "offline"})
     assert summary_of(run)["warnings"] == []

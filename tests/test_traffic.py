@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.table import Results
-from simpletune.options import Json
-from simpletune.timing.recorder import Section
-from simpletune.timing.work import Work
+from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.work import Work
+from simpletune.system.options import Json
 
 COMMITTED = json.loads((Path(traffic.__file__).parent / "results" / "cpu" / "traffic.json").read_text())["rows"]
 SMALL = [name for name in traffic.ROWS if name.startswith(traffic.DEMO)]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.families.sd15.shapes import units_of
-from simpletune.models.fp16_blocks import finite_passes, fp16_blocks_of
-from simpletune.optim import loss_scale
+from simpletune.engine.optim import loss_scale
+from simpletune.models.sd15.shapes import units_of
+from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.training.loop import train
 

@@ -32,18 +32,18 @@ from slow_cases import slow_but
 from test_streaming import break_the_hold, break_the_order, break_the_wait
 from torch import Tensor, nn
 
-from simpletune.adapters.full import Full
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
 from simpletune.config.load import validate
-from simpletune.families.sd15.shapes import units_of
-from simpletune.memory import Memory
-from simpletune.memory.block_offload import BlockOffload
-from simpletune.memory.checkpointing import set_passes
-from simpletune.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.transformer import units_of as model_units
+from simpletune.engine.memory import Memory
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.checkpointing import set_passes
+from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+from simpletune.models.sd15.shapes import units_of
+from simpletune.models.shared.transformer import units_of as model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.step.batches import Batches, Prefetcher
+from simpletune.stages.step.batches import Batches, Prefetcher
 from simpletune.training import loop
 from simpletune.training.loop import train
 
@@ -114,7 +114,7 @@ def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.Monkey
 def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    monkeypatch.setattr("simpletune.engine.memory.host_block.HostBlock.point_at_host", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True), family="sd2")
     assert losses[-1] != losses[-1]
 

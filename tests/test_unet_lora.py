@@ -19,22 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.full import Full
-from simpletune.adapters.lora import Lora
-from simpletune.adapters.lora_layers import lora_layers
-from simpletune.adapters.lora_product import add_pointwise_update
-from simpletune.cli.main import main
-from simpletune.families.lora_names import LAYOUTS
-from simpletune.families.sd3.shapes import parameter_shapes, sd3_medium_config
-from simpletune.families.sd15.lora_names import NAMES
-from simpletune.lora.attach import fold_lora, load_lora, load_loras
-from simpletune.lora.describe import describe, file_of
-from simpletune.lora.mix import Recipe, mix
-from simpletune.lora.read import read_lora
-from simpletune.lora.updates import Update
-from simpletune.lora.write import tensors_of, write_lora
-from simpletune.options import UserError
+from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras
+from simpletune.adapters.files.describe import describe, file_of
+from simpletune.adapters.files.mix import Recipe, mix
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.write import tensors_of, write_lora
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.methods.lora_layers import lora_layers
+from simpletune.adapters.methods.lora_product import add_pointwise_update
+from simpletune.apps.cli.main import main
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd15.lora_names import NAMES
 from simpletune.runs.names import find_named
+from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import unet_lora_readers  # noqa: E402

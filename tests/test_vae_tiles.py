@@ -15,11 +15,11 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.families.sd3.option import SD3
-from simpletune.models.parts import use_tiles
-from simpletune.options import ConfigError
-from simpletune.pipeline.encode import prepare
-from simpletune.pipeline.prepared import Prepared
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.parts import use_tiles
+from simpletune.stages.encode import prepare
+from simpletune.stages.prepared import Prepared
+from simpletune.system.options import ConfigError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.validation import Previews
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from web_pages import ADDRESS, open_pages
 
-from simpletune.web import events
-from simpletune.web.app import STATIC
-from simpletune.web.events import Watch
-from simpletune.web.roots import OutsideRoots, make_roots
-from simpletune.web.run_state import last_row, state_of
+from simpletune.apps.web import events
+from simpletune.apps.web.app import STATIC
+from simpletune.apps.web.events import Watch
+from simpletune.apps.web.roots import OutsideRoots, make_roots
+from simpletune.apps.web.run_state import last_row, state_of
 
 
 def make_run(folder: Path, **row: object) -> Path:
@@ -28,7 +28,7 @@ def make_run(folder: Path, **row: object) -> Path:
 
 
 def test_the_server_needs_no_torch() -> None:
-    code = "import sys, simpletune.web.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, simpletune.apps.web.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -247,7 +247,7 @@ def layers_in_diffusers(file: Path) -> int:
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
     from safetensors.torch import load_file
 
-    from simpletune.demo import resolve
+    from simpletune.data.demo import resolve
 
     folder = resolve("demo:tiny-sd3", file.parent / "cache")
     transformer = SD3Transformer2DModel.from_pretrained(folder, subfolder="transformer")

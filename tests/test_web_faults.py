@@ -21,13 +21,13 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from simpletune.options import UserError
+from simpletune.apps.web import processes, queue, queue_runner, server
+from simpletune.apps.web.form.presets import _use_folder
+from simpletune.apps.web.guard import FAILED, HEADERS, Access, Guard
+from simpletune.apps.web.roots import Roots, make_roots
+from simpletune.apps.web.templates import MOST_FORM, read_form
 from simpletune.system.locks import UNSUPPORTED
-from simpletune.web import processes, queue, queue_runner, server
-from simpletune.web.form.presets import _use_folder
-from simpletune.web.guard import FAILED, HEADERS, Access, Guard
-from simpletune.web.roots import Roots, make_roots
-from simpletune.web.templates import MOST_FORM, read_form
+from simpletune.system.options import UserError
 
 FORM = {"content-type": "application/x-www-form-urlencoded; charset=utf-8"}
 
@@ -95,7 +95,7 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
 def test_a_folder_takes_the_place_of_a_configuration_s(
     captioned: bool, trigger: str, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    from simpletune.web.form import presets
+    from simpletune.apps.web.form import presets
 
     (tmp_path / "a.png").touch()
     if captioned:

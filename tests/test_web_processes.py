@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.options import UserError
-from simpletune.web import processes
-from simpletune.web.roots import Roots, make_roots
+from simpletune.apps.web import processes
+from simpletune.apps.web.roots import Roots, make_roots
+from simpletune.system.options import UserError
 
 
 def until(true: Callable[[], object], seconds: float = 30) -> None:
@@ -75,8 +75,8 @@ def test_a_killed_page_leaves_its_process_which_the_next_page_finds(
     code = f"""
 import os, signal
 from pathlib import Path
-from simpletune.web import processes
-from simpletune.web.roots import make_roots
+from simpletune.apps.web import processes
+from simpletune.apps.web.roots import make_roots
 roots = make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})])
 processes.start(roots, [], "it", "waits")
 os.kill(os.getpid(), signal.SIGKILL)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.options import UserError
+from simpletune.apps.web import processes, queue, queue_runner
+from simpletune.apps.web.queue import Entry
+from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.system.locks import exclusive
-from simpletune.web import processes, queue, queue_runner
-from simpletune.web.queue import Entry
-from simpletune.web.roots import Roots, make_roots
+from simpletune.system.options import UserError
+from simpletune.system.package import PACKAGE
 
 FAKE = '''
 """Stands for ``simpletune``: a "run" that holds its run's lock until the file go-NAME exists; bad ones fail."""
@@ -128,13 +129,13 @@ def test_a_killed_runner_loses_nothing_and_starts_nothing_twice(tmp_path: Path, 
 import os
 from functools import partial
 from pathlib import Path
-from simpletune.web import processes, queue, queue_runner
-from simpletune.web.roots import make_roots
+from simpletune.apps.web import processes, queue, queue_runner
+from simpletune.apps.web.roots import make_roots
 processes.start = partial(processes.start, module="stands_in")
 queue.write_json = lambda *a, **k: os._exit(9)  # between the start of the run and the line in the queue
 queue_runner.step(make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})]))
 """
-    paths = os.pathsep.join([str(processes.PACKAGE), str(tmp_path / "modules")])
+    paths = os.pathsep.join([str(PACKAGE.parent), str(tmp_path / "modules")])
     child = subprocess.run([sys.executable, "-c", killed], env={**os.environ, "PYTHONPATH": paths}, check=False)
     assert child.returncode == 9
     assert states(roots) == [("one", "waiting"), ("two", "waiting")]

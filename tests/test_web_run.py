@@ -15,17 +15,17 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
-from simpletune.pipeline.png import save_png
-from simpletune.pipeline.sample import Request
+from simpletune.apps.web import queue, running
+from simpletune.apps.web.run.charts import Line, chart, limits, thinned_places, ticks
+from simpletune.apps.web.run.pictures import matrix_of
+from simpletune.apps.web.run.series import MOST, Follower, Series
+from simpletune.apps.web.running import progress_of
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request
 from simpletune.system.locks import exclusive
 from simpletune.system.stage_timer import Stage
-from simpletune.web import queue, running
-from simpletune.web.run.charts import Line, chart, limits, thinned_places, ticks
-from simpletune.web.run.pictures import matrix_of
-from simpletune.web.run.series import MOST, Follower, Series
-from simpletune.web.running import progress_of
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
 SETTINGS = {

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from web_pages import open_pages
 
-from simpletune.web import all_runs, queue, run_state
-from simpletune.web.all_runs import differences, flat, in_words
-from simpletune.web.queue import Entry
-from simpletune.web.roots import make_roots
+from simpletune.apps.web import all_runs, queue, run_state
+from simpletune.apps.web.all_runs import differences, flat, in_words
+from simpletune.apps.web.queue import Entry
+from simpletune.apps.web.roots import make_roots
 
 
 @pytest.fixture(autouse=True)

@@ -17,20 +17,20 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
-from simpletune.cards import card_of
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
+from simpletune.apps.web import live, processes, queue
+from simpletune.apps.web.form import presets
+from simpletune.apps.web.form.edit import Base, changes, complete, edited, get_at, overrides
+from simpletune.apps.web.form.fields import HIDDEN, sections_of
+from simpletune.apps.web.form.paths import inside
+from simpletune.apps.web.roots import make_roots
+from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import shipped_names
-from simpletune.init.answers import Answers
-from simpletune.init.suggest import suggest
-from simpletune.options import ConfigError, option_classes
-from simpletune.web import live, processes, queue
-from simpletune.web.form import presets
-from simpletune.web.form.edit import Base, changes, complete, edited, get_at, overrides
-from simpletune.web.form.fields import HIDDEN, sections_of
-from simpletune.web.form.paths import inside
-from simpletune.web.roots import make_roots
+from simpletune.system.gpus import card_of
+from simpletune.system.options import ConfigError, option_classes
 
 
 class Form(HTMLParser):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletune.cli.main import main
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.options import plural
 from simpletune.system.console import TrainingProgress, progress
+from simpletune.system.options import plural
 from simpletune.training.loop import train
 
 PLURALS_OF_ONE = re.compile(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from simpletune.demo import pictures, vocabulary
+from simpletune.data.demo import pictures, vocabulary
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, UNet2DConditi
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from simpletune.demo import networks, pictures, tiny_sd3, vocabulary
+from simpletune.data.demo import networks, pictures, tiny_sd3, vocabulary
 
 Version = Literal["sd15", "sd2"]
 TOKENS = 77

@@ -27,12 +27,12 @@ from test_cases import members
 from warm_pytest import preload as preload_packages
 
 from simpletune.config.load import validate
-from simpletune.demo import pictures, tiny_sd3
-from simpletune.options import ConfigError
+from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system import failpoints
 from simpletune.system.devices import prepare_environment
+from simpletune.system.options import ConfigError
 from simpletune.training.loop import train
 
 STEPS = 7
@@ -342,7 +342,7 @@ def torture(kills: int, whole: int, seed: int, folder: Path, limit: float) -> Ta
 def preload() -> None:
     """Import what runs import late: children then start in a moment."""
     preload_packages()
-    import simpletune.report.one  # noqa: F401
+    import simpletune.runs.report.one  # noqa: F401
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from simpletune.web.app import make_app
-from simpletune.web.guard import Access
-from simpletune.web.roots import make_roots
+from simpletune.apps.web.app import make_app
+from simpletune.apps.web.guard import Access
+from simpletune.apps.web.roots import make_roots
 
 ADDRESS = "http://127.0.0.1:8100"
 HOSTS = {"127.0.0.1", "localhost"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from web_browser import DESKTOP, MISSING, PHONE, Browser, browsing, serving
 
-from simpletune.demo import resolve
+from simpletune.data.demo import resolve
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TALLEST = 2400  # pixels

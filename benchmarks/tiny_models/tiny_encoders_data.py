@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from simpletune.demo import pictures
-from simpletune.demo.pictures import COLOURS, SHAPES, STYLES, SUBJECT, Scene
+from simpletune.data.demo import pictures
+from simpletune.data.demo.pictures import COLOURS, SHAPES, STYLES, SUBJECT, Scene
 
 SIDE = 64
 TABLES = {

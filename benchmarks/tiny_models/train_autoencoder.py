@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.tiny_models.log import log_line
-from simpletune.demo import networks, pictures
+from simpletune.data.demo import networks, pictures
 from simpletune.system.atomic import atomic_file
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.tiny_models.log import log_line
-from simpletune.demo import networks, pictures, vocabulary
-from simpletune.demo.checker import ATTRIBUTES
+from simpletune.data.demo import networks, pictures, vocabulary
+from simpletune.data.demo.checker import ATTRIBUTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

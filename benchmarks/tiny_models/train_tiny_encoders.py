@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from benchmarks.tiny_models.log import log_line
 from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
-from simpletune.demo import ENCODERS, pictures, vocabulary
-from simpletune.encoders.dino import SHORTER, TRAINED
-from simpletune.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
+from simpletune.commands.evaluate.encoders.dino import SHORTER, TRAINED
+from simpletune.commands.evaluate.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
+from simpletune.data.demo import ENCODERS, pictures, vocabulary
 from simpletune.system.atomic import new_folder
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.options import Json, Problem, plural
+from simpletune.system.options import Json, Problem, plural
 
 if TYPE_CHECKING:
     from simpletune.config.schema import Train, TrainConfig

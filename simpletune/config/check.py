@@ -11,9 +11,9 @@ from simpletune.config.rules.optimizer import optimizer_rules
 from simpletune.config.rules.recompute import recompute_rules
 from simpletune.config.rules.sharding import sharding_rules
 from simpletune.config.rules.stream import stream_rules
+from simpletune.config.rules.text import text_rules
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Problem, plural
-from simpletune.text.rules import text_rules
+from simpletune.system.options import Problem, plural
 
 
 def config_rules(config: TrainConfig) -> Iterator[Problem]:

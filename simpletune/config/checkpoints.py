@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.options import Option, Problem
+from simpletune.system.options import Option, Problem
 
 PATH = "checkpoint.keep_every"
 

@@ -6,9 +6,9 @@ from typing import get_args
 
 from simpletune.config.check import config_rules
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError, Json, UserError
 from simpletune.system.console import say
 from simpletune.system.devices import BF16_FROM, sm
+from simpletune.system.options import ConfigError, Json, UserError
 
 Capability = tuple[int, int]
 

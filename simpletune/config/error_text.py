@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
 from simpletune.system import strict_json
+from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
 from simpletune.system.strict_json import JsonError
 
 Complaint = Mapping[str, Any]

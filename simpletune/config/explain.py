@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from simpletune.adapters.text.option import result_names
+from simpletune.adapters.text.sizes import text_parameters
+from simpletune.config.evaluation import ON_TRAINING
+from simpletune.config.prior import NoPrior, describe
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
-from simpletune.data.evaluation import ON_TRAINING
-from simpletune.data.several import source_notes
-from simpletune.data.source import Source
-from simpletune.hub.fetch import is_hub_name
-from simpletune.models.model_config import Shape
-from simpletune.models.sources import is_single_file
-from simpletune.options import plural
-from simpletune.prior import NoPrior, describe
-from simpletune.text.option import result_names
-from simpletune.text.sizes import text_parameters
+from simpletune.data.sources.several import source_notes
+from simpletune.data.sources.source import Source
+from simpletune.models.shared.model_config import Shape
+from simpletune.models.shared.sources import is_single_file
+from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.options import plural
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
@@ -150,7 +150,7 @@ def _checkpoints(config: TrainConfig) -> str:
 
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     if config.is_demo:
-        from simpletune.demo import transformer_config
+        from simpletune.data.demo import transformer_config
 
         return config.model.shapes_of(transformer_config())
     shapes = config.model.shapes(fetch=False)

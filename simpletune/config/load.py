@@ -15,8 +15,9 @@ from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import find_config, missing_config
-from simpletune.memory.profiles import with_profile
-from simpletune.options import (
+from simpletune.engine.memory.profiles import with_profile
+from simpletune.system import strict_json
+from simpletune.system.options import (
     ConfigError,
     Json,
     Option,
@@ -27,7 +28,6 @@ from simpletune.options import (
     member_for,
     union_of,
 )
-from simpletune.system import strict_json
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import shortened
 from simpletune.system.console import say
+from simpletune.system.options import shortened
 
 Settled = Literal["resident", "plan"]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.options import Option, Problem
-from simpletune.shards.place import GIB, CachePlace
+from simpletune.data.cache.shards.place import GIB, CachePlace
+from simpletune.system.options import Option, Problem
 
 LOCAL_RUNS = "runs"  # local folder of runs that are also kept in an object store
 LOCAL_CACHE = ".cache"  # local cache folder if the cache is in an object store

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from simpletune.config.error_text import did_you_mean, other_field
 from simpletune.config.rules.family import with_objective
 from simpletune.config.schema import DEMO, TrainConfig
-from simpletune.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
 from simpletune.system import strict_json
+from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
 from simpletune.system.strict_json import JsonError
 
 BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")

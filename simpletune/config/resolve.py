@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletune.config.schema import DEMO, TrainConfig
-from simpletune.data.several import field_of, source_problems, with_paths
-from simpletune.demo import resolve, transformer_config
-from simpletune.options import ConfigError, Problem, UserError
+from simpletune.data.demo import resolve, transformer_config
+from simpletune.data.sources.several import field_of, source_problems, with_paths
+from simpletune.system.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]
 DATA_DEMOS = ["demo:pictures", "demo:subject"]

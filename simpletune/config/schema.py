@@ -8,29 +8,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.adapters import Adapter
-from simpletune.adapters.lora import Lora
+from simpletune.adapters.methods import Adapter
+from simpletune.adapters.methods.lora import Lora
+from simpletune.adapters.text.option import Text
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.output import Output
+from simpletune.config.prior import NoPrior, Prior
+from simpletune.config.speed import Speed
 from simpletune.config.validation import Validation
-from simpletune.data import Data
-from simpletune.ema import Ema
-from simpletune.families import Model
-from simpletune.families.sd3.option import SD3
-from simpletune.memory import Memory
-from simpletune.models.model_config import Shape
-from simpletune.objectives import Objective
-from simpletune.objectives.flow import Flow
-from simpletune.optim import Optimizer
-from simpletune.optim.adamw import AdamW
-from simpletune.optim.schedule import Constant, Schedule
-from simpletune.options import Option, Problem, shortened
-from simpletune.prior import NoPrior, Prior
-from simpletune.profiling.option import Profile
-from simpletune.quant import Precision
-from simpletune.quant.plain import BF16
-from simpletune.speed import Speed
-from simpletune.text.option import Text
+from simpletune.data.sources import Data
+from simpletune.engine.memory import Memory
+from simpletune.engine.optim import Optimizer
+from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.ema import Ema
+from simpletune.engine.optim.schedule import Constant, Schedule
+from simpletune.engine.profiling.option import Profile
+from simpletune.engine.quant import Precision
+from simpletune.engine.quant.plain import BF16
+from simpletune.models.families import Model
+from simpletune.models.objectives import Objective
+from simpletune.models.objectives.flow import Flow
+from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.model_config import Shape
+from simpletune.system.options import Option, Problem, shortened
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000

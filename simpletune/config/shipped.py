@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "configs"
+from simpletune.system.package import PACKAGE
+
+FOLDER = PACKAGE / "configs"
 """Link to ``configs/`` in a checkout; folder in an installed package."""
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.models.buckets import STEP
-from simpletune.options import Option, Problem
+from simpletune.models.shared.buckets import STEP
+from simpletune.system.options import Option, Problem
 
 
 def _share_or_number(split: float) -> float:

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import Draw, Sample, View, repeats_of
-from simpletune.data.several import Several
 from simpletune.data.shares import SourceShare
-from simpletune.data.source import Source
-from simpletune.models.buckets import Size
-from simpletune.objectives import Objective
-from simpletune.options import Json
+from simpletune.data.sources.several import Several
+from simpletune.data.sources.source import Source
+from simpletune.models.objectives import Objective
+from simpletune.models.shared.buckets import Size
+from simpletune.system.options import Json
 from simpletune.system.rng import stream
 
 

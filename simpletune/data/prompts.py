@@ -6,7 +6,7 @@ number of variants bounds how many the text encoders must encode.
 
 from __future__ import annotations
 
-from simpletune.data.source import Picture, Source
+from simpletune.data.sources.source import Picture, Source
 from simpletune.system.rng import stream
 
 CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the caption without a space

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simpletune.data.source import Picture, Rejected, Source
-from simpletune.models.buckets import STEP, Size, nearest_bucket
-from simpletune.options import Json
+from simpletune.data.sources.source import Picture, Rejected, Source
+from simpletune.models.shared.buckets import STEP, Size, nearest_bucket
+from simpletune.system.options import Json
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from simpletune.data.walk import printable
-from simpletune.options import plural
+from simpletune.data.sources.walk import printable
+from simpletune.system.options import plural
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simpletune.data.source import Picture
-from simpletune.options import UserError, plural
+from simpletune.data.sources.source import Picture
+from simpletune.system.options import UserError, plural
 
 DIGITS = 13  # leading hexadecimal digits of a digest, read as a number in [0, 1): 52 bits, exact in a float
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import torch
 
-from simpletune.cards import Card
 from simpletune.config.batches import of_process, sizes_of, with_batch
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.device_terms import cublas_workspace
 from simpletune.estimate.auto_checkpointing import ANY, with_checkpointed
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.models.buckets import Size
-from simpletune.options import UserError, plural
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none
-from simpletune.simulation.simulate import simulate
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError, plural
 
 NO_CARD = (
     "train.batch_size: auto depends on the card's memory, and there is no card here. Name one "

@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 import torch
 
-from simpletune.cards import Card
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
+from simpletune.engine.memory.device_terms import cublas_workspace
 from simpletune.estimate.block_options import may_keep_attention
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
-from simpletune.memory.checkpointing import fewest_that_fit, too_little
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.models.buckets import Size
-from simpletune.options import UserError, plural
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none
-from simpletune.simulation.simulate import simulate
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError, plural
 
 ANY = (8, 9)  # any CUDA capability: these peaks leave out the libraries' workspaces
 NO_CARD = (

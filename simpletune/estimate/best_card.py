@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory import Memory
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.levers import changes_of_quality
 from simpletune.estimate.planning import PlanResult, Search
-from simpletune.memory import Memory
-from simpletune.options import UserError, plural
-from simpletune.prices import Price
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError, plural
+from simpletune.system.prices import Price
 
 Count = Callable[[str], object]
 

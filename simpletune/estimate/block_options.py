@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.config.schema import TrainConfig
-from simpletune.options import plural
+from simpletune.system.options import plural
 
 TILE = 1024  # tokens
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from simpletune.cards import Card
+from simpletune.engine.memory.snapshot import KINDS
 from simpletune.estimate.predict import Estimate
-from simpletune.memory.snapshot import KINDS
-from simpletune.options import UserError
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError
 
 COLOURS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#b279a2", "#9d9da1")  # in the order of KINDS
 GB = 10**9

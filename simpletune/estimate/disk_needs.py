@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simpletune.adapters.text.sizes import text_parameters
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.data.cache import view_key
+from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
-from simpletune.models.prompts import groups_of
-from simpletune.pipeline.encode import prompts_of
-from simpletune.pipeline.latent_cache import LatentCache
-from simpletune.pipeline.prepared import validation_requests
-from simpletune.pipeline.stream_plan import StreamPlan
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.prior import ClassPictures
+from simpletune.models.shared.prompts import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.stages.encode import prompts_of
+from simpletune.stages.latent_cache import LatentCache
+from simpletune.stages.prepared import validation_requests
+from simpletune.stages.stream_plan import StreamPlan
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
-from simpletune.text.sizes import text_parameters
 
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, bytes per pixel

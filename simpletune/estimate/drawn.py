@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.forecast import card_at_hand
 from simpletune.estimate.predict import MIB, Estimate, estimate, needed
-from simpletune.memory.fake import fake_tensors
-from simpletune.models.buckets import Size
-from simpletune.options import UserError
-from simpletune.pipeline.load import empty_base, modulation_of
-from simpletune.pipeline.sample import Request, Sampler
-from simpletune.quant.precision import WeightPrecision
-from simpletune.simulation.simulate_stages import (
+from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
     ShapesOnlyModel,
     WholeWindowModulation,
     empty_autoencoder,
 )
-from simpletune.simulation.simulate_text import accounting_of
+from simpletune.estimate.simulate.simulate_text import accounting_of
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.models.shared.buckets import Size
+from simpletune.stages.load import empty_base, modulation_of
+from simpletune.stages.sample import Request, Sampler
 from simpletune.system.console import silent
+from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
-from simpletune.tensors import all_tensors
-from simpletune.timing.recorder import Recorder
 
 CPU = torch.device("cpu")
 

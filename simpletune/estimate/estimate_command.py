@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.cards import Card, card_of
 from simpletune.config.batches import of_process, process_rules
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
@@ -19,14 +18,15 @@ from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.predict import Estimate, estimate
+from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.terminal import as_text, comparison
 from simpletune.estimate.time_text import CardRow, card_table, time_lines
-from simpletune.models.buckets import Size
-from simpletune.options import ConfigError, UserError, plural
-from simpletune.prices import Price, of_cards
-from simpletune.simulation.processes import simulated_processes
+from simpletune.models.shared.buckets import Size
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import ConfigError, UserError, plural
+from simpletune.system.prices import Price, of_cards
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
 GIB = 2**30

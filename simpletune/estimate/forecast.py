@@ -7,7 +7,6 @@ from typing import TypedDict
 
 import torch
 
-from simpletune.cards import Card, card_named_by_driver, cards_like
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts
@@ -15,18 +14,19 @@ from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
 from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
 from simpletune.estimate.predict import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
+from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.terminal import place
 from simpletune.estimate.time_text import in_words
-from simpletune.models.buckets import Size
-from simpletune.options import Json, UserError
-from simpletune.prices import Price, of_cards
-from simpletune.simulation.simulate import simulate
+from simpletune.estimate.timing.constants import file_of, read
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.timeline import step_seconds
+from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name
-from simpletune.timing.constants import file_of, read
-from simpletune.timing.recorder import Recorder
-from simpletune.timing.speeds import MeasuredSpeeds
-from simpletune.timing.timeline import step_seconds
+from simpletune.system.gpus import Card, card_named_by_driver, cards_like
+from simpletune.system.options import Json, UserError
+from simpletune.system.prices import Price, of_cards
 
 WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this capability
 Measured = Mapping[str, Mapping[str, float | None]]

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.cards import Card
+from simpletune.config.evaluation import drift_prompts, settle_evaluation
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import drift_prompts, settle_evaluation
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
-from simpletune.models.buckets import Size
-from simpletune.models.prompts import BATCH
-from simpletune.prices import Price
-from simpletune.prior import ClassPictures
-from simpletune.simulation.simulate_stages import SIMULATED, JobReport
-from simpletune.simulation.simulate_text import parts_in_steps
-from simpletune.timing.constants import FOLDER, Constants, read
-from simpletune.timing.recorder import Section
-from simpletune.timing.speeds import MeasuredSpeeds, Speeds
-from simpletune.timing.stated import StatedSpeeds
-from simpletune.timing.timeline import StepSeconds, step_seconds
+from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
+from simpletune.estimate.simulate.simulate_text import parts_in_steps
+from simpletune.estimate.timing.constants import FOLDER, Constants, read
+from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.speeds import MeasuredSpeeds, Speeds
+from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.prompts import BATCH
+from simpletune.system.gpus import Card
+from simpletune.system.prices import Price
 
 # Intervals, as factors on the prediction. That of a calibrated device covers 23 of the 24 rows of
 # benchmarks/results/cpu/times.md; that of a data sheet has not been measured.
@@ -109,7 +109,7 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
 
 def fits(card: Card, constants: Constants) -> bool:
     """Whether constants were measured on a card of this name and memory."""
-    from simpletune.cards import card_named_by_driver, cards_like
+    from simpletune.system.gpus import card_named_by_driver, cards_like
 
     like = cards_like(constants.device)
     if card not in like and card.name != constants.device:

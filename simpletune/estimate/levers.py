@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.options import ConfigError
-from simpletune.simulation.simulate import simulate
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.system.options import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import without
-from simpletune.data.several import scan_sources, too_small
+from simpletune.data.sources.several import scan_sources, too_small
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
-from simpletune.hub.fetch import in_cache
-from simpletune.models.sources import hub_parts
-from simpletune.models.t5_layers import CHUNK_BYTES
-from simpletune.options import UserError
-from simpletune.pipeline.plan_data import make_plan
-from simpletune.pipeline.stream_plan import stream_plan
-from simpletune.prior import ClassPictures
-from simpletune.simulation.simulate_stages import JobReport
-from simpletune.simulation.simulate_text import parts_in_steps
+from simpletune.estimate.simulate.simulate_stages import JobReport
+from simpletune.estimate.simulate.simulate_text import parts_in_steps
+from simpletune.models.shared.sources import hub_parts
+from simpletune.models.shared.t5_layers import CHUNK_BYTES
+from simpletune.stages.plan_data import make_plan
+from simpletune.stages.stream_plan import stream_plan
+from simpletune.system.hub.fetch import in_cache
+from simpletune.system.options import UserError
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
 CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from simpletune.cards import CARDS, Card, card_of
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
@@ -21,11 +20,12 @@ from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.levers import differing
 from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.predict import MIB
-from simpletune.options import UserError
-from simpletune.prices import of_cards
+from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
-from simpletune.timing.timeline import StepSeconds
+from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.options import UserError
+from simpletune.system.prices import of_cards
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)

@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from simpletune.cards import Card
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import OutOfMemory
 from simpletune.estimate.block_options import block_options, may_keep_attention
 from simpletune.estimate.first_that_fits import first_that_fits, likely_first
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.predict import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
-from simpletune.memory.device_terms import cublas_workspace
-from simpletune.memory.fake import fake_tensors
-from simpletune.memory.snapshot import OutOfMemory
-from simpletune.options import UserError
-from simpletune.simulation.simulate import L4, StepReport, simulate
-from simpletune.simulation.trained import Trained, train
+from simpletune.estimate.simulate.simulate import L4, StepReport, simulate
+from simpletune.estimate.simulate.trained import Trained, train
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
-from simpletune.timing.recorder import Recorder
-from simpletune.timing.timeline import StepSeconds, step_seconds
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels

@@ -13,21 +13,21 @@ from importlib.metadata import version
 from typing import NotRequired, TypedDict
 
 from simpletune import __version__
-from simpletune.cards import Card
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.attention_terms import attention_kernel
+from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.estimate.needs import Needs, needs_of
-from simpletune.memory.attention_terms import attention_kernel
-from simpletune.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.models.buckets import Size
-from simpletune.options import Json
+from simpletune.estimate.simulate.processes import simulated_processes
+from simpletune.estimate.simulate.simulate import L4, StepReport
+from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
+from simpletune.estimate.simulate.trained import Trained
+from simpletune.estimate.timing.recorder import Section
+from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none
-from simpletune.simulation.processes import simulated_processes
-from simpletune.simulation.simulate import L4, StepReport
-from simpletune.simulation.simulate_stages import JobReport, simulate_parts, with_workspaces
-from simpletune.simulation.trained import Trained
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
-from simpletune.timing.recorder import Section
+from simpletune.system.gpus import Card
+from simpletune.system.options import Json
 
 VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from simpletune.cards import Card
+from simpletune.engine.memory.snapshot import KINDS, MemorySnapshot
 from simpletune.estimate.predict import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
-from simpletune.memory.snapshot import KINDS, MemorySnapshot
-from simpletune.options import plural
+from simpletune.system.gpus import Card
+from simpletune.system.options import plural
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))

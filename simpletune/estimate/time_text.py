@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from simpletune.estimate.job_time import JobTime
-from simpletune.prices import Price
+from simpletune.system.prices import Price
 
 MIB = 2**20
 

@@ -12,14 +12,14 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.memory.fake import fake_tensors
-from simpletune.options import UserError, plural
-from simpletune.pipeline.load import empty_base
-from simpletune.quant import int8_tuning
-from simpletune.quant.int8_products import why_not
-from simpletune.quant.int8_tuning import Tuning
-from simpletune.step.synthetic import CPU
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.quant import int8_tuning
+from simpletune.engine.quant.int8_products import why_not
+from simpletune.engine.quant.int8_tuning import Tuning
+from simpletune.stages.load import empty_base
+from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
 
 
 def tune_ahead(file: Path, overrides: Sequence[str]) -> None:

@@ -1,99 +1,130 @@
-"""A model family's facts about LoRA: named targets, and the names of its denoiser's layers in LoRA files.
-
-A key in a file consists of a prefix, a module and a role. Layouts differ in all three: diffusers' names or the original
-ones, with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, in the header, or missing.
-"""
+"""LoRA names of every family, and the family that layers belong to."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
 
-DOWN, UP, ALPHA = "down", "up", "alpha"
-MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
-DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
-OFT_BLOCKS = "oft_blocks"
+from simpletune.models.families import FAMILIES
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.lora_names import Layout, LoraNames
+from simpletune.models.shared.model_config import Shape
+from simpletune.system.options import UserError
 
-
-class LoraNames:
-    """The names of one family's layers. A family extends this class once, in its own folder."""
-
-    title: ClassVar[str]
-    """The family's name in messages."""
-    denoiser: ClassVar[str]
-    """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
-    targets: ClassVar[Mapping[str, re.Pattern[str]]]
-    """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
-    contexts: ClassVar[re.Pattern[str] | None] = None
-    """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
-    None: the family's attention reads both at once."""
-
-    def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
-        """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.
-
-        Args:
-            module: the name in the file, without the layout's prefix.
-            layout: the file's layout.
-        """
-        raise NotImplementedError
-
-    def original(self, layer: str) -> tuple[str, int | None]:
-        """The original module of one of diffusers' layers, and which third of it the layer is; None for all of it.
-
-        Raises:
-            KeyError: the family has no such layer.
-        """
-        raise NotImplementedError
-
-    def halves_swapped(self, layer: str, outputs: int, inputs: int) -> bool:
-        """Whether the halves of a layer's outputs have another order in the original layout."""
-        return False
+LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
+"""Layouts of each family's files; the first is the one of a run's result."""
+TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The naming scheme of a kind of file.
+def is_target(target: str, layer: str) -> bool:
+    """Whether a named target includes a layer. Layer names differ between families, so the family need not be known.
 
     Args:
-        name: its name in commands and messages.
-        prefix: the prefix of every key.
-        names: the family's names.
-        original: whether modules have the original names instead of diffusers'.
-        dots: whether module names contain dots rather than underscores.
-        peft: whether keys end in ``lora_A`` and ``lora_B`` rather than ``lora_down`` and ``lora_up``.
-        alpha: whether files state alpha in a tensor for each module.
+        target: a named value of ``adapter.targets``.
+        layer: diffusers' name of a linear layer or 1x1 convolution.
     """
+    return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
 
-    name: str
-    prefix: str
-    names: LoraNames
-    original: bool = False
-    dots: bool = True
-    peft: bool = True
-    alpha: bool = False
 
-    @property
-    def down(self) -> str:
-        """Key ending of the first factor, [rank, inputs]."""
-        return "lora_A.weight" if self.peft else "lora_down.weight"
+def context_layers(layers: Iterable[str]) -> dict[str, bool]:
+    """Find the projections to keys and values in attention layers that read only the picture or only the prompt, as in
+    a U-Net.
 
-    @property
-    def up(self) -> str:
-        """Key ending of the second factor, [outputs, rank]."""
-        return "lora_B.weight" if self.peft else "lora_up.weight"
+    Args:
+        layers: names, among them diffusers' names of layers.
 
-    def key(self, module: str, role: str) -> str:
-        """The key of a module's tensor; ``module`` contains dots. Factors of methods other than LoRA end in their
-        names."""
-        ending = {DOWN: self.down, UP: self.up}.get(role, role)
-        return f"{self.prefix}{self.spelt(module)}.{ending}"
+    Returns:
+        By the layer's name, whether its attention reads the prompt.
+    """
+    patterns = [names.contexts for names in LAYOUTS if names.contexts is not None]
+    matches = ((layer, pattern.search(layer)) for layer in layers for pattern in patterns)
+    return {layer: match["picture"] is None for layer, match in matches if match}
 
-    def spelt(self, module: str) -> str:
-        """A module's name with this layout's separators; ``module`` contains dots."""
-        return module if self.dots else module.replace(".", "_")
 
-    def layers(self, module: str) -> tuple[str, ...]:
-        """Diffusers' names of the layers that a file's module (with its prefix) updates."""
-        return self.names.layers(module.removeprefix(self.prefix), self)
+def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
+    """Return the input widths of attention layers that read the prompt, and of those that read the picture.
+
+    Args:
+        shapes: shapes of the base model's parameters.
+    """
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
+    reads = context_layers(weights)
+    text, picture = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
+    return text, picture
+
+
+def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
+    """Return the families that have any of the layers, each with the first of its layers.
+
+    Args:
+        layers: diffusers' names of layers.
+    """
+    found: dict[LoraNames, str] = {}
+    for layer in layers:
+        for names, layouts in LAYOUTS.items():
+            bare = layouts[-1]
+            if layer in names.layers(layer, bare):
+                found.setdefault(names, layer)
+    return found
+
+
+def title_of(layers: Iterable[str]) -> str:
+    """Return the title of the first family that has one of the layers, for messages."""
+    return next((names.title for names in families_of(layers)), "an unknown model")
+
+
+def require_one(layers: Iterable[str]) -> None:
+    """Check that layers belong to one family.
+
+    Raises:
+        UserError: they belong to several.
+    """
+    found = families_of(layers)
+    if len(found) > 1:
+        listed = ", ".join(f"{layer} of {names.title}" for names, layer in found.items())
+        raise UserError(f"a LoRA is for one model, but these are for several: {listed}. Use LoRAs for the same model")
+
+
+def names_of(layers: Iterable[str]) -> LoraNames:
+    """Return the LoRA names of the family that layers belong to.
+
+    Args:
+        layers: diffusers' names of layers.
+
+    Raises:
+        UserError: they belong to no family, or to several.
+    """
+    layers = list(layers)
+    require_one(layers)
+    for names in families_of(layers):
+        return names
+    raise UserError(f"{', '.join(layers[:3])}: no known model has these layers, so they have no names in LoRA files")
+
+
+def result_layout(layers: Iterable[str]) -> Layout:
+    """Return the layout of a run's result with these layers: the one of its family that most tools read."""
+    return LAYOUTS[names_of(layers)][0]
+
+
+def kohya_layout(layers: Iterable[str]) -> Layout:
+    """Return kohya's layout for these layers' family."""
+    return next(layout for layout in LAYOUTS[names_of(layers)] if layout.name == "kohya")
+
+
+def update_layout(layers: Iterable[str]) -> Layout:
+    """Return the layout of a result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names
+    for diffusers' layers, as LyCORIS's tools write them."""
+    layouts = LAYOUTS[names_of(layers)]
+    return next((layout for layout in layouts if layout.name == "lycoris"), layouts[0])
+
+
+def family_of_class(name: str) -> Family:
+    """Return the family whose denoiser has this class in diffusers.
+
+    Raises:
+        UserError: no family has it.
+    """
+    for family in FAMILIES:
+        if family.diffusers.model == name:
+            return family
+    wanted = " or ".join(family.diffusers.model for family in FAMILIES)
+    raise UserError(f"{name} is not the class of a known model. Use {wanted}")

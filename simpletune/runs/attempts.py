@@ -16,11 +16,11 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, TypeAdapter
 
-from simpletune.options import Json, UserError
 from simpletune.runs.folder import ATTEMPTS, METRICS, read_rows
 from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
+from simpletune.system.options import Json, UserError
 from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 from simpletune.system.stage_timer import Stage, StageTimer

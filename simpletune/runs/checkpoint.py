@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.ema import Average, averaged
-from simpletune.optim.optimizer import OptimizerOption, load_state, state_to_tensors
-from simpletune.options import Json, UserError
+from simpletune.engine.fsdp.checkpoints import held_rows, restore_parts, write_together
+from simpletune.engine.fsdp.leading import Word, leading_of
+from simpletune.engine.fsdp.shards import held_parameters, sharding_of
+from simpletune.engine.optim.ema import Average, averaged
+from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.engine.tensors import trained_parameters
 from simpletune.runs.checkpoint_folders import (
     AVERAGE,
     NAME,
@@ -32,17 +35,14 @@ from simpletune.runs.checkpoint_folders import (
 from simpletune.runs.choice import best_step
 from simpletune.runs.result import export_result
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
-from simpletune.sharding.checkpoints import held_rows, restore_parts, write_together
-from simpletune.sharding.leading import Word, leading_of
-from simpletune.sharding.shards import held_parameters, sharding_of
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
+from simpletune.system.options import Json, UserError
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import INDEX_SUFFIX, WeightReader, write_safetensors
-from simpletune.tensors import trained_parameters
 
 
 @dataclass(frozen=True)

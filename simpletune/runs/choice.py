@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from simpletune.data.evaluation import standard_error
-from simpletune.options import Json, UserError, plural, shortened
+from simpletune.config.evaluation import standard_error
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
 from simpletune.system.atomic import remove, write_text
+from simpletune.system.options import Json, UserError, plural, shortened
 
 USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
 

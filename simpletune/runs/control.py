@@ -18,13 +18,13 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, ValidationError
 
 from simpletune.config.error_text import problems_of
-from simpletune.models.buckets import STEP
-from simpletune.options import ConfigError, Json, Option, UserError, plural
+from simpletune.models.shared.buckets import STEP
 from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN
 from simpletune.runs.mending import parse_row
 from simpletune.system import strict_json
 from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.locks import is_held, wait_for_lock
+from simpletune.system.options import ConfigError, Json, Option, UserError, plural
 from simpletune.system.strict_json import JsonError
 
 WAITING = 64  # requests in a file

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.options import Json, UserError, plural, shortened
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.runs.mending import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
+from simpletune.system.options import Json, UserError, plural, shortened
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from simpletune.options import Json, UserError, shortened
 from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
 from simpletune.system.disk import existing
+from simpletune.system.options import Json, UserError, shortened
 from simpletune.system.processes import is_first_process
 
 NUMBER = (int, float)

@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.config.evaluation import ON_TRAINING, drift_words
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import ON_TRAINING, drift_words
 from simpletune.data.samples import pictures_in
-from simpletune.data.several import with_paths
-from simpletune.hub.fetch import is_hub_name
-from simpletune.models.family_facts import Licence
-from simpletune.options import Json, plural
+from simpletune.data.sources.several import with_paths
+from simpletune.models.shared.family_facts import Licence
 from simpletune.runs.choice import LAST
 from simpletune.runs.sharing import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
+from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
-    from simpletune.pipeline.sample import Request
+    from simpletune.stages.sample import Request
 
 CARD, GRID = "README.md", "samples/grid.png"
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
@@ -74,7 +74,7 @@ def example_of(config: TrainConfig, caption: str) -> Request:
         config: configuration of the run.
         caption: caption of the first sample.
     """
-    from simpletune.pipeline.sample import Request
+    from simpletune.stages.sample import Request
 
     option, (width, height) = config.validation, config.picture_size()
     prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)

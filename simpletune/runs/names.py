@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from simpletune.adapters.lora import OUTPUT as LORA_FILE
+from simpletune.adapters.files.describe import file_of
+from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
+from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.families.recognise import DENOISERS, denoiser_in
-from simpletune.hub.fetch import is_hub_name
-from simpletune.lora.describe import file_of
-from simpletune.options import UserError, shortened
+from simpletune.models.recognise import DENOISERS, denoiser_in
 from simpletune.runs import checkpoint_folders as files
 from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.choice import best_step, choose
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
-from simpletune.text.files import embeddings_in
+from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.options import UserError, shortened
 
 LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
@@ -267,7 +267,7 @@ def _find(name: str) -> Named:
     if path.is_dir():
         return _of_folder(path)
     if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
-        from simpletune.hub.files import repository_file
+        from simpletune.system.hub.files import repository_file
 
         return Named(name, lora=repository_file(name, LORA_FILE))
     raise UserError(f"{name} does not exist. Give {FORMS}")

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from simpletune.options import UserError
 from simpletune.system.atomic import remove_stale
 from simpletune.system.disk import room_for
+from simpletune.system.options import UserError
 
 _NUMBERED = re.compile(r"(\d{4,})(-|$)")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from simpletune.options import Json
-from simpletune.prices import cost_of_picture
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.mending import NUMBER, read_own
 from simpletune.system.atomic import write_json
 from simpletune.system.console import duration
+from simpletune.system.options import Json
+from simpletune.system.prices import cost_of_picture
 
 
 def keep(folder: Path, time: Json) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import nn
 
+from simpletune.adapters.text.export import export_embeddings, export_lora
+from simpletune.adapters.text.option import result_names
+from simpletune.adapters.text.update import text_of, without_text
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json
 from simpletune.system.checksums import sha256_of
-from simpletune.text.export import export_embeddings, export_lora
-from simpletune.text.option import result_names
-from simpletune.text.update import text_of, without_text
+from simpletune.system.options import Json
 
 CHECKSUMS = "result_sha256"  # in summary.json: the SHA-256 of the result's files, by path in the run's folder
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json, UserError
 from simpletune.runs.checkpoint import SavedState
+from simpletune.system.options import Json, UserError
 
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
+from simpletune.adapters.text.files import how_to_use
+from simpletune.adapters.text.option import embedding_name
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
-from simpletune.text.files import how_to_use
-from simpletune.text.option import embedding_name
 
 SIDE = 256  # pixels; the model spec recommends 256x256
 MOST = 32_000  # characters of a thumbnail in the header

@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from simpletune.options import Json, UserError
+from simpletune.system.options import Json, UserError
 
 CHECKSUM = "state_sha256"
 _END = re.compile(rf', "{CHECKSUM}": "([0-9a-f]{{64}})"\}}\Z'.encode())

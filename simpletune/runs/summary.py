@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletune.config.evaluation import drift_words
 from simpletune.config.schema import TrainConfig, profile_folder
-from simpletune.data.evaluation import drift_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
 from simpletune.data.samples import Sample, samples_by_bucket
 from simpletune.data.shares import source_lines
-from simpletune.models.buckets import upscaling
-from simpletune.options import Json, plural, shortened
-from simpletune.pipeline.prepared import Prepared
+from simpletune.models.shared.buckets import upscaling
 from simpletune.runs.attempts import (
     Attempt,
     median_seconds,
@@ -38,7 +36,9 @@ from simpletune.runs.folder import (
     read_rows,
 )
 from simpletune.runs.predicted import beside_measured
+from simpletune.stages.prepared import Prepared
 from simpletune.system.console import duration, say
+from simpletune.system.options import Json, plural, shortened
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
 

@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.options import UserError
+from simpletune.adapters.text.files import embeddings_in, keys_of, read_embeddings
 from simpletune.runs.weights import Embedding, Weights
-from simpletune.text.files import embeddings_in, keys_of, read_embeddings
+from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from simpletune.lora.structured import AnyUpdate
-    from simpletune.text.files import EmbeddingFile
-    from simpletune.text.option import Text
-    from simpletune.text.side import TextSide
+    from simpletune.adapters.files.structured import AnyUpdate
+    from simpletune.adapters.text.files import EmbeddingFile
+    from simpletune.adapters.text.option import Text
+    from simpletune.adapters.text.side import TextSide
 
 StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 """Words by token."""
@@ -55,7 +55,7 @@ def embedding_of(text: str) -> Embedding:
 
 def embeddings_of(weights: Weights) -> tuple[EmbeddingFile, ...]:
     """Read the embeddings of weights: their own, and those bundled in their LoRA files."""
-    from simpletune.lora.header import LoraHeader
+    from simpletune.adapters.files.header import LoraHeader
 
     found = [each for file, token in weights.embeddings for each in read_embeddings(file, token)]
     for file, _ in weights.loras:
@@ -74,10 +74,10 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
     Raises:
         UserError: a file is damaged, or two embeddings have the same token.
     """
-    from simpletune.lora.attach import holds_hypernetwork
-    from simpletune.lora.header import open_lora
+    from simpletune.adapters.files.attach import holds_hypernetwork
+    from simpletune.adapters.files.header import open_lora
+    from simpletune.adapters.text.side import AppliedText, TextSide
     from simpletune.system.checksums import sha256_of
-    from simpletune.text.side import AppliedText, TextSide
 
     embeddings = embeddings_of(weights)
     own = {each.token for each in embeddings}
@@ -92,8 +92,8 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 @cache
 def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
     """The text encoders' updates in a file with this digest, read once for all strengths."""
-    from simpletune.lora.read import read_lora
-    from simpletune.models.text_layers import split_text
+    from simpletune.adapters.files.read import read_lora
+    from simpletune.models.shared.text_layers import split_text
 
     return split_text(read_lora(file))[1]
 

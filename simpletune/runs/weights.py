@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.models.buckets import Size
-from simpletune.options import UserError
-from simpletune.quant.plain import BF16, FP32
-from simpletune.quant.precision import WeightPrecision
+from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.shared.buckets import Size
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.names import Named, RunName, find_in_run, find_lora, split_scale
+from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.models.transformer import Transformer
-    from simpletune.pipeline.modulation_plan import Modulation
+    from simpletune.models.shared.transformer import Transformer
+    from simpletune.stages.modulation_plan import Modulation
 
 
 Embedding = tuple[Path, str | None]
@@ -177,9 +177,9 @@ def load_weights(
     Returns:
         The transformer, and its modulation if it was removed.
     """
-    from simpletune.lora.attach import fold_lora, load_loras
-    from simpletune.models.transformer import device_of, units_of
-    from simpletune.pipeline.load import load_base, modulation_of
+    from simpletune.adapters.files.attach import fold_lora, load_loras
+    from simpletune.models.shared.transformer import device_of, units_of
+    from simpletune.stages.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.transformer is not None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.options import plural
-from simpletune.printable import printable
+from simpletune.system.options import plural
+from simpletune.system.printable import printable
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 

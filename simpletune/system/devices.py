@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from simpletune.options import UserError
+from simpletune.system.options import UserError
 from simpletune.system.threads import prepare_threads
 
 if TYPE_CHECKING:

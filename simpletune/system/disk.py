@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from simpletune.options import UserError
+from simpletune.system.options import UserError
 
 FULL_CODE = 6  # exit code: a disk is full, or too small for what a run needs
 FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "quota is used up", errno.EFBIG: "allows no larger file"}

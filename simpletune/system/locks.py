@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from simpletune.options import UserError
 from simpletune.system.console import say
+from simpletune.system.options import UserError
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on file systems without locks
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletune.options import UserError
 from simpletune.system import strict_json
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import hash_samples
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from simpletune.options import UserError, shortened
 from simpletune.system.atomic import atomic_file
 from simpletune.system.failpoints import failpoint
+from simpletune.system.options import UserError, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor

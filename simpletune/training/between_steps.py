@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from simpletune.config.evaluation import is_evaluated
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import is_evaluated
 from simpletune.runs.choice import since_best
 from simpletune.system.console import TrainingProgress
 from simpletune.system.signals import Stopped

@@ -13,25 +13,25 @@ import torch
 from accelerate import Accelerator
 
 from simpletune.config.modulation import settle_modulation
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.data.cache import KeyedFolder, Share
-from simpletune.data.folder import Folder
+from simpletune.data.cache.cache import KeyedFolder, Share
 from simpletune.data.prompts import prompt_of
-from simpletune.data.several import Several, scan_sources, subjects
-from simpletune.models.buckets import Size
-from simpletune.models.transformer import device_of, units_of
-from simpletune.options import plural
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.load import load_base, modulation_of
-from simpletune.pipeline.png import save_png
-from simpletune.pipeline.sample import Request, Sampler, draw
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.prior import ClassPictures
-from simpletune.step.attention import attention_by
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.several import Several, scan_sources, subjects
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.transformer import device_of, units_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_base, modulation_of
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.step.attention import attention_by
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, remove_stale, write_text
 from simpletune.system.console import progress, say, silent
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges, lock_of
+from simpletune.system.options import plural
 from simpletune.system.stage_timer import StageTimer
 
 STAGE = "class"

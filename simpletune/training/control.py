@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from simpletune.options import Json, UserError
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.control import (
@@ -29,6 +28,7 @@ from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, append_metrics
 from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
+from simpletune.system.options import Json, UserError
 from simpletune.system.redact import redact
 
 SETTLED = 2.0  # seconds for which an unreadable file may still be in the process of being written

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from simpletune.adapters.layers import at_strength
+from simpletune.adapters.methods.layers import at_strength
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation import Validation
-from simpletune.ema import averaged
-from simpletune.models.buckets import STEP
-from simpletune.models.fp16_blocks import fp16_blocks_of
-from simpletune.options import Json, UserError
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.png import save_png
-from simpletune.pipeline.sample import Request
-from simpletune.printable import reason_of
+from simpletune.engine.optim.ema import averaged
+from simpletune.models.shared.buckets import STEP
+from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs.control import DRAWINGS, DrawRequest, State
 from simpletune.runs.folder import DRAWN, append_metrics
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request
 from simpletune.system.atomic import atomic_file
+from simpletune.system.options import Json, UserError
+from simpletune.system.printable import reason_of
 
 if TYPE_CHECKING:
     from simpletune.training.run import Run

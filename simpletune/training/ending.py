@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from simpletune.models.compile import failure as compiling_failed
+from simpletune.models.shared.compile import failure as compiling_failed
 from simpletune.runs.summary import print_stopped
 from simpletune.system.signals import Stopped
 from simpletune.training.out_of_memory import memory_by_kind, out_of_memory

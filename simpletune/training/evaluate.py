@@ -17,18 +17,18 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from simpletune.adapters.adapter import TrainingMethod
+from simpletune.adapters.methods.adapter import TrainingMethod
+from simpletune.config.evaluation import TRAINED, drift_groups, settle_evaluation, standard_error
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.evaluation import TRAINED, drift_groups, settle_evaluation, standard_error
 from simpletune.data.samples import Draw
-from simpletune.models.fp16_blocks import finite_passes
-from simpletune.models.transformer import Transformer
-from simpletune.options import Json
+from simpletune.models.shared.fp16_blocks import finite_passes
+from simpletune.models.shared.transformer import Transformer
 from simpletune.runs.folder import DRIFT, evaluated_before
-from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore, untrained
+from simpletune.stages.step.batches import Batches
+from simpletune.stages.step.core import StepCore, untrained
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
+from simpletune.system.options import Json
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 from simpletune.system.signals import poll
 

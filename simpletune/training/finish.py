@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.ema import averaged
-from simpletune.printable import reason_of
-from simpletune.profiling import EpochTraces
+from simpletune.engine.optim.ema import averaged
+from simpletune.engine.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
 from simpletune.runs.choice import choose
@@ -19,6 +18,7 @@ from simpletune.runs.summary import Measured, drift_at, left_out, print_results,
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
+from simpletune.system.printable import reason_of
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
 
@@ -97,7 +97,7 @@ def write_page(run: Run) -> dict[str, str]:
 def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """Write the report of a finished run; on failure, warn and return None."""
     try:
-        from simpletune.report import report_at_end
+        from simpletune.runs.report import report_at_end
 
         return report_at_end(folder)
     except Exception as error:  # a report must not fail the run

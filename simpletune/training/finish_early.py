@@ -12,7 +12,6 @@ import torch
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.options import Json, UserError
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
 from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, read_summary
@@ -26,6 +25,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
+from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 from simpletune.training.finish import report_or_warning
 

@@ -15,30 +15,30 @@ from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.cache import Share
-from simpletune.optim.rounding import key_draws
-from simpletune.options import plural
-from simpletune.pipeline.encode import encode
-from simpletune.pipeline.plan_data import plan_data
-from simpletune.pipeline.take_over import take_over
-from simpletune.profiling import EpochTraces, phase
-from simpletune.remote.keep import kept_in_store
+from simpletune.data.cache.cache import Share
+from simpletune.engine.optim.rounding import key_draws
+from simpletune.engine.profiling import EpochTraces, phase
+from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
 from simpletune.runs.mending import require_place
+from simpletune.runs.remote.keep import kept_in_store
 from simpletune.runs.result import result_files
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
-from simpletune.simulation.processes import one_of
-from simpletune.step.batches import Prefetcher
-from simpletune.step.core import set_learning_rate
+from simpletune.stages.encode import encode
+from simpletune.stages.plan_data import plan_data
+from simpletune.stages.step.batches import Prefetcher
+from simpletune.stages.step.core import set_learning_rate
+from simpletune.stages.take_over import take_over
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
+from simpletune.system.options import plural
 from simpletune.system.processes import is_first_process, processes
 from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
 from simpletune.system.stage_timer import StageTimer

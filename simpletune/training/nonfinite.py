@@ -13,16 +13,16 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache import Cache, view_key
+from simpletune.data.cache.cache import Cache, view_key
 from simpletune.data.samples import Draw
-from simpletune.models.fp16_blocks import in_words
-from simpletune.options import UserError, shortened
+from simpletune.engine.fsdp.checkpoints import NonFinite
+from simpletune.models.shared.fp16_blocks import in_words
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
-from simpletune.sharding.checkpoints import NonFinite
-from simpletune.step.batches import Batch, Batches
-from simpletune.step.core import StepCore
-from simpletune.step.fp16 import LATER, is_overflow
+from simpletune.stages.step.batches import Batch, Batches
+from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.fp16 import LATER, is_overflow
+from simpletune.system.options import UserError, shortened
 from simpletune.training.pending_steps import PendingStep, global_figures
 
 CODE = 4  # exit code

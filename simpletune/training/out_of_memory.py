@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.tensors import plain_tensors, trained_parameters
 from simpletune.estimate.levers import savings
-from simpletune.options import UserError
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
-from simpletune.tensors import plain_tensors, trained_parameters
+from simpletune.system.options import UserError
 
 MIB = 2**20
 SHOWN = 3

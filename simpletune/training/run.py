@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, TypeVar
 from accelerate import Accelerator
 from PIL import Image
 
+from simpletune.config.evaluation import evaluated_on, is_evaluated, scalar_name
 from simpletune.config.schema import TrainConfig
-from simpletune.data.evaluation import evaluated_on, is_evaluated, scalar_name
-from simpletune.ema import Average, averaged
-from simpletune.options import Json, plural
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.prepared import Prepared
-from simpletune.printable import reason_of
-from simpletune.remote.keep import Saves
+from simpletune.engine.fsdp.leading import leading_of
+from simpletune.engine.fsdp.shards import held_parameters
+from simpletune.engine.optim.ema import Average, averaged
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
-from simpletune.sharding.leading import leading_of
-from simpletune.sharding.shards import held_parameters
-from simpletune.step.batches import Batches
-from simpletune.step.core import StepCore
+from simpletune.runs.remote.keep import Saves
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.prepared import Prepared
+from simpletune.stages.step.batches import Batches
+from simpletune.stages.step.core import StepCore
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
+from simpletune.system.options import Json, plural
+from simpletune.system.printable import reason_of
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.control import Control
 from simpletune.training.evaluate import Evaluator, samples_to_evaluate
@@ -38,7 +38,7 @@ from simpletune.training.validation import Previews
 
 if TYPE_CHECKING:
     from simpletune.estimate.predict import Estimate
-    from simpletune.models.transformer import Transformer
+    from simpletune.models.shared.transformer import Transformer
 
 T = TypeVar("T")
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import Profile, profile_folder
-from simpletune.memory.snapshot import MemorySnapshot
-from simpletune.models.buckets import Size
-from simpletune.models.flops import trained_of
-from simpletune.models.transformer import units_of
-from simpletune.profiling import EpochTraces, Facts
-from simpletune.simulation.step_memory import snapshots_of_step
+from simpletune.engine.memory.snapshot import MemorySnapshot
+from simpletune.engine.profiling import EpochTraces, Facts
+from simpletune.engine.tensors import trained_parameters
+from simpletune.estimate.simulate.step_memory import snapshots_of_step
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.flops import trained_of
+from simpletune.models.shared.transformer import units_of
 from simpletune.system.devices import capability_of
-from simpletune.tensors import trained_parameters
 
 if TYPE_CHECKING:
     from simpletune.training.run import Run

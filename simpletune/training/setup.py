@@ -17,11 +17,6 @@ from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.estimate.disk_needs import require_room
-from simpletune.options import Json, UserError, plural
-from simpletune.pipeline.encode import encode
-from simpletune.pipeline.plan_data import PlannedData, plan_data
-from simpletune.pipeline.prepared import Prepared
-from simpletune.remote.keep import OnlyHere, Saves
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.choice import best_step
@@ -37,13 +32,18 @@ from simpletune.runs.folder import (
     put_chosen,
 )
 from simpletune.runs.predicted import keep
+from simpletune.runs.remote.keep import OnlyHere, Saves
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
-from simpletune.step.attention import settle_attention
+from simpletune.stages.encode import encode
+from simpletune.stages.plan_data import PlannedData, plan_data
+from simpletune.stages.prepared import Prepared
+from simpletune.stages.step.attention import settle_attention
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
+from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
 from simpletune.training.accelerator import make_accelerator, require_processes
@@ -211,7 +211,7 @@ def predict(
     if device.type != "cuda" and not options.estimate_first:
         return None, None
     from simpletune.estimate.forecast import forecast, forecast_time
-    from simpletune.simulation.processes import simulated_processes
+    from simpletune.estimate.simulate.processes import simulated_processes
 
     predicted = forecast(config, device, plan.largest(), options.force)
     if config.train.is_sharded(simulated_processes()):

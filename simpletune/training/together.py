@@ -23,8 +23,8 @@ import torch.distributed
 from accelerate import Accelerator
 from torch.distributed import Store
 
-from simpletune.options import UserError
-from simpletune.printable import reason_of
+from simpletune.system.options import UserError
+from simpletune.system.printable import reason_of
 from simpletune.system.processes import process_number, processes, progressed
 from simpletune.system.signals import Stopped
 

@@ -12,16 +12,16 @@ from PIL import Image
 from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.transformer import Transformer, device_of
-from simpletune.pipeline.latent_cache import free_memory
-from simpletune.pipeline.png import save_png
-from simpletune.pipeline.sample import Request, Sampler, draw
-from simpletune.pipeline.text_cache import TextCache
-from simpletune.sheets import grid
-from simpletune.step.attention import attention_by
-from simpletune.step.core import StepCore, untrained
+from simpletune.models.shared.transformer import Transformer, device_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.core import StepCore, untrained
+from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import failpoint
+from simpletune.system.sheets import grid
 
 BASE = "base"
 GRID = "grid.png"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.data.several import field_of, source_rules
-from simpletune.families import FAMILIES
-from simpletune.families.recognise import family_of
-from simpletune.models.family import Family
-from simpletune.options import Json, Problem
+from simpletune.data.sources.several import field_of, source_rules
+from simpletune.models.families import FAMILIES
+from simpletune.models.recognise import family_of
+from simpletune.models.shared.family import Family
+from simpletune.system.options import Json, Problem
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.options import Problem
+from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig

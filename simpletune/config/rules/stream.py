@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.options import Problem
-from simpletune.prior import ClassPictures
+from simpletune.config.prior import ClassPictures
+from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, profile_folder
-from simpletune.printable import reason_of
 from simpletune.system.console import say
+from simpletune.system.printable import reason_of
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.tracker import Json, Tracker

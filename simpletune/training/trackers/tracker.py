@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from simpletune.options import Json
+from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image

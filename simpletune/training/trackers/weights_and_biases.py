@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from simpletune.printable import reason_of
+from simpletune.system.printable import reason_of
 from simpletune.training.trackers.tracker import Json
 
 if TYPE_CHECKING:

@@ -1,0 +1,198 @@
+"""Add one or several LoRA files to a model. A layer that does not match raises an error."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+
+from simpletune.adapters.files.families import MEDIUM_35
+from simpletune.adapters.files.header import open_lora, require_safetensors
+from simpletune.adapters.files.of_weight import WeightUpdate
+from simpletune.adapters.files.read import updates_of
+from simpletune.adapters.files.structured import AnyUpdates, Structured, fits
+from simpletune.adapters.files.updates import Update, Updates
+from simpletune.adapters.methods.hypernetwork_layer import put_before
+from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
+from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
+from simpletune.adapters.methods.networks.files import HypernetworkFile
+from simpletune.adapters.methods.networks.files import read as read_hypernetwork
+from simpletune.adapters.methods.networks.structure import is_hypernetwork
+from simpletune.models.lora_names import title_of
+from simpletune.models.shared.text_layers import split_text
+from simpletune.system.options import UserError, plural, shortened
+from simpletune.system.safetensors_file import read_header
+
+DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
+
+
+def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
+    """Add a LoRA to a transformer in place, like ``load_loras`` with one file."""
+    load_loras(model, [(file, scale)])
+
+
+def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
+    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
+
+    Updates of text encoders are applied when prompts are encoded (``runs.text_side``). Hypernetworks replace x by
+    h_n(... h_1(x)) at their strengths.
+
+    Args:
+        model: the transformer, quantised or not, without adapters.
+        loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
+
+    Returns:
+        The names of the adapters, in the order of the files, for ``strengths``.
+
+    Raises:
+        UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
+    """
+    names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
+    structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
+    networks: list[tuple[str, HypernetworkFile, float]] = []
+    for name, (file, scale) in zip(names, loras, strict=True):
+        if holds_hypernetwork(file):
+            networks.append((name, read_hypernetwork(file), scale))
+            continue
+        header = open_lora(file)
+        updates, _ = split_text(updates_of(header))
+        if not updates:
+            continue
+        require_layers(f"{file} (for {header.family[0]})", updates, model)
+        low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+        if low_rank:
+            _inject(model, name, low_rank, scale)
+        structured += [(name, layer, u, scale) for layer, u in updates.items() if not isinstance(u, Update)]
+    for _, layer in lora_layers(model):
+        layer.set_adapter([name for name in names if name in layer.lora_A])
+    compute_in_output_type(model)
+    for name, layer_name, update, scale in structured:  # around PEFT's layers, which cannot wrap these
+        wrapped = update.layer(model.get_submodule(layer_name), name)
+        wrapped.scaling[name] = scale
+        wrap(model, layer_name, wrapped)
+    for name, hypernetwork, scale in reversed(networks):  # the first reads x first; LoRAs update what they feed
+        put_before(model, hypernetwork.pairs(), name)
+        for _, layer in outer_layers(model):
+            if name in layer.scaling:
+                layer.scaling[name] = scale
+    model.requires_grad_(False)
+    return names
+
+
+def holds_hypernetwork(file: Path) -> bool:
+    """Whether a file is a hypernetwork rather than a LoRA.
+
+    Raises:
+        UserError: the file is damaged, or not a safetensors file.
+    """
+    require_safetensors(file)
+    return is_hypernetwork(read_header(file))
+
+
+def updated_layers(file: Path) -> list[str]:
+    """Return the layers whose weights a file updates; a hypernetwork updates none.
+
+    Raises:
+        UserError: ``read_lora`` refuses the file.
+    """
+    return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
+
+
+@contextmanager
+def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
+    """Change the strengths of adapters within this context.
+
+    Args:
+        model: the transformer.
+        scales: strengths by adapter name, as returned by ``load_loras``.
+    """
+    before = {}
+    for layer_name, layer in all_layers(model):
+        for name, scale in scales.items():
+            if name in layer.scaling:
+                before[layer_name, name] = layer.scaling[name]
+                layer.scaling[name] = scale
+    try:
+        yield
+    finally:
+        for layer_name, layer in all_layers(model):
+            layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
+
+
+def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
+    """Check that a model has every layer of a LoRA, with the same shape.
+
+    Args:
+        place: the location of the LoRA, for messages.
+        updates: its updates.
+        model: the transformer.
+
+    Raises:
+        UserError: layers are missing or have another shape.
+    """
+    shapes = {name.replace(".base_layer", ""): shape for name, shape in shapes_of(model).items()}
+    lost = [name for name in updates if name not in shapes]
+    if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):
+        raise UserError(f"{place} belongs to another model: this is {own}. Give a LoRA for {own}")
+    if lost:
+        dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
+        listed = shortened(lost, 5)
+        raise UserError(
+            f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
+        )
+    for name, update in updates.items():
+        expected = shapes[name][:2]
+        if not fits(update, expected):
+            raise UserError(
+                f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
+                f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
+            )
+
+
+def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> None:
+    """Add an adapter. Folds each update's scale into its second factor, so that PEFT's scale is the strength."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ranks = {f"^{layer}$": update.rank for layer, update in updates.items()}
+    common = max(ranks.values())
+    config = LoraConfig(
+        r=common, lora_alpha=common, target_modules=list(updates), rank_pattern=ranks, alpha_pattern=ranks
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+        inject_adapter_in_model(config, model, adapter_name=adapter)
+    layers = dict(lora_layers(model))
+    with torch.no_grad():
+        for name, update in updates.items():
+            layer = layers[name]
+            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            a.copy_(update.down.view_as(a))
+            b.copy_((update.up.float() * update.scale).view_as(b))
+            layer.scaling[adapter] = scale
+
+
+def fold_lora(model: nn.Module) -> None:
+    """Merge each update into its layer's weight, and remove it. Weights must not be quantised."""
+    for name, layer in outer_layers(model):
+        frozen = base_of(layer)
+        weight = frozen.get_parameter("weight")
+        weight.data.copy_(_merged(layer, weight.data.float()))
+        wrap(model, name, frozen)
+
+
+def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return the fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
+    if isinstance(layer, UpdateLayer):
+        return layer.merged(_merged(layer.base_layer, weight))
+    if isinstance(layer, LoraLayer):
+        weight = _merged(layer.base_layer, weight)
+        for adapter in layer.active_adapters:
+            a, b = (pair[adapter].weight.data for pair in (layer.lora_A, layer.lora_B))
+            weight = weight + layer.scaling[adapter] * (b.flatten(1).float() @ a.flatten(1).float()).view_as(weight)
+    return weight

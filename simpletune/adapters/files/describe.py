@@ -1,0 +1,310 @@
+"""Describe a file as data and as text, for ``simpletune inspect``, without torch; reads only the header of models."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
+from simpletune.adapters.files.families import UNET_BY_TEXT_WIDTH, kind_of_model
+from simpletune.adapters.files.header import LISTED, LoraHeader, natural, open_lora, require_tensors
+from simpletune.adapters.files.kinds import is_whole
+from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
+from simpletune.adapters.files.layouts import title
+from simpletune.adapters.files.values import row_norms, scan_values
+from simpletune.adapters.methods.networks.about import about_hypernetwork, hypernetwork_lines
+from simpletune.adapters.methods.networks.structure import is_hypernetwork
+from simpletune.adapters.text.files import WORDS, cosines_of, is_embedding, keys_of
+from simpletune.models.recognise import denoiser_in
+from simpletune.models.shared.text_layers import TITLES, style_of
+from simpletune.system.model_folder import weight_files
+from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.safetensors_file import content_hash
+
+BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
+LONG = 60
+HASH, THUMBNAIL = "modelspec.hash_sha256", "modelspec.thumbnail"
+PLACES = {"input": "inputs of the text encoders", "output": "outputs of the text encoders"}
+SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
+
+
+def file_of(path: Path) -> Path:
+    """Find the weight file at a path: the path itself, or a run's result or a model's weights inside a folder."""
+    if not path.is_dir():
+        return path
+    from simpletune.adapters.methods.lora import OUTPUT
+
+    if (path / OUTPUT).is_file():
+        return path / OUTPUT
+    return weight_files(denoiser_in(path) or path)[0]
+
+
+def describe(file: Path, values: bool = True) -> Json:
+    """Describe a safetensors file.
+
+    Args:
+        file: the file.
+        values: whether to scan a LoRA's values for NaN and for zero factors.
+
+    Returns:
+        Plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or ``model``.
+
+    Raises:
+        UserError: the file is damaged, empty, or a pickle file, which is never opened.
+    """
+    header = LoraHeader(file)
+    require_tensors(header)
+    about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
+    about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
+    embeddings = _embeddings(header, values)
+    if embeddings and not header.is_lora:
+        found = _hash(header) if values else {}
+        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
+    if is_hypernetwork(header.names):
+        found = about_hypernetwork(file, header.metadata, header.shapes, UNET_BY_TEXT_WIDTH)
+        return about | {"kind": "hypernetwork", **found, "metadata": _short(header.metadata)}
+    if not header.is_lora:
+        return about | {"kind": "model", **_model(header)}
+    found = _values(header) | _hash(header) if values else {}
+    bundled = {"bundled": embeddings} if embeddings else {}
+    return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
+
+
+def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
+    """Describe the embeddings in a file, each with its vectors and the tools that read it."""
+    found: list[Json] = []
+    if not header.bundled and not is_embedding({**header.entries, "__metadata__": header.metadata}):
+        return []
+    known = cosines_of(header.metadata)
+    for each in keys_of(header.file):
+        vectors = {}
+        for encoder, key in each.keys.items():
+            *count, width = header.shapes[key]
+            norms = row_norms(header.file, header.entries[key]) if values else []
+            number = count[0] if count else 1
+            about = {"key": key, "vectors": number, "width": width, "norms": norms}
+            vectors[encoder] = {**about, "cosines": known.get(encoder, [])[:number]}
+        tools = [vars(verdict) for verdict in embedding_verdicts(each, header.file.name)]
+        words = header.metadata.get(WORDS, "").split() if not each.bundled else []
+        found.append({"token": each.token, "place": each.place, "words": words, "encoders": vectors, "tools": tools})
+    return found
+
+
+def _model(header: LoraHeader) -> Json:
+    kind = kind_of_model(header.names)
+    block = re.compile(r"(?:model\.diffusion_model\.)?(?:joint|transformer)_blocks\.(\d+)\.")  # not a U-Net's
+    numbers = [int(found.group(1)) for name in header.names if (found := block.match(name))]
+    parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
+    parts |= {"T5": "text_encoders.t5xxl.", "CLIP": "cond_stage_model."}
+    included = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
+    return {
+        "family": kind or "unknown",
+        "blocks": max(numbers) + 1 if numbers else None,
+        "with": included,
+        "keys": header.names[:LISTED],
+        "metadata": _short(header.metadata),
+    }
+
+
+def _lora(header: LoraHeader, damaged: bool) -> Json:
+    family, shown = header.family
+    whole = [m for m in header.all_modules if is_whole(m.keys)]
+    text = [layer for module in header.text_modules.values() for layer in module.layers]
+    refusal = None
+    try:
+        open_lora(header.file)
+    except UserError as error:
+        refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
+    refusal = refusal or ("values are NaN or infinite" if damaged else None)
+    return {
+        "method": ", ".join(header.methods) or _method(header),
+        "layout": header.layout.name if header.layout else None,
+        "layout_title": _layout_title(header),
+        "family": family,
+        "family_shown_by": shown,
+        "modules": len(header.modules),
+        "layers": sum(len(module.layers) for module in header.modules.values()),
+        "ranks": _counted(header.rank_words(module) for module in whole),
+        "targets": _targets(header),
+        "alpha": _alpha(header),
+        "scales": _counted(f"{header.scale(module):g}" for module in whole),
+        "parameters": sum(_size(header.shapes[key]) for m in whole for key in m.factors.values()),
+        "base": _base(header.metadata),
+        "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
+        "unmatched": header.unmatched,
+        "incomplete": header.halves,
+        "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
+        "metadata": _short(header.metadata),
+    }
+
+
+def _layout_title(header: LoraHeader) -> str:
+    if header.layout is None and not header.modules and header.text:
+        style = style_of(header.text[0])
+        return f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
+    return title(header.layout) if header.layout else "unknown layout"
+
+
+def _method(header: LoraHeader) -> str:
+    return "DoRA" if (header.settings or {}).get("use_dora") else " and ".join(header.kinds)
+
+
+def _base(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the header's information about the base."""
+    found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
+    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
+        found["simpletune_config"] = match.group(1)
+    return found
+
+
+def _values(header: LoraHeader) -> Json:
+    found = scan_values(header.file, header.entries)
+    return {
+        "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
+        "zero_updates": sum(
+            any(key in found and found[key].zero for key in module.factors.values()) for module in header.all_modules
+        ),
+    }
+
+
+def _hash(header: LoraHeader) -> Json:
+    """Check whether the tensors have the hash that the header records."""
+    recorded = header.metadata.get(HASH)
+    if recorded is None:
+        return {}
+    return {"hash_matches": recorded.lower() == content_hash(header.file)}
+
+
+def _alpha(header: LoraHeader) -> Json:
+    """Describe where the file specifies alpha, and its values."""
+    tensors = _counted(f"{m.alpha:g}" for m in header.all_modules if m.alpha is not None)
+    settings = {k: v for k, v in (header.settings or {}).items() if k in SETTINGS}
+    for name in ("rank_pattern", "alpha_pattern"):
+        if patterns := (header.settings or {}).get(name):
+            settings[name] = plural(len(patterns), "layer")
+    where = [w for w, present in (("tensors", bool(tensors)), ("header", bool(settings))) if present]
+    return {"where": " and ".join(where) or "nowhere", "tensors": tensors, "header": settings}
+
+
+def _targets(header: LoraHeader) -> dict[str, int]:
+    """Count layers by name, ignoring which block they are in."""
+    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
+    layers = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
+    return dict(sorted(Counter(layers).items()))
+
+
+def _counted(items: Iterator[str]) -> dict[str, int]:
+    return dict(sorted(Counter(items).items(), key=lambda item: natural(item[0])))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size
+
+
+def _short(metadata: Mapping[str, str]) -> dict[str, str]:
+    short = {k: v if len(v) <= LONG else f"{v[:LONG]}... ({len(v)} characters)" for k, v in metadata.items()}
+    if metadata.get(THUMBNAIL, "").startswith("data:"):
+        kind, _, data = metadata[THUMBNAIL].removeprefix("data:").partition(",")
+        short[THUMBNAIL] = f"{kind.partition(';')[0]}, {3 * len(data) // 4:,} bytes"
+    return dict(sorted(short.items()))
+
+
+def in_words(about: Json) -> str:
+    """Format a description for a terminal."""
+    return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
+
+
+def _lines(about: Json) -> Iterator[tuple[str, str]]:
+    types = ", ".join(about["types"])
+    yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
+    if about["kind"] == "model":
+        yield from _model_lines(about)
+    elif about["kind"] == "embeddings":
+        yield from _embedding_lines(about["embeddings"])
+    elif about["kind"] == "hypernetwork":
+        yield from hypernetwork_lines(about)
+    else:
+        yield from _lora_lines(about)
+    for number, (key, value) in enumerate(about["metadata"].items()):
+        yield "metadata" if number == 0 else "", f"{key}: {value}"
+
+
+def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
+    yield "what", about["family"]
+    if about["blocks"]:
+        yield "blocks", str(about["blocks"])
+    if about["with"]:
+        yield "with", ", ".join(about["with"])
+    yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
+
+
+def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
+    yield "what", f"{about['method']}, {about['layout_title']}, {plural(about['parameters'], 'parameter')}"
+    yield "for", f"{about['family']} ({about['family_shown_by']})"
+    if about["base"]:
+        yield "base", ", ".join(f"{key}: {value}" for key, value in about["base"].items())
+    if about["targets"]:
+        targets = ", ".join(f"{name} ({count})" for name, count in about["targets"].items())
+        yield "layers", f"{about['layers']} in {about['modules']} modules: {targets}"
+    yield "rank", _listed(about["ranks"], "module")
+    yield "alpha", _alpha_words(about)
+    yield "scale", _listed(about["scales"], "module")
+    if "hash_matches" in about:
+        yield (
+            "hash",
+            "matches the tensors"
+            if about["hash_matches"]
+            else "differs from the hash of the tensors: the file is damaged or was changed",
+        )
+    for verdict in about["tools"]:
+        yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
+    if about["text_encoders"]:
+        yield "text", ", ".join(f"{plural(n, 'layer')} of {title}" for title, n in about["text_encoders"].items())
+    yield from _embedding_lines(about.get("bundled", ()))
+    if about["unmatched"]:
+        yield "unmatched", shortened(about["unmatched"], LISTED)
+    for name, count in list(about.get("not_finite", {}).items())[:LISTED]:
+        yield "NaN", f"{name}: {count:,} values are NaN or infinite"
+    if about.get("zero_updates"):
+        yield (
+            "zero",
+            f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or truncated to zero",
+        )
+
+
+def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:
+    """Describe each token; for each encoder, the key and the vectors."""
+    for each in embeddings:
+        words = f", in place of {' '.join(each['words'])!r}" if each["words"] else ""
+        yield "token", f"{each['token']}{words}"
+        yield "place", PLACES[each["place"]]
+        for encoder, about in each["encoders"].items():
+            norms = f", norms {', '.join(f'{norm:.3g}' for norm in about['norms'][:LISTED])}" if about["norms"] else ""
+            far = ", ".join(f"{cosine:.3f}" for cosine in about["cosines"][:LISTED])
+            cosines = f", cosine with the first value {far}" if far else ""
+            yield "vectors", f"{encoder}: {about['vectors']} of {about['width']} ({about['key']}){norms}{cosines}"
+        for verdict in each["tools"]:
+            yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
+
+
+def _alpha_words(about: Json) -> str:
+    alpha = about["alpha"]
+    if alpha["where"] == "nowhere":
+        return "not specified: every tool applies scale 1"
+    parts = []
+    if alpha["tensors"]:
+        parts.append(f"in tensors: {_listed(alpha['tensors'], 'module')}")
+    if alpha["header"]:
+        parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
+    return "; ".join(parts)
+
+
+def _listed(counts: Mapping[str, int], what: str) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return shortened([f"{value} ({plural(count, what)})" for value, count in counts.items()], LISTED)

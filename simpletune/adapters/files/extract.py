@@ -1,0 +1,127 @@
+"""Extract a LoRA from two checkpoints by a singular value decomposition of their difference, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from simpletune.adapters.files.bases import Base
+from simpletune.adapters.files.factors import rank_for, truncated
+from simpletune.adapters.files.updates import Update
+from simpletune.system.options import UserError, shortened
+
+
+@dataclass
+class LayerResult:
+    """One layer of an extraction.
+
+    Args:
+        layer: diffusers' name.
+        rank: the update's rank.
+        norm: Frobenius norm of the difference.
+        residual: Frobenius norm of the part that the update omits.
+    """
+
+    layer: str
+    rank: int
+    norm: float
+    residual: float
+
+    @property
+    def relative(self) -> float:
+        """residual / norm."""
+        return self.residual / self.norm
+
+
+@dataclass
+class Extracted:
+    """The result of an extraction.
+
+    Args:
+        updates: fp32 updates by layer.
+        rows: one result per layer.
+        left_out: tensors that differ but that no LoRA can represent (biases, norms, larger convolutions), with the
+            norm of the difference.
+    """
+
+    updates: dict[str, Update] = field(default_factory=dict)
+    rows: list[LayerResult] = field(default_factory=list)
+    left_out: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def relative(self) -> float:
+        """The residual of all linear layers together, relative to their difference."""
+        whole = sum(row.norm**2 for row in self.rows)
+        return (sum(row.residual**2 for row in self.rows) / whole) ** 0.5 if whole else 0.0
+
+    @property
+    def left_out_share(self) -> float:
+        """The norm of the difference that no LoRA can represent, relative to the whole difference."""
+        others = sum(norm**2 for norm in self.left_out.values())
+        whole = others + sum(row.norm**2 for row in self.rows)
+        return (others / whole) ** 0.5 if whole else 0.0
+
+
+def extract(
+    base: Base,
+    tuned: Base,
+    rank: int | None,
+    energy: float | None,
+    device: torch.device,
+    done: Callable[[], None] = lambda: None,
+) -> Extracted:
+    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
+
+    Args:
+        base: the checkpoint to which the LoRA will be applied.
+        tuned: the fine-tuned checkpoint.
+        rank: the largest rank of a layer; None does not limit it.
+        energy: the fraction of squared singular values to keep in each layer; None keeps all that ``rank`` allows.
+        device: where to compute the decompositions.
+        done: called after each tensor.
+
+    Raises:
+        UserError: the checkpoints have different architectures, or do not differ.
+    """
+    _require_same(base, tuned)
+    found = Extracted()
+    linears = base.linear_shapes()
+    for name in sorted(base.shapes):
+        difference = tuned.get(name).to(device, torch.float32) - base.get(name).to(device, torch.float32)
+        norm = float(difference.double().norm())
+        layer = name.removesuffix(".weight")
+        if norm > 0 and name != layer and layer in linears:
+            u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
+            kept = rank_for(s, rank, energy)
+            found.updates[layer] = _on_host(truncated(u, s, vt, kept), pointwise=difference.ndim == 4)
+            found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
+        elif norm > 0:
+            found.left_out[name] = norm
+        done()
+    if not found.updates:
+        raise UserError(
+            f"{base.name} and {tuned.name} do not differ in any linear layer: there is nothing to extract. "
+            "Give a base and a fine-tuned checkpoint"
+        )
+    return found
+
+
+def _on_host(update: Update, pointwise: bool) -> Update:
+    return Update(update.down.cpu(), update.up.cpu(), pointwise=pointwise)
+
+
+def _require_same(base: Base, tuned: Base) -> None:
+    """Check that both have the same names and shapes."""
+    for problem in _differences(base, tuned):
+        raise UserError(f"{base.name} and {tuned.name} have different architectures: {problem}")
+
+
+def _differences(base: Base, tuned: Base) -> Iterator[str]:
+    for one, other in ((base, tuned), (tuned, base)):
+        if lost := sorted(set(one.shapes) - set(other.shapes)):
+            yield f"{other.name} has no {shortened(lost, 5)}"
+    for name, shape in base.shapes.items():
+        if tuned.shapes[name] != shape:
+            yield f"{name} is {list(shape)} in one and {list(tuned.shapes[name])} in the other"

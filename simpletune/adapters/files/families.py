@@ -1,0 +1,181 @@
+"""Identify the model of a LoRA by its keys and shapes, and the kind of any other file, without torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from simpletune.adapters.files.layouts import OTHER_METHODS, layout_of, split_key
+
+MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
+SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
+DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
+
+# LoRA keys of other models, most specific first.
+LORAS = (
+    (r"single_transformer_blocks|double_blocks|single_blocks", "Flux"),
+    (r"joint_transformer_blocks|double_layers", "AuraFlow"),
+    (r"img_mlp|txt_mlp|add_k_proj.*img_mod", "Qwen-Image"),
+    (r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn)", "Wan"),
+    (r"noise_refiner|context_refiner", "Lumina 2"),
+    (r"transformer_blocks[._]\d+[._]attn1[._].*", "PixArt or LTX"),
+    (r"lora_prior_|prior\.", "Stable Cascade"),
+)
+UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
+# Keys that only one U-Net has: kohya's scripts use original names only for XL, whose blocks are deeper.
+ONLY_XL = re.compile(
+    r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
+)
+NOT_XL = re.compile(r"down_blocks[._]0[._]attentions|input_blocks[._][12][._]1[._]|up_blocks[._]3[._]")
+SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
+TEXT_ALONE = "text encoders alone"
+UNET_BY_TEXT_WIDTH = {
+    768: SD15,
+    1024: SD2,
+    2048: "Stable Diffusion XL",
+}
+# Whole models: names of tensors.
+MODELS = (
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn2\.", f"{MEDIUM_35}, in the original layout"),
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn\.ln_q", "Stable Diffusion 3.5, in the original layout"),
+    (r"(^|\.)joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3, in the original layout"),
+    (r"double_blocks\.\d+\.img_attn", "Flux"),
+    (r"^single_transformer_blocks\.\d+", "Flux, in diffusers' names"),
+    (r"^transformer_blocks\.\d+\.attn2\.norm_q", f"the transformer of {MEDIUM_35}"),
+    (r"^transformer_blocks\.\d+\.attn\.norm_added_q", "the transformer of Stable Diffusion 3.5 or Flux"),
+    (r"^transformer_blocks\.\d+\.attn\.add_q_proj", "the transformer of Stable Diffusion 3, in diffusers' names"),
+    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
+    (r"^cond_stage_model\.model\.", "Stable Diffusion 2"),
+    (r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.", "Stable Diffusion 1.5"),
+    (r"^(down_blocks|up_blocks|mid_block)\.", "a U-Net in diffusers' names (Stable Diffusion 1, 2 or XL)"),
+    (r"^double_layers\.\d+\.attn", "AuraFlow"),
+    (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder"),
+    (r"^(encoder|decoder)\.layers\.\d+\.", "a small autoencoder (TAESD)"),
+    (r"^encoder\.block\.\d+\.layer", "the text encoder T5"),
+    (r"^text_model\.", "a CLIP text encoder"),
+    (r"^(em[bp]_params|string_to_param)|^clip_[lg](_out)?$|^t5(xxl|_out)?$|^bundle_emb\.", "a textual inversion"),
+)  # fmt: skip
+
+
+def other_methods(names: list[str]) -> dict[str, list[str]]:
+    """Methods other than plain LoRA, with the keys that identify them."""
+    found: dict[str, list[str]] = {}
+    for pattern, method in OTHER_METHODS:
+        if keys := [name for name in names if re.search(pattern, name)]:
+            found[method] = keys
+    return found
+
+
+def is_lora(names: list[str]) -> bool:
+    """Whether a file contains updates, for any model and by any method, rather than a model."""
+    factors = [name for name in names if (split := split_key(name)) and split[1] != "alpha"]
+    telling = [keys for method, keys in other_methods(names).items() if "LoRA of" not in method]
+    return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
+
+
+def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    """Return the model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion
+    3``.
+
+    Args:
+        shapes: the shapes of the file's tensors, by key.
+    """
+    names = list(shapes)
+    if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
+        return _unet(shapes, key)
+    for pattern, family in LORAS:
+        if (key := _first(pattern, names)) is not None:
+            return family, key
+    if not _sd3_modules(names):
+        return "an unknown model", names[0] if names else "no keys"
+    if (key := _first(DUAL.pattern, names)) is not None:
+        return MEDIUM_35, f"its second attention: {key}"
+    return _sd3_by_shape(shapes)
+
+
+def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
+    """Return the model that updates are for.
+
+    Args:
+        shapes: (outputs, inputs) of each layer, by diffusers' name.
+    """
+    downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
+    ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
+    return family_of_lora(downs | ups)[0]
+
+
+def is_sd3(family: str) -> bool:
+    """Whether a family is SD3 or SD3.5."""
+    return family.startswith("Stable Diffusion 3")
+
+
+def is_unet(family: str) -> bool:
+    """Whether a family is Stable Diffusion 1.5, 2, or a U-Net that may be one of them."""
+    return family.startswith((SD15, SD2, "a U-Net"))
+
+
+def is_known(family: str) -> bool:
+    """Whether simpletune applies LoRAs of a family."""
+    return is_sd3(family) or is_unet(family) or family == TEXT_ALONE
+
+
+def kind_of_model(names: list[str]) -> str | None:
+    """Return the kind of a file that is not a LoRA; None if unknown."""
+    return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
+
+
+def _first(pattern: str, names: list[str]) -> str | None:
+    return next((name for name in names if re.search(pattern, name)), None)
+
+
+def _sd3_modules(names: list[str]) -> list[str]:
+    modules = sorted({split[0] for name in names if (split := split_key(name))})
+    groups = [[m for m in modules if m.startswith(p)] for p in ("transformer.", "lora_unet_", "diffusion_model.")]
+    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_", "lycoris_")]
+    groups.append([m for m in modules if not any(m in group for group in groups)])
+    found = []
+    for group in groups:
+        layout = layout_of(group)
+        found += [module for module in group if layout and layout.layers(module)]
+    return found
+
+
+def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    """Identify the SD3 model by the widths of its attention and modulation."""
+    widths: Counter[int] = Counter()
+    for name, shape in shapes.items():
+        split = split_key(name)
+        if (
+            split
+            and split[1] == "down"
+            and len(shape) == 2
+            and re.search(r"attn|norm1|adaLN|norm_out|net.0.proj|mlp.fc1", name)
+        ):
+            widths[shape[1]] += 1
+        if split and split[1] == "up" and re.search(r"joint_blocks.*x_block.*adaLN|blocks[._]\d+[._]norm1[._]", name):
+            down = shapes.get(name.replace("lora_up", "lora_down").replace("lora_B", "lora_A"))
+            if down and len(shape) == len(down) == 2 and shape[0] == 9 * down[1]:
+                return MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}"
+    if not widths:
+        return "Stable Diffusion 3 (unknown size)", "the names of its layers"
+    width = widths.most_common(1)[0][0]
+    if width == 3072:
+        return "Flux or Qwen-Image", "attention of width 3072 under names that SD3 also uses"
+    name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of the unpublished width {width}")
+    note = f"attention of width {width}"
+    return name, note + (f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else "")
+
+
+def _unet(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[str, str]:
+    """Identify the U-Net by the text width of its cross-attention, or by keys that only one U-Net has."""
+    for name, shape in shapes.items():
+        split = split_key(name)
+        if split and split[1] == "down" and re.search(r"attn2.*to_[kv]", name) and len(shape) >= 2:
+            if family := UNET_BY_TEXT_WIDTH.get(shape[1]):
+                return family, f"cross-attention over text of width {shape[1]}: {name}"
+    if (only := _first(ONLY_XL.pattern, list(shapes))) is not None:
+        return "Stable Diffusion XL", only
+    if (only := _first(NOT_XL.pattern, list(shapes))) is not None:
+        return "Stable Diffusion 1.5 or 2", only
+    return "a U-Net (Stable Diffusion 1, 2 or XL)", key

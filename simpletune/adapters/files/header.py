@@ -1,0 +1,322 @@
+"""Read a LoRA file's layout, layers, ranks and alphas without torch. Apart from alphas, reads only the header."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+from simpletune.adapters.files.families import (
+    TEXT_ALONE,
+    family_of_lora,
+    is_known,
+    is_lora,
+    kind_of_model,
+    other_methods,
+)
+from simpletune.adapters.files.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
+from simpletune.adapters.files.layouts import layout_of, split_key
+from simpletune.adapters.files.settings import DAMAGED, checked, scale_for
+from simpletune.adapters.methods.networks.structure import require_updates
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
+from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
+from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.safetensors_file import TYPES, read_header, require_safetensors
+
+ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
+LISTED = 6
+FAMILIES = ", ".join(names.title for names in LAYOUTS)
+PLAIN_ONLY = "Only plain LoRA can be applied exactly"
+LARGEST_SCALE = 1e6
+"""Largest accepted alpha / rank; real files have 0.001 to 100."""
+
+
+class TensorEntry(TypedDict):
+    """The entry of one tensor in a safetensors header; offsets count from the end of the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+@dataclass
+class Module:
+    """One updated module of a file.
+
+    Args:
+        name: the name in the file, with its prefix.
+        keys: keys by role.
+        layers: diffusers' names of the layers that it updates: one, or three for a fused q, k, v.
+        alpha: the value of its own alpha tensor, or None.
+    """
+
+    name: str
+    keys: dict[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    alpha: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the module (LoRA, DoRA, LoKr, LoHa or OFT), by its roles."""
+        return kind_of(self.keys)
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """Keys by role, without alpha."""
+        return {role: key for role, key in self.keys.items() if role != ALPHA}
+
+
+class LoraHeader:
+    """The header of a LoRA file.
+
+    Args:
+        file: a safetensors file.
+
+    Raises:
+        UserError: the file is damaged, or not a safetensors file.
+    """
+
+    def __init__(self, file: Path):
+        require_safetensors(file)
+        self.file = file
+        header = read_header(file)
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.entries: dict[str, TensorEntry] = header
+        self.names = list(self.entries)
+        self.text = [name for name in self.names if TEXT_KEY.match(name)]
+        self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
+        self.methods = other_methods(self.names)
+        self.odd_alphas: list[str] = []
+        found = self._modules()
+        self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
+        self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
+        names = [module.name for module in self.modules.values()]
+        self.layout: Layout | None = layout_of(names)
+        for module in self.modules.values():
+            module.layers = self.layout.layers(module.name) if self.layout else ()
+        for module in self.text_modules.values():
+            layer = text_layer(module.name)
+            module.layers = (layer,) if layer else ()
+
+    def _modules(self) -> dict[str, Module]:
+        found: dict[str, Module] = {}
+        for key in self.names:
+            split = split_key(key)
+            if split is None:
+                continue
+            module = found.setdefault(split[0], Module(split[0]))
+            module.keys[split[1]] = key
+            if split[1] == ALPHA:
+                module.alpha = self._scalar(key)
+        return {name: found[name] for name in sorted(found, key=natural)}
+
+    @property
+    def all_modules(self) -> list[Module]:
+        """The modules of the denoiser, then those of text encoders."""
+        return [*self.modules.values(), *self.text_modules.values()]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by key."""
+        return {name: tuple(entry["shape"]) for name, entry in self.entries.items()}
+
+    @cached_property
+    def family(self) -> tuple[str, str]:
+        """Model that the file is for, and the evidence."""
+        if not self.modules and self.text_modules:
+            layers = [layer for module in self.text_modules.values() for layer in module.layers]
+            return TEXT_ALONE, encoders_in(layers) or "their keys"
+        sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        as_lora = {f"{name}.lora_A.weight": (1, size.inputs) for name, size in known.items()}
+        as_lora |= {f"{name}.lora_B.weight": (size.outputs, 1) for name, size in known.items()}
+        return family_of_lora(self.shapes | as_lora)
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether the file contains updates rather than a model."""
+        return is_lora(self.names)
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Keys that match no layer of the family's denoiser or of a text encoder."""
+        lost = [key for module in self.all_modules if not module.layers for key in module.keys.values()]
+        known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)
+        return [name for name in self.names if name not in known or name in lost]
+
+    @property
+    def halves(self) -> list[str]:
+        """Modules that lack a factor."""
+        return [module.name for module in self.all_modules if not is_whole(module.keys)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the denoiser's modules."""
+        return sorted({module.kind for module in self.modules.values()})
+
+    def size(self, module: Module) -> Size | None:
+        """Return the size of a module's update; None if factors are missing or do not match."""
+        if not is_whole(module.keys):
+            return None
+        return size_of({role: self.shapes[key] for role, key in module.factors.items()})
+
+    def rank(self, module: Module) -> int | None:
+        """Return the number to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell.
+        None: alpha is ignored."""
+        if module.kind in (LORA, DORA) and DOWN in module.keys:
+            return (self.shapes[module.keys[DOWN]] or (0,))[0]
+        size = self.size(module)
+        return 0 if size is None else size.rank
+
+    def rank_words(self, module: Module) -> str:
+        """Describe a module's rank, and LoKr's factors."""
+        return str(self.rank(module) if module.kind in (LORA, DORA) else self.size(module) or "unknown")
+
+    @cached_property
+    def settings(self) -> Json | None:
+        """PEFT's settings of the adapter, from the header or from adapter_config.json beside the file, or None."""
+        if ADAPTER_METADATA in self.metadata:
+            try:
+                found = json.loads(self.metadata[ADAPTER_METADATA])
+            except (ValueError, RecursionError):
+                raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
+            return checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
+        beside = self.file.with_name("adapter_config.json")
+        if self.layout and self.layout.name == "peft" and beside.is_file():
+            try:
+                return checked(json.loads(beside.read_text()), str(beside))
+            except ValueError:
+                raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
+        return None
+
+    def scale(self, module: Module) -> float:
+        """Return the scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
+        rank = self.rank(module)
+        if module.alpha is not None and rank is None:
+            return 1.0
+        if module.alpha is not None:
+            return module.alpha / rank if rank else math.nan
+        return self.header_scale(module)
+
+    def header_scale(self, module: Module) -> float:
+        """Return the scale that PEFT derives from the header's settings; 1 without settings."""
+        layer, settings = module.layers[0] if module.layers else module.name, self.settings
+        if settings is not None and is_text(layer):
+            encoder, layer = encoder_of(layer)
+            own = {k.removeprefix(f"{encoder}."): v for k, v in settings.items() if k.startswith(f"{encoder}.")}
+            settings = checked(own, f"{self.file}: {ADAPTER_METADATA} in its header")
+        return 1.0 if settings is None else scale_for(layer, settings)
+
+    def _scalar(self, key: str) -> float | None:
+        entry = self.entries[key]
+        begin, end = entry["data_offsets"]
+        of = TYPES.get(entry["dtype"])
+        if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
+            self.odd_alphas.append(f"{key} must be a single number but is {entry['dtype']} {entry['shape']}")
+            return None
+        with open(self.file, "rb") as handle:
+            handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
+            data = handle.read(end - begin)
+        if entry["dtype"] == "BF16":
+            data = b"\0\0" + data
+        return float(struct.unpack(of.struct, data)[0])
+
+
+def require_tensors(header: LoraHeader) -> None:
+    """Refuse an empty file.
+
+    Raises:
+        UserError: it contains no tensors.
+    """
+    if not header.names:
+        raise UserError(f"{header.file} is empty: it contains no tensors. Download or export it again")
+
+
+def open_lora(file: Path) -> LoraHeader:
+    """Open a LoRA for the denoiser of a known family and check everything that its header shows.
+
+    Raises:
+        UserError: the file is not a LoRA, is for another model or method, is incomplete, or has keys that match no
+            layer.
+    """
+    header = LoraHeader(file)
+    require_tensors(header)
+    require_updates(file, header.names)
+    if not header.is_lora:
+        kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
+        raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
+    family, shown = header.family
+    if not is_known(family):
+        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
+    if header.methods:
+        method, keys = next(iter(header.methods.items()))
+        raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
+    if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
+        raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
+    if header.layout is None and header.modules:
+        raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
+    if header.unmatched:
+        count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
+        raise UserError(
+            f"{file}: {count} of {len(header.names)} keys match no layer of "
+            f"{header.layout.names.title if header.layout else 'a text encoder'}: {listed}"
+        )
+    if header.halves:
+        raise UserError(f"{file}: {header.halves[0]} lacks one of its factors. {DAMAGED}")
+    if header.odd_alphas:
+        raise UserError(f"{file}: {header.odd_alphas[0]}. {DAMAGED}")
+    _require_shapes(header)
+    _require_scales(header)
+    return header
+
+
+def _require_shapes(header: LoraHeader) -> None:
+    for module in header.all_modules:
+        shapes = {role: header.shapes[key] for role, key in module.factors.items()}
+        if module.kind == OFT and any(len(shape) == 4 for shape in shapes.values()):
+            raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {PLAIN_ONLY}")
+        listed = " and ".join(str(list(shape)) for shape in shapes.values())
+        factors = f"{header.file}: {module.name} has factors {listed}"
+        larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
+        if larger:
+            side = "x".join(map(str, larger[0]))
+            raise UserError(
+                f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
+            )
+        plain = {len(shape) for role, shape in shapes.items() if role not in DORA_ROLES}
+        if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
+            raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
+        size = size_of(shapes)
+        if size is None or size.outputs % len(module.layers):
+            raise UserError(f"{factors}, which do not match. {DAMAGED}")
+        if any(not is_by_output(shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
+            raise UserError(
+                f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "
+                "it with magnitudes of the outputs (LyCORIS: wd_on_out)"
+            )
+
+
+def _require_scales(header: LoraHeader) -> None:
+    for module in header.all_modules:
+        scale = header.scale(module)
+        if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
+            raise UserError(
+                f"{header.file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale must be "
+                f"finite and at most {LARGEST_SCALE:g}. {DAMAGED}"
+            )
+
+
+def _examples(header: LoraHeader) -> list[str]:
+    by_start = {name.partition(".")[0].partition("_")[0]: name for name in header.modules}
+    return list(by_start.values())[:LISTED]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts block 2 before block 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

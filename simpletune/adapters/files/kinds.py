@@ -1,0 +1,118 @@
+"""Kind and size of one module of a file, by the roles and shapes of its tensors: LoRA, LoKr, LoHa, DoRA, OFT. Imports
+no torch.
+
+Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
+
+Shapes: o outputs, i inputs, r rank; LoKr: o = l k, i = m q, W1 [l, m], W2 [k, q].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
+
+LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
+LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
+LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
+DORA_ROLES = (MAGNITUDE, DORA_SCALE)
+Shape = tuple[int, ...]
+
+
+class Size(NamedTuple):
+    """The size of a module's update.
+
+    Args:
+        outputs: o.
+        inputs: i.
+        rank: what readers divide alpha by; None: they ignore alpha, because both of LoKr's factors are whole.
+        factors: LoKr's factors in words, otherwise empty.
+    """
+
+    outputs: int
+    inputs: int
+    rank: int | None
+    factors: str = ""
+
+    def __str__(self) -> str:
+        rank = "whole" if self.rank is None else str(self.rank)
+        return f"{rank} ({self.factors})" if self.factors else rank
+
+
+def kind_of(roles: Collection[str]) -> str:
+    """Return the kind of a module with these roles; LoRA if they do not tell."""
+    telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
+    return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
+
+
+def is_whole(roles: Collection[str]) -> bool:
+    """Whether a module has every factor of its kind, and none of another."""
+    found = set(roles) - {ALPHA}
+    kind = kind_of(roles)
+    if kind in (LORA, DORA):
+        return found >= {DOWN, UP}
+    if kind == OFT:
+        return found == {OFT_BLOCKS}
+    if kind == LOHA:
+        return found == set(LOHA_ROLES)
+    ways = [({f"lokr_w{n}"}, {f"lokr_w{n}_a", f"lokr_w{n}_b"}) for n in (1, 2)]
+    return any(found == one | other for one in ways[0] for other in ways[1])
+
+
+def size_of(shapes: Mapping[str, Shape]) -> Size | None:
+    """Return the size of a complete module's update; None if its shapes do not match.
+
+    Args:
+        shapes: the shapes of its factors by role. Those of a 1x1 convolution may have two more dimensions, of size 1.
+    """
+    if OFT_BLOCKS in shapes:
+        return _oft(shapes[OFT_BLOCKS])
+    magnitudes = [shapes[role] for role in DORA_ROLES if role in shapes]
+    shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
+    flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
+    flat = {role: shape for role, shape in flat.items() if len(shape) == 2 and 0 not in shape}
+    if len(flat) != len(shapes):
+        return None
+    kind = kind_of(shapes)
+    if kind == LOKR:
+        return _lokr(flat)
+    if kind == LOHA:
+        (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
+        return Size(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
+    (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
+    fits = all(is_by_output(shape, outputs) or is_by_input(shape, inputs) for shape in magnitudes)
+    return Size(outputs, inputs, rank) if rank == columns and fits else None
+
+
+def is_by_output(shape: Shape, outputs: int) -> bool:
+    """Whether this is the shape of one DoRA magnitude per output: [o], [o, 1] or [o, 1, 1, 1]."""
+    return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
+
+
+def is_by_input(shape: Shape, inputs: int) -> bool:
+    """Whether this is the shape of one DoRA magnitude per input: [1, i] or [1, i, 1, 1]."""
+    return shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:])
+
+
+def _oft(shape: Shape) -> Size | None:
+    """Return the size of an update from its blocks. They do not tell the inputs, which are set to the outputs."""
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        return None
+    return Size(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
+
+
+def _lokr(shapes: Mapping[str, Shape]) -> Size | None:
+    sides: list[Shape] = []
+    rank = None
+    for name in ("lokr_w1", "lokr_w2"):
+        if name in shapes:
+            sides.append(shapes[name])
+            continue
+        (tall, r), (other_r, wide) = shapes[f"{name}_a"], shapes[f"{name}_b"]
+        if r != other_r:
+            return None
+        sides.append((tall, wide))
+        rank = r  # rank of the second factor if both are decomposed, as in ComfyUI and LyCORIS
+    (left, right), (below, beyond) = sides
+    return Size(left * below, right * beyond, rank, f"{left}x{right} and {below}x{beyond}")

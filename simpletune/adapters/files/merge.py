@@ -1,0 +1,239 @@
+"""Merge LoRAs into the base, W + sum of scale_n B_n A_n; write a diffusers folder or a file in the original layout.
+
+Streams the output with one layer in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletune.adapters.files.bases import Base
+from simpletune.adapters.files.header import TensorEntry
+from simpletune.adapters.files.structured import AnyUpdates, difference, fits
+from simpletune.adapters.files.write import overflow
+from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.shared.single_file import Origin, open_file
+from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.model_folder import NAMES
+from simpletune.system.options import UserError, plural, shortened
+from simpletune.system.safetensors_file import SafetensorsWriter, read_header
+
+KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PREFIX = "model.diffusion_model."
+
+
+@dataclass
+class Merged:
+    """The result of a merge.
+
+    Args:
+        path: the written folder or file.
+        layers: the number of changed layers.
+        lost: rounding error of the file's type, relative to the updates (Frobenius norms over all layers).
+    """
+
+    path: Path
+    layers: int
+    lost: float
+
+
+class Merger:
+    """The tensors of the merged transformer, under diffusers' names.
+
+    Args:
+        base: the checkpoint.
+        loras: updates with their strengths.
+        dtype: ``fp32``, ``fp16`` or ``bf16``; None uses the base's type for each tensor.
+
+    Raises:
+        UserError: the base lacks a layer, or has it with another shape.
+    """
+
+    def __init__(self, base: Base, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
+        self.base, self._loras, self._dtype = base, loras, dtype
+        self._error = self._effect = 0.0
+        self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
+        self.changed = {name for updates, _ in loras for name in updates} - set(self.text)
+        linears = base.linear_shapes()
+        lost = sorted(name for name in self.changed if name not in linears)
+        if lost:
+            raise UserError(
+                f"{plural(len(lost), 'layer')} of the LoRA {'is' if len(lost) == 1 else 'are'} not in "
+                f"{base.name}: {shortened(lost, 5)}"
+            )
+        for updates, _ in loras:
+            for name, update in split_text(updates)[0].items():
+                if not fits(update, linears[name]):
+                    raise UserError(
+                        f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
+                        f"{list(linears[name])}. The LoRA belongs to another model"
+                    )
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor in the output, by safetensors' name."""
+        return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
+
+    def get(self, name: str) -> Tensor:
+        """Compute one merged tensor in its output type."""
+        tensor, dtype = self.base.get(name), TYPES[self.kind(name)]
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in self.changed:
+            return _cast(name, tensor, dtype)
+        return self._merged(layer, tensor, dtype)
+
+    def _merged(self, layer: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a layer's weight with its updates, in its output type."""
+        exact = tensor.float()
+        delta = torch.zeros_like(exact)
+        for updates, strength in self._loras:
+            if layer in updates:
+                delta += strength * difference(updates[layer], exact.flatten(1)).view_as(delta)
+        exact = exact + delta
+        merged = _cast(layer, exact, dtype)
+        self._error += float((merged.float() - exact).double().square().sum())
+        self._effect += float(delta.double().square().sum())
+        return merged
+
+    def merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
+        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type.
+
+        Raises:
+            UserError: the weight has another shape or a type that is not supported.
+        """
+        kind, shape = entry["dtype"], entry["shape"]
+        update = next(updates[layer] for updates, _ in self._loras if layer in updates)
+        if kind not in TYPES or not fits(update, shape):
+            raise UserError(
+                f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
+                "belongs to another model. Leave its text encoders out: --denoiser-only"
+            )
+        weight = torch.frombuffer(bytearray(data), dtype=TYPES[kind]).view(shape)
+        return self._merged(layer, weight, TYPES[kind]).contiguous().view(torch.uint8).numpy().tobytes()
+
+    @property
+    def lost(self) -> float:
+        """Rounding error of the file's type, relative to the updates so far."""
+        return (self._error / self._effect) ** 0.5 if self._effect else 0.0
+
+
+def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+    """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads.
+
+    Args:
+        merger: provides the merged tensors.
+        folder: the target, replaced if it exists.
+        metadata: strings for the header.
+        done: called after each tensor.
+    """
+    entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
+    if merger.text:
+        raise UserError(
+            f"the LoRA also updates {encoders_in(merger.text)}, and the folder holds only the denoiser. Merge into a "
+            "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
+        )
+    with atomic_folder(folder) as part:
+        merger.base.save_config(part)
+        with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
+            for name in entries:
+                writer.write(name, merger.get(name))
+                done()
+    return Merged(folder, len(merger.changed), merger.lost)
+
+
+def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+    """Write the merged transformer as one file in the original layout, with the other tensors of a single-file base.
+
+    Args:
+        merger: provides the merged tensors.
+        file: the target.
+        metadata: strings for the header, added to those of a single-file base.
+        done: called after each tensor.
+    """
+    base = merger.base
+    groups = _groups(base)
+    prefix = PREFIX
+    others: dict[str, TensorEntry] = {}
+    old: dict[str, str] = {}
+    if base.file is not None:
+        prefix = open_file(base.file, base.family.layout).prefix
+        header = read_header(base.file)
+        old = header.pop("__metadata__", None) or {}
+        old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
+        others = {name: entry for name, entry in header.items() if name.removeprefix(prefix) not in groups}
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {k: (v["dtype"], tuple(v["shape"])) for k, v in others.items()}
+    for original, parts in groups.items():
+        shape = base.shapes[parts[0][0]]
+        entries[prefix + original] = (merger.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
+    text = _text_weights(merger, others)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
+        for original, parts in groups.items():
+            writer.write(prefix + original, _assemble(merger, parts))
+            for _ in parts:
+                done()
+        for name, data in _raw(base.file, others):
+            writer.write_bytes(name, merger.merged_text(text[name], others[name], data) if name in text else data)
+    return Merged(file, len(merger.changed), merger.lost)
+
+
+def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the updated layers of text encoders by the names of their weights in a single file.
+
+    Raises:
+        UserError: the file lacks some of them.
+    """
+    places = merger.base.family.layout.prefixes
+    found = {}
+    for layer in merger.text:
+        encoder, name = encoder_of(layer)
+        names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
+        found[next((each for each in names if each in others), names[0])] = layer
+    lost = [layer for name, layer in found.items() if name not in others]
+    if lost:
+        raise UserError(
+            f"{len(lost)} layers of text encoders that the LoRA updates are not in {merger.base.name}: "
+            f"{shortened(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
+        )
+    return found
+
+
+def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
+    """Map original names to the diffusers tensors that make them up, in order."""
+    found: dict[str, list[tuple[str, Origin]]] = {}
+    for name, origin in base.family.layout.origins(base.config).items():
+        found.setdefault(origin.name, []).append((name, origin))
+    return {original: sorted(parts, key=lambda part: part[1].third or 0) for original, parts in found.items()}
+
+
+def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
+    if len(parts) > 1:
+        return torch.cat([merger.get(name) for name, _ in parts])
+    name, origin = parts[0]
+    tensor = merger.get(name)
+    return exchanged_halves(tensor) if origin.swapped else tensor
+
+
+def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:
+    """Read tensors of a file as bytes."""
+    if file is None:
+        return
+    with open(file, "rb") as handle:
+        start = 8 + int.from_bytes(handle.read(8), "little")
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            handle.seek(start + begin)
+            yield name, handle.read(end - begin)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    if dtype is torch.float16 and not cast.isfinite().all():
+        raise UserError(f"{name} {overflow('fp16')}")
+    return cast

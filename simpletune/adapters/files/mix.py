@@ -1,0 +1,102 @@
+"""Mix several LoRAs into one with PEFT's ``add_weighted_adapter``, one layer at a time on a model of that layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from simpletune.adapters.files.structured import AnyUpdates, plain
+from simpletune.adapters.files.updates import Update
+from simpletune.models.lora_names import require_one
+from simpletune.system.options import UserError
+from simpletune.system.rng import key_of
+
+METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
+           "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
+SAME_RANK = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+PRUNING = tuple(method for method in METHODS if method.startswith(("ties", "dare", "magnitude")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to mix updates.
+
+    Args:
+        method: PEFT's ``combination_type``.
+        rank: the result's rank for methods that end in svd; None uses the largest rank.
+        density: the fraction of values that ties, dare and magnitude_prune keep.
+        seed: seeds the values that dare drops.
+    """
+
+    method: str = "cat"
+    rank: int | None = None
+    density: float = 0.5
+    seed: int = 0
+
+
+def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, Update]:
+    """Mix several LoRAs into one.
+
+    ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
+    at a given rank. ``linear`` and the methods based on it sum the factors instead of the products: (sum a_n A_n) and
+    (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa are mixed as the equivalent
+    LoRA.
+
+    Args:
+        loras: updates with their weights.
+        recipe: how to mix them.
+
+    Returns:
+        Updates with scale 1 for every layer that any LoRA has.
+
+    Raises:
+        UserError: families or shapes differ, or ranks differ and the method needs equal ranks.
+    """
+    layers = sorted({name for updates, _ in loras for name in updates})
+    require_one(layers)
+    mixed = {}
+    for name in layers:
+        parts = [(plain(updates[name]), weight) for updates, weight in loras if name in updates]
+        if len({part.shape for part, _ in parts}) > 1:
+            raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
+        ranks = sorted({part.rank for part, _ in parts})
+        if len(ranks) > 1 and recipe.method in SAME_RANK:
+            ways = f"--method cat or svd, or resize them to one rank first: simpletune resize --rank {ranks[-1]}"
+            raise UserError(f"--method {recipe.method} needs equal ranks; {name} has {ranks}. Use {ways}")
+        mixed[name] = _mix_layer(name, parts, recipe)
+    return mixed
+
+
+def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe) -> Update:
+    """Run PEFT on a model with one linear layer, whose uninitialised weights are never read."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    outputs, inputs = parts[0][0].shape
+    holder = nn.ModuleDict({"layer": nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)})
+    adapters = [f"lora_{number}" for number in range(len(parts))]
+    model = None
+    for adapter, (part, _) in zip(adapters, parts, strict=True):
+        config = LoraConfig(r=part.rank, lora_alpha=part.scale * part.rank, target_modules=["layer"])
+        if model is None:
+            model = LoraModel(holder, config, adapter)
+        else:
+            model.peft_config[adapter] = config
+            model.inject_adapter(holder, adapter)
+        layer = holder["layer"]
+        layer.lora_A[adapter].weight = nn.Parameter(part.down.float())  # type: ignore[union-attr, index]
+        layer.lora_B[adapter].weight = nn.Parameter(part.up.float())  # type: ignore[union-attr, index]
+    assert model is not None
+    extra = {"density": recipe.density} if recipe.method in PRUNING else {}
+    if recipe.method.endswith("svd"):
+        extra["svd_rank"] = min(recipe.rank or max(part.rank for part, _ in parts), outputs, inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key_of(recipe.seed, "mix", name) % 2**63)
+        model.add_weighted_adapter(adapters, [weight for _, weight in parts], "mixed", recipe.method, **extra)
+    layer = holder["layer"]
+    down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
+    scale = float(layer.scaling["mixed"])  # type: ignore[index]
+    return Update(down.contiguous(), up.contiguous(), scale, parts[0][0].pointwise).folded()

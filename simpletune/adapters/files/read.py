@@ -1,0 +1,135 @@
+"""Read LoRA files of any layout into updates under diffusers' names. A key that matches no layer is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from simpletune.adapters.files.families import SD15
+from simpletune.adapters.files.header import LoraHeader, Module, open_lora
+from simpletune.adapters.files.kinds import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.adapters.files.of_weight import DoraUpdate, OftUpdate, limited
+from simpletune.adapters.files.settings import DAMAGED
+from simpletune.adapters.files.structured import AnyUpdate, LohaUpdate, LokrUpdate
+from simpletune.adapters.files.updates import Update, split, swap_halves
+from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames
+from simpletune.models.shared.text_layers import is_text
+from simpletune.system.options import UserError
+
+READ = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_lora(file: Path) -> dict[str, AnyUpdate]:
+    """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
+
+    Args:
+        file: a safetensors file.
+
+    Returns:
+        Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and the layer's
+        name (``models.text_layers``). Scales are those of diffusers and kohya's tools: an ``alpha`` tensor / rank,
+        otherwise the header's ``lora_adapter_metadata``, otherwise 1.
+
+    Raises:
+        UserError: the file is not a LoRA for a known family, is damaged, has keys that match no layer, or non-finite
+            values.
+    """
+    return updates_of(open_lora(file))
+
+
+def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
+    """Read the updates of a file whose header has been checked.
+
+    Raises:
+        UserError: values are not finite, a layer has two updates, or a type is not supported.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, AnyUpdate] = {}
+    try:
+        opened = safe_open(header.file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{header.file}: {' '.join(str(error).split())[:120]}. {DAMAGED}") from None
+    with opened as handle:
+        for module in header.all_modules:
+            factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
+            for role, tensor in factors.items():
+                key = module.keys[role]
+                if tensor.dtype not in READ:
+                    raise UserError(
+                        f"{header.file}: {key} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16"
+                    )
+                if not tensor.isfinite().all():
+                    raise UserError(
+                        f"{header.file}: {key} contains NaN or infinite values: its training diverged. "
+                        "Use an earlier checkpoint"
+                    )
+            for layer, part in zip(module.layers, _parts(header, module, factors), strict=True):
+                if layer in found:
+                    raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
+                if part is not None:
+                    names = _original_names(header, layer)
+                    swapped = names is not None and names.halves_swapped(layer, *part.shape)
+                    found[layer] = _swapped(part) if swapped else part
+    return found
+
+
+def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[AnyUpdate | None]:
+    """Return the updates of a module's layers."""
+    count, scale = len(module.layers), header.scale(module)
+    if module.kind == LORA:
+        down, up = factors[DOWN], factors[UP]
+        update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+        return [update] if count == 1 else split(update, count)
+    if module.kind == OFT:
+        names = _original_names(header, module.layers[0])
+        blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
+        return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
+    if module.kind == DORA:
+        return _dora(header, module, factors, scale).parts(count)
+    size = header.size(module)
+    assert size is not None
+    flat = {role: factor.flatten(1) for role, factor in factors.items()}
+    pointwise = any(factor.ndim == 4 for factor in factors.values()) or _is_pointwise(header, module)
+    whole: LokrUpdate | LohaUpdate = LohaUpdate(flat, scale, pointwise)
+    if module.kind == LOKR:
+        whole = LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
+    height = size.outputs // count
+    return [whole.rows(number * height, height) for number in range(count)]
+
+
+def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
+    """Return a module's DoRA update. Prefers PEFT's magnitudes; ``dora_scale`` has them, too, unless the header marks
+    it as made for ComfyUI."""
+    down, up = factors[DOWN], factors[UP]
+    update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+    vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
+    made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
+    relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
+    layout = header.layout
+    if (
+        relative is not None and layout and not layout.original and not is_text(module.layers[0])
+    ):  # its rows are in the original order, unlike the others
+        if layout.names.halves_swapped(module.layers[0], *update.shape):
+            relative = exchanged_halves(relative)
+    magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
+    return DoraUpdate(update, magnitude, relative)
+
+
+def _original_names(header: LoraHeader, layer: str) -> LoraNames | None:
+    """Return the family's names if the file has a layer of the denoiser under its original name."""
+    layout = header.layout
+    return layout.names if layout is not None and layout.original and not is_text(layer) else None
+
+
+def _is_pointwise(header: LoraHeader, module: Module) -> bool:
+    """Whether a module without a 4-D factor is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
+    return header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out"))
+
+
+def _swapped(update: AnyUpdate) -> AnyUpdate:
+    return swap_halves(update) if isinstance(update, Update) else update.swapped()

@@ -1,0 +1,79 @@
+"""DoRA: LoRA whose updated weight is normalised, with a trained magnitude for each output (arXiv:2402.09353)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.lora import OUTPUT, Lora
+from simpletune.models.lora_names import result_layout
+from simpletune.models.shared.lora_names import DORA_MARK
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from simpletune.adapters.methods.dora_layers import DoraLayer
+
+
+class Dora(Lora):
+    """Train directions by low-rank updates, and one magnitude for each output."""
+
+    title: ClassVar[str] = "DoRA"
+    method: Literal["dora"] = "dora"  # type: ignore[assignment]  # the tag of this member
+    """DoRA: weight-decomposed LoRA, m (W + s B A) / ||W + s B A|| with a trained magnitude m for each output. The
+    result is a LoRA file with magnitudes; docs/methods.md says which tools apply it exactly."""
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        return f"DoRA {self._in_words(shapes)}"
+
+    def trainable(self, shapes: Shapes) -> int:
+        """Sum rank x (inputs + outputs) + outputs over all targets."""
+        return super().trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
+
+    def exported(self, shapes: Shapes) -> int:
+        """Count the trained parameters, and the scale of each output that ComfyUI reads."""
+        return self.trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        """As for ``TrainingMethod``: for a U-Net the result is in kohya's layout."""
+        if denoiser == "transformer":
+            return None
+        return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""
+        import torch
+
+        from simpletune.adapters.methods.dora_layers import DoraLayer
+        from simpletune.adapters.methods.layers import shapes_of, wrap
+        from simpletune.system.rng import reseed_global
+
+        model.requires_grad_(False)
+        reseed_global(seed, "adapter")
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+        for name in self.modules({f"{name}.weight": shape for name, shape in shapes_of(model).items()}):
+            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, dtype)
+            wrap(model, name, layer.with_dropout(self.dropout, self.rank_dropout, self.module_dropout))
+
+    def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield A and B of every update."""
+        return ((layer.lora_A.weight, layer.lora_B.weight) for _, layer in dora_layers(model))
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors, which ComfyUI applies exactly; so does diffusers for SD3."""
+        from simpletune.system.safetensors_file import write_safetensors
+
+        layers = list(dora_layers(model))
+        layout = result_layout([name for name, _ in layers])
+        state = {layout.key(name, role): v for name, layer in layers for role, v in layer.saved(name, layout).items()}
+        return write_safetensors(state, folder / OUTPUT, {**metadata, **DORA_MARK})
+
+
+def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoraLayer]]:
+    """Yield the layers with a DoRA update, with their names."""
+    from simpletune.adapters.methods.dora_layers import DoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, DoraLayer))

@@ -1,0 +1,59 @@
+"""Full fine-tuning: train every parameter of the transformer or U-Net."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
+from simpletune.models.lora_names import family_of_class
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Full(TrainingMethod):
+    """Train the whole transformer or U-Net."""
+
+    method: Literal["full"] = "full"
+    """Full fine-tuning: train every parameter of the transformer or U-Net."""
+
+    trains_base: ClassVar[bool] = True
+    shards: ClassVar[bool] = True
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        return "all parameters of the model"
+
+    def trainable(self, shapes: Shapes) -> int:
+        """Count all parameters."""
+        return sum(math.prod(shape) for shape in shapes.values())
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Unfreeze everything."""
+        model.requires_grad_(True)
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Refuse: the base weights are gone.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("full fine-tuning changes the base weights: load the base again instead")
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
+        diffusion_pytorch_model.safetensors."""
+        from simpletune.engine.fsdp.export import own_class, write_divided_folder
+        from simpletune.engine.fsdp.leading import leading_of
+        from simpletune.system.model_folder import write_model_folder
+
+        leading = leading_of(model)
+        with nullcontext() if leading is None else own_class(model):
+            family = family_of_class(type(model).__name__)
+            place, whole = folder / family.denoiser, family.whole_tensors(model)
+            if leading is None:
+                return write_model_folder(model, place, metadata, whole)
+            return write_divided_folder(model, leading, place, metadata, whole)

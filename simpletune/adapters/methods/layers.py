@@ -1,0 +1,164 @@
+"""Layers that wrap and update a frozen layer: PEFT's LoRA layers and those of this package.
+
+Several can wrap the same layer: each is then the ``base_layer`` of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from simpletune.engine.tensors import all_tensors
+
+ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
+
+
+class UpdateLayer(nn.Module):
+    """A frozen layer with an update that is not PEFT's. Subclasses register only ``base_layer`` and the update's
+    parameters.
+
+    Args:
+        base_layer: the frozen linear layer or 1x1 convolution, quantised or not, or another wrapping layer.
+        adapter: name by which ``scaling`` holds the strength.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter: str = ADAPTER):
+        super().__init__()
+        self.base_layer = base_layer
+        self.shape = shape_of(base_of(base_layer))
+        self.scaling = {adapter: 1.0}
+        self.enabled = True
+
+    @property
+    def strength(self) -> float:
+        """The factor on the update; 1 in training."""
+        return next(iter(self.scaling.values()))
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., i] or [b, i, h, w] -> [..., o] or [b, o, h, w]
+        """Return the layer's output with the update; exactly that of the base layer if updates are disabled."""
+        y: Tensor = self.base_layer(x)
+        if not self.enabled:
+            return y
+        if self.shape is None or len(self.shape) == 2:
+            return self.updated(y, x)
+        return self.updated(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
+        """Add the update to the base layer's output y, which may be overwritten, in the type of y.
+
+        The tensors of a 1x1 convolution have their channels last.
+        """
+        raise NotImplementedError
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
+        raise NotImplementedError
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the frozen layer inside all wrapping layers."""
+        return base_of(self)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Enable or disable the update."""
+        self.enabled = enabled
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the update's tensors by name, without those of the base layer."""
+        return {name: tensor.detach() for name, tensor in self.named_parameters() if not name.startswith("base_layer.")}
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """Return the frozen layer inside all wrapping layers."""
+    while isinstance(layer, UpdateLayer | BaseTunerLayer):
+        layer = layer.base_layer
+    return layer
+
+
+def shape_of(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None.
+
+    A quantised layer's weight may be stored in another shape.
+    """
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
+        return module.out_channels, module.in_channels, 1, 1
+    return None
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the layers that can have an update, by name."""
+    found = {name: shape_of(module) for name, module in model.named_modules()}
+    return {name: shape for name, shape in found.items() if shape is not None}
+
+
+def all_layers(model: nn.Module) -> Iterator[tuple[str, UpdateLayer | BaseTunerLayer]]:
+    """Yield every wrapping layer with its name, outer ones first."""
+    for name, module in model.named_modules():
+        if isinstance(module, UpdateLayer | BaseTunerLayer):
+            yield name, module
+
+
+def outer_layers(model: nn.Module) -> list[tuple[str, UpdateLayer | BaseTunerLayer]]:
+    """List the outermost wrapping layer of each updated layer, with the updated layer's name."""
+    return [(name, layer) for name, layer in all_layers(model) if not name.endswith(".base_layer")]
+
+
+def wrap(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Replace the layer of this name by another."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)
+
+
+@contextmanager
+def updates_disabled(model: nn.Module) -> Iterator[None]:
+    """Disable all updates within this context; the layers then compute exactly what the frozen ones do."""
+    layers = [layer for _, layer in all_layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def at_strength(model: nn.Module, strength: float) -> Iterator[None]:
+    """Multiply every update by a strength within this context, without changing a tensor."""
+    before = [(layer.scaling, dict(layer.scaling)) for _, layer in all_layers(model)]
+    for scaling, values in before:
+        scaling.update({name: value * strength for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for scaling, values in before:
+            scaling.update(values)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove every update and put the original layers back."""
+    for name, layer in outer_layers(model):
+        wrap(model, name, base_of(layer))
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # otherwise PEFT takes the next update for a second adapter of the same name
+
+
+def rescale(model: nn.Module, scale: float) -> None:
+    """Set the scale of the first adapter's updates."""
+    for _, layer in all_layers(model):
+        if ADAPTER in layer.scaling:
+            layer.scaling[ADAPTER] = scale
+
+
+def move_updates(model: nn.Module, device: torch.device) -> None:
+    """Move only the updates to a device: next to streamed weights, they are created in host memory."""
+    for _, layer in outer_layers(model):
+        frozen = {id(tensor) for tensor in all_tensors(base_of(layer))}
+        for tensor in all_tensors(layer):
+            if id(tensor) not in frozen:
+                tensor.data = tensor.data.to(device)

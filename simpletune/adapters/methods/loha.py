@@ -1,0 +1,60 @@
+"""LoHa: updates by elementwise products of two low-rank matrices (arXiv:2108.06098)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.layer_method import LayerMethod
+from simpletune.adapters.methods.targets import Targets
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from simpletune.adapters.methods.layers import UpdateLayer
+
+
+class Loha(LayerMethod):
+    """Train elementwise products of two low-rank matrices as updates of frozen layers."""
+
+    title: ClassVar[str] = "LoHa"
+    method: Literal["loha"] = "loha"
+    """LoHa: train elementwise products of two low-rank matrices, which ComfyUI loads. LoKr reaches more in a smaller
+    file."""
+    rank: Annotated[int, Field(ge=1, le=32)] = 4
+    """Rank of each of the two matrices. An update has up to its square as rank, and takes the time of a LoRA of that
+    rank; its parameters are those of a LoRA of twice this rank."""
+    targets: Targets = "attention"
+    """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
+    name endings such as ["attn.to_q", "ff.net.2"]."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
+    changes are lost."""
+
+    @property
+    def alpha(self) -> float:
+        """As for ``LayerMethod``."""
+        return self.rank
+
+    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+        """As for ``LayerMethod``."""
+        halves = {f"hada_w{n}_a": (outputs, self.rank) for n in (1, 2)}
+        return halves | {f"hada_w{n}_b": (self.rank, inputs) for n in (1, 2)}
+
+    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        """As for ``LayerMethod``."""
+        from simpletune.adapters.methods.loha_layer import initialised
+
+        return initialised(outputs, inputs, self.rank)
+
+    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
+        """As for ``LayerMethod``."""
+        from simpletune.adapters.methods.loha_layer import LohaLayer
+
+        return LohaLayer(base, factors)
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        return f"LoHa of rank {self.rank}, on {self.counted(shapes)}"

@@ -1,0 +1,171 @@
+"""Layer with a LoKr update: the Kronecker product of two small matrices (arXiv:2309.14859), which is never built.
+
+With x as a matrix X [m, q], kron(W1, W2) x is W1 X W2^T (Van Loan, 2000). W2 may be a product of two factors: one is
+applied before W1, the other after it. A whole W2 is applied before or after W1, whichever needs less memory. Saves only
+the input for the backward pass, which neighbouring layers save, too.
+
+Shapes: n rows (samples x tokens); o = l k outputs, i = m q inputs; W1 [l, m], W2 [k, q]; either may be a product of two
+factors; p columns between W1 and its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer
+from simpletune.adapters.methods.lora_product import Context
+from simpletune.engine.tensors import all_tensors
+
+
+def initialised(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """Draw factors from the global generator: the update is zero; the second factor has a gradient from the start."""
+    found = {}
+    for name, shape in shapes.items():
+        factor = torch.zeros(shape)
+        if name not in ("lokr_w2", "lokr_w2_b"):
+            nn.init.kaiming_uniform_(factor, a=math.sqrt(5))
+        found[name] = factor
+    return found
+
+
+def whole(factors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a factor, or the product of its two factors."""
+    return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
+
+
+class LokrLayer(UpdateLayer):
+    """Add scale kron(W1, W2) x, or some of its rows, to a frozen layer's output.
+
+    Args:
+        base_layer: the frozen layer.
+        factors: ``lokr_w1`` [l, m] or ``lokr_w1_a`` [l, r] and ``lokr_w1_b`` [r, m]; likewise ``lokr_w2`` [k, q].
+        adapter: name by which ``scaling`` holds the strength.
+        skipped: number of the product's first rows that belong to other layers.
+    """
+
+    def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER, skipped: int = 0):
+        super().__init__(base_layer, adapter)
+        device = next(tensor.device for tensor in all_tensors(base_layer))
+        for name, factor in factors.items():
+            self.register_parameter(name, nn.Parameter(factor.to(device)))
+        self.skipped = skipped
+
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+        """As for ``UpdateLayer``; never builds the product."""
+        factors = self.factors
+        w1 = whole(factors, "lokr_w1")
+        w1 = w1 if self.strength == 1 else w1 * self.strength
+        if "lokr_w2" in factors:
+            before, after = sides(w1, factors["lokr_w2"])
+            height = len(w1) * len(factors["lokr_w2"])
+        else:
+            before, after = factors["lokr_w2_b"], factors["lokr_w2_a"]
+            height = len(w1) * len(after)
+        if height == y.shape[-1]:
+            return add_kronecker(y, x, w1, before, after)
+        rows = add_kronecker(y.new_zeros(*y.shape[:-1], height), x, w1, before, after)
+        return y + rows[..., self.skipped : self.skipped + y.shape[-1]]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """As for ``UpdateLayer``."""
+        factors = {name: factor.float() for name, factor in self.factors.items()}
+        delta = torch.kron(whole(factors, "lokr_w1"), whole(factors, "lokr_w2"))
+        return weight + self.strength * delta[self.skipped : self.skipped + len(weight)].view_as(weight)
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """Return the factors by name."""
+        return {name: factor for name, factor in self._parameters.items() if factor is not None}
+
+
+class _Added(torch.autograd.Function):
+    """Compute y += W1 (X before^T) after^T in the type of y and return y. The op that made y must not need y."""
+
+    @staticmethod
+    def forward(ctx: Context, y: Tensor, x: Tensor, w1: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
+        x, w1 = x.to(y.dtype), w1.to(y.dtype)
+        before, after = (None if factor is None else factor.to(y.dtype) for factor in (before, after))
+        inner = _inner(x, w1, before)
+        left = w1.expand(len(inner), *w1.shape)
+        rows = y.detach().view(len(inner), len(w1), -1)  # [n, l, k]
+        if after is None:
+            rows.baddbmm_(left, inner)
+        else:
+            rows.view(-1, len(after)).addmm_(torch.bmm(left, inner).view(-1, after.shape[1]), after.t())
+        ctx.save_for_backward(x, w1, before, after)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,) = grads  # [..., o]
+        x, w1, before, after = ctx.saved_tensors
+        _, wants_x, _, wants_before, wants_after = ctx.needs_input_grad
+        inner = _inner(x, w1, before)  # [n, m, p]
+        left = w1.expand(len(inner), *w1.shape)
+        grad = grad_y.contiguous().view(len(inner), len(w1), -1)  # [n, l, k]
+        grad_after = None
+        if after is not None:
+            if wants_after:
+                grad_after = grad.view(-1, len(after)).t() @ torch.bmm(left, inner).view(-1, after.shape[1])
+            grad = (grad.view(-1, len(after)) @ after).view(len(inner), len(w1), -1)  # [n, l, p]
+        grad_w1 = torch.bmm(grad, inner.transpose(1, 2)).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        if not (wants_x or wants_before):
+            return grad_y, None, grad_w1, None, grad_after
+        grad = torch.bmm(left.transpose(1, 2), grad).view(-1, grad.shape[2])  # [n m, p]
+        if before is None:
+            return grad_y, grad.view(x.shape), grad_w1, None, grad_after
+        grad_before = grad.t() @ x.reshape(len(grad), -1) if wants_before else None
+        return grad_y, (grad @ before).view(x.shape) if wants_x else None, grad_w1, grad_before, grad_after
+
+
+def _inner(x: Tensor, w1: Tensor, before: Tensor | None) -> Tensor:  # [n, m, p]
+    """Return X before^T, or X itself."""
+    rows = x.numel() // x.shape[-1]
+    if before is None:
+        return x.reshape(rows, w1.shape[1], -1)
+    return (x.reshape(-1, before.shape[1]) @ before.t()).view(rows, w1.shape[1], -1)
+
+
+def add_kronecker(
+    y: Tensor,  # [..., o]
+    x: Tensor,  # [..., i]
+    w1: Tensor,  # [l, m]
+    before: Tensor | None,  # [p, q]
+    after: Tensor | None,  # [k, p]
+) -> Tensor:  # [..., o]
+    """Add kron(w1, after before) x to a layer's output, in the type of y (LoKr: arXiv:2309.14859, eq. 5).
+
+    Overwrites y, so nothing else may need it. Computes a new tensor instead under ``torch.compile``, and if y is not
+    contiguous.
+
+    Args:
+        y: layer output without the update.
+        x: layer input.
+        w1: first factor.
+        before: the second factor, or its right factor; None: the identity.
+        after: the second factor, or its left factor; None: the identity.
+
+    Returns:
+        The output with the update, in the memory of y if y was overwritten.
+    """
+    if torch.compiler.is_compiling() or not y.is_contiguous():
+        inner = x.to(y.dtype).unflatten(-1, (w1.shape[1], -1))
+        inner = inner if before is None else inner @ before.to(y.dtype).t()
+        inner = w1.to(y.dtype) @ inner
+        return y + (inner if after is None else inner @ after.to(y.dtype).t()).flatten(-2)
+    added: Tensor = _Added.apply(y, x, w1, before, after)
+    return added
+
+
+def sides(w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return a whole second factor as ``before`` or ``after``, whichever makes the tensor between the products smaller.
+
+    Args:
+        w1: [l, m].
+        w2: [k, q].
+    """
+    return (w2, None) if w1.shape[1] * w2.shape[0] <= w1.shape[0] * w2.shape[1] else (None, w2)

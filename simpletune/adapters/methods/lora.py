@@ -1,0 +1,147 @@
+"""LoRA: low-rank updates of frozen linear layers and 1x1 convolutions (arXiv:2106.09685), with PEFT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.targets import TargetedMethod, Targets
+from simpletune.models.lora_names import result_layout
+from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+OUTPUT = "pytorch_lora_weights.safetensors"
+
+
+class Lora(TargetedMethod):
+    """Train low-rank updates of frozen linear layers and 1x1 convolutions."""
+
+    method: Literal["lora"] = "lora"
+    """LoRA: train low-rank updates of frozen weights; the result is a small file that other tools load."""
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of each update. A higher rank gives more capacity and a larger file."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
+    rank_stabilized: bool = False
+    """rsLoRA: scale each update by alpha / sqrt(rank) instead of alpha / rank, so that high ranks learn as fast as low
+    ones (arXiv:2312.03732). With alpha null the scale is sqrt(rank)."""
+    targets: Targets = "attention"
+    """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3, the text
+    stream's); attention_qv: only its queries and values; attention_image: the image stream's projections (SD3);
+    attention_mlp: attention and feed-forward; all_linear: every linear layer of the transformer blocks, and of a U-Net
+    also proj_in and proj_out (1x1 convolutions in SD 1.5), as kohya's scripts do; or a list of name endings such as
+    ["attn.to_q", "ff.net.2"]."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the input of each update."""
+    rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rank dropout: the probability of dropping each rank of an update, drawn for every layer and forward pass. Those
+    kept are scaled by 1 / (1 - rank_dropout)."""
+    module_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Module dropout: the probability of dropping the whole update of a layer, drawn for every forward pass."""
+    max_norm: Annotated[float, Field(gt=0)] | None = None
+    """Max-norm regularisation: after each step, scale down every update whose Frobenius norm, of scale times B A,
+    exceeds this, as kohya's scale_weight_norms does; null: no limit."""
+    b_lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """LoRA+: the learning rate of the second factor, lora_B, as a multiple of optimizer.lr, which the first one uses
+    (arXiv:2402.12354). 16 is typical, with a lower optimizer.lr."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the updates, their gradients and the file. bf16 halves their size; keep optimizer.rounding
+    stochastic, or small changes are lost."""
+
+    holds_lora: ClassVar[bool] = True
+    output_name: ClassVar[str] = OUTPUT
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank)."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def describe(self, shapes: Shapes) -> str:
+        """Describe what is trained."""
+        return f"LoRA {self._in_words(shapes)}"
+
+    def _in_words(self, shapes: Shapes) -> str:
+        return f"of rank {self.rank}, scale {self.scale:g}, on {self.counted(shapes)}"
+
+    def trainable(self, shapes: Shapes) -> int:
+        """Sum rank x (inputs + outputs) over all targets."""
+        return sum(self.rank * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
+        import torch
+        from peft import LoraConfig, inject_adapter_in_model
+
+        from simpletune.adapters.methods.layers import shapes_of
+        from simpletune.adapters.methods.lora_layers import compute_in_output_type, drop_ranks
+        from simpletune.system.rng import reseed_global
+
+        model.requires_grad_(False)
+        reseed_global(seed, "adapter")
+        shapes = {f"{name}.weight": shape for name, shape in shapes_of(model).items()}
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.scale * self.rank,
+            lora_dropout=self.dropout,
+            target_modules=self.modules(shapes),
+        )
+        inject_adapter_in_model(config, model)
+        compute_in_output_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
+        if self.rank_dropout or self.module_dropout:
+            drop_ranks(model, self.rank_dropout, self.module_dropout)
+
+    @property
+    def has_lr_ratios(self) -> bool:
+        """Whether second factors have their own learning rate."""
+        return self.b_lr_ratio != 1
+
+    def lr_ratio(self, name: str) -> float:
+        """Return ``b_lr_ratio`` for second factors."""
+        return self.b_lr_ratio if ".lora_B." in name else 1.0
+
+    def constrain(self, model: nn.Module) -> None:
+        """Apply ``max_norm``."""
+        from simpletune.adapters.methods.lora_layers import limit_norms
+
+        if self.max_norm is not None:
+            limit_norms(self.factors(model), self.scale, self.max_norm)
+
+    def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield A and B of every update."""
+        from simpletune.adapters.methods.layers import ADAPTER
+        from simpletune.adapters.methods.lora_layers import lora_layers
+
+        for _, layer in lora_layers(model):
+            yield layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale
+        folded into lora_B; kohya's for a U-Net, with the scale as alpha.
+
+        Other tools silently ignore a scale in the header of diffusers' layout; when folded in, all of them apply it. In
+        bf16, a scale that is not a power of two rounds lora_B once more.
+        """
+        import torch
+
+        from simpletune.adapters.methods.lora_layers import lora_state
+        from simpletune.system.safetensors_file import write_safetensors
+
+        factors = lora_state(model)
+        modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")]
+        layout = result_layout(modules)
+        state = {}
+        for name in modules:
+            down, up = (factors[f"{name}.lora_{letter}.weight"] for letter in "AB")
+            state[layout.key(name, DOWN)] = down
+            state[layout.key(name, UP)] = up if layout.alpha else (up.float() * self.scale).to(up.dtype)
+            if layout.alpha:
+                state[layout.key(name, ALPHA)] = torch.tensor(self.scale * self.rank)
+        return write_safetensors(state, folder / OUTPUT, metadata)

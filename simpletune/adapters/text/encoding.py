@@ -1,0 +1,266 @@
+"""Encode prompts with learned embeddings and with updates of the text encoders, one encoder in memory at a time.
+
+Input embeddings replace rows of an encoder's token embeddings, and output embeddings replace rows of its output, at the
+positions of the words that stand for the token (``placeholders``). Updates are added to an encoder's weights in fp32
+while it is loaded. Shapes: L tokens, v vectors, d an encoder's width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from simpletune.adapters.text.changed import ChangedTensors, add_updates, replaced_rows
+from simpletune.adapters.text.files import SINGLE, EmbeddingFile
+from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
+from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, digest_of
+from simpletune.models.families import Model
+from simpletune.models.shared.parts import load_text_model
+from simpletune.models.shared.prompts import BATCH, Encoder, Prompts, pack, token_ids, unpack
+from simpletune.models.shared.text_layers import T5, encoder_of
+from simpletune.system.options import UserError, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLACEHOLDERS = ("a", "the", "x", "one", "of")
+"""Words that are a single token in CLIP and T5, for embeddings whose words are unknown; their meaning is replaced."""
+Embeddings = tuple[Tensor, Tensor]
+"""(prompt_embeds [t, e], pooled [p])."""
+
+
+class TextEncoding:
+    """Encodes prompts with one text side.
+
+    Args:
+        model: the model, with folders resolved.
+        dtype: the type of the encoders' weights and of the embeddings.
+        side: embeddings and updates.
+
+    Raises:
+        UserError: vectors or updates are for other encoders than the model's.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, side: TextSide = PLAIN):
+        self.model, self.dtype, self.side = model, dtype, side
+        self.prompts: Prompts = model.prompts(dtype)
+        widths = {encoder.name: self._width(encoder) for encoder in self.prompts.encoders} if side.embeddings else {}
+        self.embeddings = tuple(_fitted(each, widths, model.title) for each in side.embeddings)
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        parts = {encoder.model for encoder in model.encoders()}
+        for lora in side.loras:
+            lost = [layer for layer in lora.updates if encoder_of(layer)[0] not in parts]
+            own = [layer for layer in lost if encoder_of(layer)[0] != T5]
+            if own:
+                raise UserError(f"{lora.name}: {shortened(own, 3)}: {model.title} has no such text encoder")
+
+    def _width(self, encoder: Encoder) -> int:
+        config = self.prompts.part(encoder.model).config()
+        return int(config["d_model" if encoder.is_t5 else "hidden_size"])
+
+    def tokenizer(self, encoder: Encoder) -> PreTrainedTokenizerBase:
+        """An encoder's tokenizer, read once."""
+        if encoder.name not in self._tokenizers:
+            self._tokenizers[encoder.name] = self.prompts.tokenizer(encoder)
+        return self._tokenizers[encoder.name]
+
+    def _words(self, embedding: EmbeddingFile, encoder: Encoder) -> tuple[str, ...]:
+        """The words that stand for a token in one encoder: a single-token word for each of its vectors there, if
+        any."""
+        vectors = embedding.vectors.get(encoder.name)
+        if vectors is None or embedding.place == "output" and embedding.words:
+            return embedding.words
+        for words in (embedding.words, *((word,) * len(vectors) for word in PLACEHOLDERS)):
+            ids = tokens_of(self.tokenizer(encoder), words) if words else []
+            if len(ids) == len(vectors) and self.tokenizer(encoder).eos_token_id not in ids:
+                return tuple(words)
+        raise UserError(
+            f"{embedding.token}: none of {', '.join(PLACEHOLDERS)} is one token of {encoder.name}, so there are no "
+            "positions for its vectors. Use the tokenizer that belongs to the model"
+        )
+
+    def _stand_ins(self, encoder: Encoder) -> dict[str, tuple[str, ...]]:
+        """The replacement words for every token in one encoder."""
+        return {**dict(self.side.stand_ins), **{each.token: self._words(each, encoder) for each in self.embeddings}}
+
+    def expanded(self, encoder: Encoder, prompt: str) -> str:
+        """The prompt as an encoder reads it, with words instead of tokens."""
+        for token, words in self._stand_ins(encoder).items() if self.side != PLAIN else ():
+            prompt = expand(prompt, token, words)
+        return prompt
+
+    def rows(self, encoder: Encoder, prompt: str, embedding: EmbeddingFile) -> list[tuple[int, int]]:
+        """The positions of an embedding's vectors in an encoder's sequence: pairs of a row and a vector's number."""
+        others = {token: words for token, words in self._stand_ins(encoder).items() if token != embedding.token}
+        for token, words in others.items():
+            prompt = expand(prompt, token, words)
+        words, vectors = self._words(embedding, encoder), embedding.vectors.get(encoder.name)
+        if vectors is None or not words:
+            return []
+        places = positions(self.tokenizer(encoder), prompt, embedding.token, words, encoder.length)
+        return [(row, number) for place in places for number, row in enumerate(place[: len(vectors)])]
+
+    def _inputs(self, encoder: Encoder, prompt: str) -> list[EmbeddingFile]:
+        """The input embeddings of an encoder that a prompt uses."""
+        return [
+            each
+            for each in self.embeddings
+            if each.place == "input" and encoder.name in each.vectors and occurs(prompt, each.token)
+        ]
+
+    def _updates(self, encoder: Encoder) -> LayerUpdates:
+        """The updates of an encoder's layers, by their names in the published checkpoint."""
+        found: LayerUpdates = {}
+        for lora in self.side.loras:
+            for layer, update in lora.updates.items():
+                part, name = encoder_of(layer)
+                if part == encoder.model and lora.strength:
+                    found.setdefault(name, []).append((update, lora))
+        return found
+
+    def key(self, encoder: Encoder, prompt: str) -> str:
+        """What an encoder's output depends on, apart from the encoder itself: the expanded prompt alone, unless its
+        weights or inputs change."""
+        changes: list[object] = [[digest_of(each), each.token] for each in self._inputs(encoder, prompt)]
+        if self._updates(encoder):
+            changes += [["lora", each.digest, each.strength] for each in self.side.loras if each.strength]
+        text = self.expanded(encoder, prompt)
+        if not changes:
+            return text
+        return "\0" + json.dumps({"prompt": prompt, "text": text, "changes": changes}, ensure_ascii=False)
+
+    def encode(
+        self, encoder: Encoder, prompts: Sequence[str], device: torch.device, batch_size: int = BATCH
+    ) -> Iterator[dict[str, Tensor]]:
+        """Load one encoder, encode prompts with it, and free it.
+
+        Yields:
+            For each prompt the tensors of ``Prompts.encode``, before output embeddings are inserted.
+        """
+        texts = [self.expanded(encoder, prompt) for prompt in prompts]
+        inputs = [self._inputs(encoder, prompt) for prompt in prompts]
+        updates = self._updates(encoder)
+        if not updates and not any(inputs):
+            yield from self.prompts.encode(encoder, texts, device, batch_size)
+            return
+        tokenizer = self.tokenizer(encoder)
+        counts = [len(each) for each in tokenizer(texts).input_ids]
+        ids = token_ids(tokenizer, texts, encoder.length)
+        rows = [
+            {row: each.vectors[encoder.name][n] for each in called for row, n in self.rows(encoder, prompt, each)}
+            for prompt, called in zip(prompts, inputs, strict=True)
+        ]
+        run = self._run_t5 if encoder.is_t5 else self._run_clip
+        for output, count in zip(run(encoder, ids, rows, device), counts, strict=True):
+            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
+            yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
+
+    def _run_clip(
+        self, encoder: Encoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        from accelerate import init_empty_weights
+        from transformers import CLIPTextModelWithProjection
+
+        part = self.prompts.part(encoder.model)
+        with init_empty_weights():
+            projected = isinstance(self.model.empty_clip(part.config()), CLIPTextModelWithProjection)
+        clip = load_text_model(part, self.dtype, projected)
+        add_updates(clip, self._updates(encoder), encoder.name)
+        clip = clip.eval().to(device)
+        for prompt, own in zip(ids.split(1), rows, strict=True):
+            with replaced_rows(clip.get_input_embeddings(), own):
+                yield from self.model.clip_outputs(clip, prompt, device, 1)
+
+    def _run_t5(
+        self, encoder: Encoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        from simpletune.models.shared.t5_layers import LayeredT5, PartTensors
+
+        part = self.prompts.part(encoder.model)
+        table, ids = list[Tensor](), ids.clone()
+        size = int(part.config()["vocab_size"])
+        for number, own in enumerate(rows):
+            for row, vector in own.items():
+                ids[number, row] = size + len(table)
+                table.append(vector)
+        tensors = ChangedTensors(PartTensors(part), self._updates(encoder), table)
+        layered = LayeredT5(part, self.dtype, device, tensors)
+        return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
+
+    def finish(self, encoder: Encoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """An encoder's output for one prompt, with output embeddings inserted."""
+        found = unpack(parts, self.dtype)
+        for each in self.embeddings:
+            if each.place == "output" and encoder.name in each.vectors and occurs(prompt, each.token):
+                hidden = found["hidden"].clone()
+                for row, number in self.rows(encoder, prompt, each):
+                    hidden[row] = each.vectors[encoder.name][number].to(hidden.dtype)
+                found["hidden"] = hidden
+        return found
+
+    def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Embeddings:
+        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name."""
+        by_name = {encoder.name: encoder for encoder in self.prompts.encoders}
+        return self.prompts.assemble({name: self.finish(by_name[name], prompt, each) for name, each in parts.items()})
+
+
+def encode_prompts(
+    model: Model,
+    prompts: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    side: TextSide = PLAIN,
+    done: Callable[[], None] = lambda: None,
+) -> dict[str, Embeddings]:
+    """Encode prompts without a cache, one encoder in memory at a time.
+
+    Args:
+        model: the model, with folders resolved.
+        prompts: prompts with tokens in them; each is encoded alone.
+        device: where the encoders run.
+        dtype: the type of their weights and of the embeddings.
+        side: embeddings and updates.
+        done: called after each encoder, to free memory.
+
+    Returns:
+        (prompt_embeds, pooled) by prompt, on the CPU.
+    """
+    encoding, wanted = TextEncoding(model, dtype, side), list(dict.fromkeys(prompts))
+    parts: dict[str, dict[str, dict[str, Tensor]]] = {prompt: {} for prompt in wanted}
+    for encoder in encoding.prompts.encoders:
+        for prompt, output in zip(wanted, encoding.encode(encoder, wanted, device), strict=True):
+            parts[prompt][encoder.name] = output
+        done()
+    return {prompt: encoding.assemble(prompt, parts[prompt]) for prompt in wanted}
+
+
+def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
+    """Return the embedding with its vectors under the names of the model's encoders.
+
+    A single-encoder file's vectors go to the encoder with the same width. T5's vectors are ignored if T5 is not in use.
+
+    Raises:
+        UserError: vectors and encoder differ in width, or no encoder has vectors.
+    """
+    vectors: dict[str, Tensor] = {}
+    for name, each in embedding.vectors.items():
+        alike = [name] if name in widths else []
+        if not alike and name in (SINGLE, "clip_l", "clip_g"):
+            alike = [encoder for encoder, width in widths.items() if width == each.shape[1] and encoder != "t5"]
+        if not alike and name == "t5":
+            continue
+        if len(alike) != 1 or widths[alike[0]] != each.shape[1]:
+            known = ", ".join(f"{encoder} {width}" for encoder, width in widths.items())
+            raise UserError(
+                f"the vectors of {embedding.token} for {name} have width {each.shape[1]}, and the encoders of {title} "
+                f"have {known}. The embedding belongs to another model"
+            )
+        vectors[alike[0]] = each
+    if not vectors:
+        raise UserError(f"{embedding.token} has vectors only for encoders that are not in use. Use T5, or another file")
+    return replace(embedding, vectors=vectors)

@@ -1,0 +1,161 @@
+"""The text side's inputs in a training step: where a token's vectors belong, and CLIP's token ids.
+
+Shapes: b prompts, L tokens of an encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from simpletune.adapters.text.option import Text
+from simpletune.adapters.text.placeholders import expand, positions, tokens_of
+from simpletune.models.families import Model
+from simpletune.models.shared.prompts import Encoder, Prompts, token_ids
+from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NONE = -1
+"""The slot of a position without a vector."""
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """The text side's inputs for a micro-batch's prompts, by the encoder's name.
+
+    Args:
+        slots: int64 [b, L]: the number of the vector at each position; ``NONE`` for none.
+        ids: int64 [b, L]: the token ids, for the encoders that run in the step.
+    """
+
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
+    ids: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TextInputs:
+        """Apply a function to every tensor."""
+        both = ({name: change(tensor) for name, tensor in each.items()} for each in (self.slots, self.ids))
+        return TextInputs(*both)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return (*self.slots.values(), *self.ids.values())
+
+
+def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
+    """The names of the text encoders with vectors of the token: all for place output, CLIP's for place input."""
+    if text.embeddings is None:
+        return ()
+    return tuple(e.name for e in model.encoders() if text.embeddings.place == "output" or not e.is_t5)
+
+
+class Tokens:
+    """Tokenizes prompts, replacing the token of ``text.embeddings`` by its words.
+
+    Args:
+        text: what trains.
+        model: the family, with folders resolved.
+        prompts: provides the tokenizers.
+    """
+
+    def __init__(self, text: Text, model: Model, prompts: Prompts):
+        self.text, self.prompts = text, prompts
+        self.encoders: dict[str, Encoder] = {encoder.name: encoder for encoder in prompts.encoders}
+        self.with_vectors, self.resident = encoders_with_vectors(text, model), text.resident(model.clip_encoders)
+        self._known: dict[str, TextInputs] = {}
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+
+    def expanded(self, prompt: str) -> str:
+        """The prompt as the text encoders read it."""
+        option = self.text.embeddings
+        return prompt if option is None else expand(prompt, option.token, option.words())
+
+    def of(self, prompts: Sequence[str]) -> TextInputs:
+        """The inputs of a micro-batch's prompts."""
+        found = [self._of(prompt) for prompt in prompts]
+        return TextInputs(
+            {name: torch.stack([each.slots[name] for each in found]) for name in self.with_vectors},
+            {name: torch.stack([each.ids[name] for each in found]) for name in self.resident},
+        )
+
+    def _of(self, prompt: str) -> TextInputs:
+        if prompt not in self._known:
+            slots = {name: self._slots(name, prompt) for name in self.with_vectors}
+            self._known[prompt] = TextInputs(slots, {name: self._ids(name, prompt) for name in self.resident})
+        return self._known[prompt]
+
+    def _ids(self, name: str, prompt: str) -> Tensor:  # [L]
+        return token_ids(self._tokenizer(name), [self.expanded(prompt)], self.encoders[name].length)[0]
+
+    def _slots(self, name: str, prompt: str) -> Tensor:  # [L]
+        option, tokenizer = self.text.embeddings, self._tokenizer(name)
+        assert option is not None
+        slots = torch.full((self.length(name),), NONE, dtype=torch.int64)
+        for rows in positions(tokenizer, prompt, option.token, option.words(), self.length(name)):
+            for number, row in enumerate(rows[: self.vectors[name]]):
+                slots[row] = number
+        return slots
+
+    def length(self, name: str) -> int:
+        """L of an encoder."""
+        return int(self.encoders[name].length or self._tokenizer(name).model_max_length)
+
+    def count(self, prompt: str) -> int:
+        """Tokens of a prompt in the first encoder, before truncation."""
+        return len(self._tokenizer(next(iter(self.encoders)))(self.expanded(prompt)).input_ids)
+
+    @cached_property
+    def vectors(self) -> dict[str, int]:
+        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5.
+
+        Raises:
+            UserError: a word is not a single token of CLIP.
+        """
+        return {name: len(self.word_ids(name)) for name in self.with_vectors}
+
+    def word_ids(self, name: str) -> list[int]:
+        """The ids of the token's words in an encoder.
+
+        Raises:
+            UserError: a word is not a single token of CLIP.
+        """
+        option = self.text.embeddings
+        assert option is not None
+        tokenizer, words = self._tokenizer(name), option.words()
+        for word in dict.fromkeys(words) if not self.encoders[name].is_t5 else ():
+            pieces = tokens_of(tokenizer, [word])
+            if len(pieces) != 1:
+                listed = ", ".join(map(str, tokenizer.convert_ids_to_tokens(pieces)))
+                raise UserError(
+                    f"text.embeddings.initial: {word!r} is {len(pieces)} tokens of CLIP ({listed}), and each vector "
+                    "starts from one. Use a common word, such as the class of the subject"
+                )
+        return tokens_of(tokenizer, words)
+
+    def _tokenizer(self, name: str) -> PreTrainedTokenizerBase:
+        if name not in self._tokenizers:
+            self._tokenizers[name] = self.prompts.tokenizer(self.encoders[name])
+        return self._tokenizers[name]
+
+
+def empty_inputs(text: Text, model: Model, lengths: Mapping[str, int], b: int, device: torch.device) -> TextInputs:
+    """Inputs without values, with the vectors at the first positions of every prompt.
+
+    Args:
+        text: what trains.
+        model: the family.
+        lengths: L by the encoder's name.
+        b: the number of prompts.
+        device: the target device.
+    """
+
+    def zeros(names: Collection[str]) -> dict[str, Tensor]:
+        return {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
+
+    return TextInputs(zeros(encoders_with_vectors(text, model)), zeros(text.resident(model.clip_encoders)))

@@ -1,0 +1,205 @@
+"""The trained text side as a module: a token's vectors, and the CLIP encoders that have a LoRA or read the vectors.
+
+It becomes the submodule ``text`` of the denoiser, so that its parameters are trained, saved, averaged and checked like
+the adapter's. The denoiser never calls it: the step core passes each micro-batch's embeddings through it first.
+
+Shapes: b prompts, L tokens of an encoder, t text tokens of the denoiser, e their width, p the pooled width, v vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from simpletune.adapters.text.inputs import TextInputs
+from simpletune.adapters.text.option import Text
+from simpletune.models.families import Model
+from simpletune.models.shared.family_facts import TextRegion
+
+NAME = "text"
+"""Its name in the denoiser."""
+TARGETS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "attention_and_mlp": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+}
+
+
+class TextUpdate(nn.Module):
+    """What trains on the text side.
+
+    Args:
+        text: the option.
+        model: the family.
+        vectors: initial values of the embeddings, fp32 [v, width] by the encoder's name.
+        encoders: the CLIP encoders that run in every step, frozen and on the device, by name.
+    """
+
+    def __init__(self, text: Text, model: Model, vectors: Mapping[str, Tensor], encoders: Mapping[str, nn.Module]):
+        super().__init__()
+        self.option, self.family = text, model
+        self.regions: Mapping[str, TextRegion] = model.text_regions()
+        self.embeddings = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in vectors.items()})
+        self.encoders = nn.ModuleDict(dict(encoders))
+        self.enabled, self.frozen = True, False
+        self.first: dict[str, Tensor] = {}  # the vectors before training, for the file's header
+        self.t5_rows: dict[str, Tensor] = {}  # T5's input embeddings of the token's words, for the file
+        self._slots: Mapping[str, Tensor] = {}
+        self.at_input = text.embeddings is not None and text.embeddings.place == "input"
+        for name, encoder in self.encoders.items():
+            encoder.requires_grad_(False)
+            if self.at_input:
+                self.register_buffer(f"norm_{name}", median_norm(token_table(encoder).weight), persistent=False)
+                token_table(encoder).register_forward_hook(self._hook(name))
+
+    def train(self, mode: bool = True) -> TextUpdate:
+        """Stay in evaluation mode: the encoders use no dropout."""
+        return super().train(False)
+
+    def attach_lora(self, seed: int) -> None:
+        """Add the updates to the chosen encoders' layers, with fp32 factors drawn from the seed."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        from simpletune.adapters.methods.lora_layers import compute_in_output_type
+        from simpletune.system.rng import reseed_global
+
+        option = self.option.lora
+        if option is None:
+            return
+        reseed_global(seed, NAME)
+        for name in self.with_lora():
+            names = [each for each, _ in self.encoders[name].named_modules() if each.endswith(TARGETS[option.targets])]
+            config = LoraConfig(r=option.rank, lora_alpha=option.scale * option.rank, target_modules=names)
+            inject_adapter_in_model(config, self.encoders[name])
+            compute_in_output_type(self.encoders[name])
+
+    def with_lora(self) -> list[str]:
+        """The names of the encoders with a LoRA."""
+        return list(self.option.with_lora(self.family.clip_encoders))
+
+    def at_step(self, step: int, steps: int) -> None:
+        """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
+        option = self.option.embeddings
+        self.frozen = option is not None and option.stop_at < 1 and step >= option.stop_step(steps)
+
+    def forward(
+        self,
+        prompt_embeds: Tensor,  # [b, t, e]
+        pooled: Tensor,  # [b, p]; with a modulation plan its rows, which no encoder in the step changes
+        inputs: TextInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """Insert what trains into a micro-batch's cached embeddings.
+
+        Returns:
+            prompt_embeds and pooled, in the type of the cached ones.
+        """
+        if not self.encoders and not self.enabled:
+            return prompt_embeds, pooled
+        embeds = prompt_embeds.clone()
+        poolings: dict[int, Tensor] = {}
+        for name in self.encoders:
+            region, found = self.regions[name], self._encoded(name, inputs)
+            self._place(embeds, region, found["hidden"].shape[1])[:] = found["hidden"]
+            if region.pooled is not None:
+                poolings[region.pooled[0]] = found["pooled"]
+        if self.enabled and not self.at_input:
+            for name, slots in inputs.slots.items():
+                place = self._place(embeds, self.regions[name], slots.shape[1])
+                place[:] = self._replaced(name, slots, place)
+        return embeds, self._pooled(pooled, poolings)
+
+    def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
+        """A view of an encoder's output in the embeddings."""
+        rows = slice(embeds.shape[1] - length, None) if region.last else slice(length)
+        return embeds[:, rows, region.column : region.column + region.width]
+
+    def _pooled(self, pooled: Tensor, found: Mapping[int, Tensor]) -> Tensor:
+        """The pooled embedding with the encoders' new parts, given by their first columns."""
+        if not found:
+            return pooled
+        result = pooled.clone()
+        for column, own in found.items():
+            result[:, column : column + own.shape[1]] = own
+        return result
+
+    def _replaced(self, name: str, slots: Tensor, otherwise: Tensor) -> Tensor:  # [b, L, width]
+        """Insert the vectors at their positions, in the tensor's type."""
+        vectors = self.embeddings[name]
+        rows = F.embedding(slots.clamp(min=0), vectors.detach() if self.frozen else vectors)
+        return torch.where((slots >= 0).unsqueeze(-1), rows.to(otherwise.dtype), otherwise)
+
+    def _encoded(self, name: str, inputs: TextInputs) -> dict[str, Tensor]:
+        """Run an encoder, with the vectors among its input embeddings if they are trained there."""
+        self._slots = inputs.slots if self.enabled and self.at_input else {}
+        try:
+            return self.family.clip_output(self.encoders[name], inputs.ids[name])
+        finally:
+            self._slots = {}
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            slots = self._slots.get(name)
+            return output if slots is None else self._replaced(name, slots, output)
+
+        return replace
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Scale every vector to the median norm of its table (``keep_norm``), unless the embeddings are frozen."""
+        option = self.option.embeddings
+        if option is None or not self.at_input or not option.keep_norm or self.frozen:
+            return
+        for name, vectors in self.embeddings.items():
+            norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+            vectors.mul_(self.get_buffer(f"norm_{name}") / norms.clamp_min(1e-12))
+
+
+def token_table(encoder: nn.Module) -> nn.Embedding:
+    """The table of a CLIP encoder's token embeddings."""
+    table: nn.Embedding = encoder.get_input_embeddings()  # type: ignore[operator]
+    return table
+
+
+def median_norm(table: Tensor) -> Tensor:  # [n, width] -> fp32 []
+    """The median norm of a table's rows."""
+    return torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float32).median()
+
+
+def text_of(model: nn.Module) -> TextUpdate | None:
+    """The text side that trains with a denoiser; None if there is none."""
+    found = model._modules.get(NAME)
+    return found if isinstance(found, TextUpdate) else None
+
+
+@contextmanager
+def without_text(model: nn.Module) -> Iterator[None]:
+    """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
+    found = text_of(model)
+    if found is None:
+        yield
+        return
+    del model._modules[NAME]
+    try:
+        yield
+    finally:
+        model._modules[NAME] = found
+
+
+@contextmanager
+def text_disabled(model: nn.Module) -> Iterator[None]:
+    """Within this context, disable what trains on the text side: the words of ``initial`` then replace the token."""
+    from simpletune.adapters.methods.layers import updates_disabled
+
+    found = text_of(model)
+    if found is None:
+        yield
+        return
+    found.enabled, before = False, found.enabled
+    try:
+        with updates_disabled(found):
+            yield
+    finally:
+        found.enabled = before

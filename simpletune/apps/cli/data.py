@@ -1,0 +1,82 @@
+"""Verbs for data sets: data, caption."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from simpletune.apps.cli.config_arguments import JSON_HELP, add_config, add_overrides
+
+
+def data(args: argparse.Namespace) -> None:
+    """check a data set before training: unusable, small and duplicate pictures, and crops; needs no weights"""
+    from simpletune.commands.inspect_data.report import report
+    from simpletune.config.load import read_config
+    from simpletune.system.console import note
+
+    config, notices = read_config(args.config, args.overrides, needs_model=False)
+    note(notices)
+    report(config, args.out, args.json, args.pictures)
+
+
+def data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``data``."""
+    add_config(parser)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--pictures", type=_count, default=96, metavar="N", help="show at most N pictures (default: 96)"
+    )
+
+
+def caption(args: argparse.Namespace) -> None:
+    """caption pictures with an image-to-text model; writes NAME.txt, and keeps captions that a person wrote"""
+    from simpletune.system.startup import import_libraries
+
+    import_libraries()
+    from simpletune.commands.caption.caption import Request, run
+
+    rewrite = "all" if args.replace else "ours" if args.again else "missing"
+    run(
+        Request(
+            args.place, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
+            args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
+        )
+    )  # fmt: skip
+
+
+def caption_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``caption``."""
+    from simpletune.apps.cli.drawing_arguments import positive
+
+    parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration")
+    add_overrides(parser)
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="folder or hub name of a Florence-2, Qwen-VL or BLIP model"
+    )
+    parser.add_argument(
+        "--prompt", help="a question (Qwen-VL), a task such as <CAPTION> (Florence-2), the caption's beginning (BLIP)"
+    )
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
+    parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, put first in every caption")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--again", action="store_true", help="also redo captions that a model wrote with other settings")
+    which.add_argument("--replace", action="store_true", help="replace every caption, including those written by hand")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="pictures per batch (default: 1)")
+    parser.add_argument(
+        "--precision", choices=("bf16", "int8", "fp32"), default="bf16", help="precision of the weights (default: bf16)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=120, metavar="N", help="maximum tokens per caption (default: 120)"
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto, a card")
+    parser.add_argument("--predict", action="store_true", help="predict the memory and write nothing")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) > 2000:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2000")
+    return int(text)
+
+
+VERBS = {"data": (data, data_arguments), "caption": (caption, caption_arguments)}

@@ -1,0 +1,29 @@
+"""The verb that examines the machine: doctor."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from simpletune.apps.cli.config_arguments import JSON_HELP
+from simpletune.apps.cli.drawing_arguments import positive
+
+
+def doctor(args: argparse.Namespace) -> None:
+    """check this machine, train 20 steps of each precision, and write a file for bug reports"""
+    from simpletune.commands.doctor.command import doctor as run
+
+    run(args.out, args.train, args.json, args.steps)
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
+    parser.add_argument("--no-train", dest="train", action="store_false", help="only check; takes seconds")
+    parser.add_argument(
+        "--out", type=Path, default=Path("doctor.txt"), metavar="FILE", help="file to write (default: doctor.txt)"
+    )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--steps", type=positive, default=20, help=argparse.SUPPRESS)  # fewer, for tests
+
+
+VERBS = {"doctor": (doctor, doctor_arguments)}

@@ -1,0 +1,81 @@
+"""The verb that scores a run's checkpoints: evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from simpletune.system.options import UserError
+from simpletune.system.startup import import_libraries
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """score every checkpoint of a run and its base: subject, prompt, diversity, copying; choose the best"""
+    if args.choose is not None:
+        choose_step(args.evaluated, args.choose)
+        return
+    import_libraries()
+    from simpletune.commands.evaluate.evaluate import evaluate as run
+
+    run(args)
+
+
+def choose_step(name: Path, step: str) -> None:
+    """Choose a checkpoint as the run's best, or with ``auto`` choose again by the scores; print the choice."""
+    from simpletune.runs.choice import choose, put_choice
+    from simpletune.runs.names import find_run
+    from simpletune.system.console import say
+
+    run = find_run(str(name)).folder
+    if step != "auto" and not step.isdecimal():
+        raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
+    put_choice(run, None if step == "auto" else int(step))
+    best = choose(run)
+    say(f"{run}: no checkpoint" if best is None else f"best    {run}{best.suffix} by {best.by}: {best.why}")
+
+
+def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``evaluate``."""
+    from simpletune.apps.cli.drawing_arguments import DEVICE_HELP, PRECISION_HELP, natural, positive, size, tile
+
+    parser.add_argument("evaluated", type=Path, metavar="RUN", help="a run folder, such as runs/demo")
+    parser.add_argument(
+        "--encoders", nargs="+", metavar="NAME",
+        help="folders or hub names of DINO, DINOv2, CLIP or SigLIP models (default: the demo's own two)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", metavar="FILE",
+        help="text file, one prompt per line; or dreambooth-object, dreambooth-live, demo, run (default: demo or run)",
+    )  # fmt: skip
+    parser.add_argument("--token", metavar="WORD", help="rare word for the subject, {token} in prompts; not scored")
+    parser.add_argument("--class", dest="kind", metavar="WORD", help="what the subject is, {class} in prompts")
+    parser.add_argument("--strengths", nargs="+", type=finite, metavar="S", help="LoRA strengths (default: 1)")
+    parser.add_argument("--seeds", type=positive, default=2, help="pictures per prompt (default: 2)")
+    parser.add_argument("--seed", type=int, help="seed of the first picture's noise (default: 10000)")
+    parser.add_argument("--steps", type=positive, help="number of sampling steps (default: the run's)")
+    parser.add_argument("--guidance", type=float, help="classifier-free guidance scale (default: the run's)")
+    parser.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels (default: the run's)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
+    parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
+    parser.add_argument("--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device")
+    parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
+    parser.add_argument(
+        "--choose", metavar="STEP", help="choose this step as the best without drawing; auto: by the scores"
+    )
+    parser.add_argument("--predict", action="store_true", help="predict memory and time without drawing")
+
+
+def finite(text: str) -> float:
+    """Parse a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a number, such as 0.8")
+    return value
+
+
+VERBS = {"evaluate": (evaluate, evaluate_arguments)}

@@ -1,0 +1,176 @@
+"""Verbs on LoRA files: inspect, export, merge, mix, extract, resize."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from simpletune.apps.cli.config_arguments import JSON_HELP
+from simpletune.apps.cli.drawing_arguments import OVERWRITE_HELP, positive
+
+FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
+DTYPES = ("fp32", "bf16", "fp16")
+METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
+           "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
+LONGEST = 5000  # characters of a field in the header
+LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """describe a weight file and list the tools that load it"""
+    import json
+
+    from simpletune.adapters.files.describe import describe, in_words
+    from simpletune.runs.names import weight_file
+    from simpletune.system.printable import printable
+
+    about = describe(weight_file(args.file), values=not args.header_only)
+    print(json.dumps(about, indent=2) if args.json else printable(in_words(about)))
+
+
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``inspect``."""
+    parser.add_argument("file", metavar="FILE", help="a .safetensors file, a folder with one, a run or RUN@STEP")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--header-only", action="store_true", help="do not check a LoRA's values (NaN, zeros)")
+
+
+def export(args: argparse.Namespace) -> None:
+    """write a LoRA, DoRA or OFT in another layout, or LoKr and LoHa as a LoRA"""
+    from simpletune.commands.lora_tools.commands import export as run
+
+    run(args)
+
+
+def export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``."""
+    parser.add_argument("lora", metavar="LORA", help=LORA)
+    parser.add_argument(
+        "--format",
+        choices=(*FORMATS, "lycoris", "a1111"),
+        required=True,
+        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa unchanged, for ComfyUI; a1111: a "
+        "hypernetwork as .pt",
+    )
+    add_rank_or_energy(parser)
+    parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: unchanged")
+    parser.add_argument("--title", type=_field, help="title in the header (default: the file's name)")
+    parser.add_argument("--author", type=_field, help="author in the header: your name, or a link")
+    parser.add_argument("--description", type=_field, help="description in the header (default: names the base)")
+    parser.add_argument("--tags", type=_field, help="tags in the header, separated by commas")
+    parser.add_argument(
+        "--no-thumbnail",
+        dest="thumbnail",
+        action="store_false",
+        help="leave the run's validation picture out of the header",
+    )
+    add_overwrite(parser)
+
+
+def _field(text: str) -> str:
+    if not text.strip() or len(text) > LONGEST:
+        raise argparse.ArgumentTypeError(f"{len(text):,} characters; give 1 to {LONGEST:,}")
+    return text.strip()
+
+
+def merge(args: argparse.Namespace) -> None:
+    """merge LoRAs into a base model and write a full model"""
+    from simpletune.commands.lora_tools.commands import merge as run
+
+    run(args)
+
+
+def merge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``merge``."""
+    parser.add_argument("loras", nargs="+", metavar="LORA[:STRENGTH]", help=LORA)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every strength (default: 1)")
+    parser.add_argument("--base", help="a folder, a single file or a hub name (default: the run's base)")
+    parser.add_argument("--out", type=Path, required=True, help="a folder or a .safetensors file")
+    parser.add_argument(
+        "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the base's")
+    parser.add_argument("--denoiser-only", action="store_true", help="leave out a LoRA's updates to text encoders")
+    add_overwrite(parser)
+
+
+def mix(args: argparse.Namespace) -> None:
+    """combine several LoRAs into one"""
+    from simpletune.commands.lora_tools.commands import mix as run
+
+    run(args)
+
+
+def mix_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``mix``."""
+    parser.add_argument("loras", nargs="+", metavar="LORA:WEIGHT", help=LORA)
+    parser.add_argument("--method", choices=METHODS, default="cat", help="default: cat, the exact sum")
+    parser.add_argument(
+        "--rank", type=positive, help="rank of the result, for methods that end in svd (default: the largest)"
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.5, help="share of entries to keep, for ties, dare and magnitude_prune"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed for the entries that dare drops")
+    add_output(parser)
+
+
+def extract(args: argparse.Namespace) -> None:
+    """extract a LoRA from the difference of two models"""
+    from simpletune.commands.lora_tools.commands import extract as run
+
+    run(args)
+
+
+def extract_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``extract``."""
+    what = "a folder in diffusers' layout, a single file or a hub name"
+    parser.add_argument("base", metavar="BASE", help=what)
+    parser.add_argument("tuned", metavar="TUNED", help=what)
+    add_rank_or_energy(parser)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="device to compute on (default: cuda if available)")
+    add_output(parser)
+
+
+def resize(args: argparse.Namespace) -> None:
+    """change the rank of a LoRA"""
+    from simpletune.commands.lora_tools.commands import resize as run
+
+    run(args)
+
+
+def resize_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``resize``."""
+    parser.add_argument("lora", metavar="LORA", help=LORA)
+    add_rank_or_energy(parser)
+    add_output(parser)
+
+
+def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose the rank."""
+    parser.add_argument("--rank", type=positive, help="rank of every layer")
+    parser.add_argument("--energy", type=float, help="share of the squared singular values to keep in each layer: 0.95")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the output file and its format."""
+    parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
+    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for SD 1.5 and 2")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
+    add_overwrite(parser)
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``."""
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
+
+
+VERBS = {
+    "inspect": (inspect, inspect_arguments),
+    "export": (export, export_arguments),
+    "merge": (merge, merge_arguments),
+    "mix": (mix, mix_arguments),
+    "extract": (extract, extract_arguments),
+    "resize": (resize, resize_arguments),
+}

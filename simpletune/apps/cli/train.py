@@ -1,0 +1,115 @@
+"""Verbs around a training run: train, check, schema, prepare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+from pathlib import Path
+
+from simpletune.apps.cli.config_arguments import add_config, read
+from simpletune.system.signals import Stopped, listening
+from simpletune.system.startup import import_libraries
+
+STARTED = time.perf_counter()
+RESUME = (
+    "continue from the run's last checkpoint (latest) or from a checkpoint's folder; auto: continue if a checkpoint "
+    "exists, otherwise start; leave a finished run alone"
+)
+
+
+def train(args: argparse.Namespace) -> None:
+    """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
+    args.config = of_folder(args.config)
+    config = read(args)
+    with listening():
+        try:
+            import_libraries()
+            from simpletune.training.loop import train as run
+
+            run(config, args.resume, STARTED, args.force, args.estimate)
+        except Stopped as stopped:
+            stopped.args = (f"{stopped}. To continue: {continuing(args)}",)
+            raise
+
+
+def of_folder(config: Path) -> Path:
+    """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
+    from simpletune.config.shipped import find_config
+    from simpletune.data.sources.walk import walk
+
+    if not find_config(config).is_dir() or (any(config.glob("*.json")) and not walk(config, "inside").pictures):
+        return config
+    from simpletune.commands.init.command import config_for
+
+    return config_for(config)
+
+
+def continuing(args: argparse.Namespace) -> str:
+    """Build the command that continues a stopped run."""
+    flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
+    return shlex.join(["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"])
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``train``."""
+    add_config(parser)
+    parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
+    parser.add_argument("--force", action="store_true", help="start even if the run is not expected to fit")
+    parser.add_argument("--estimate", action="store_true", help="predict the memory first; always on with CUDA")
+
+
+def finish(args: argparse.Namespace) -> None:
+    """export a stopped run's checkpoint as its result, without training"""
+    with listening():
+        import_libraries()
+        from simpletune.training.finish_early import finish_early
+
+        finish_early(args.run)
+
+
+def finish_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``finish``."""
+    about = "a run folder (its last intact checkpoint), or RUN@STEP, such as runs/demo@100"
+    parser.add_argument("run", metavar="RUN[@STEP]", help=about)
+
+
+def check(args: argparse.Namespace) -> None:
+    """explain a configuration, or list all of its problems"""
+    from simpletune.config.explain import explain
+
+    print(explain(read(args)))
+
+
+def schema(args: argparse.Namespace) -> None:
+    """print the JSON schema of configurations for editors"""
+    from simpletune.config.schema import TrainConfig
+
+    print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """encode prompts and pictures into the cache and stop"""
+    config = read(args)
+    with listening():
+        import_libraries()
+        from simpletune.training.loop import prepare_only
+
+        prepare_only(config, args.source)
+
+
+def prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``prepare``."""
+    add_config(parser)
+    about = "folder or URL of another cache (files or shards) to copy samples from instead of encoding them"
+    parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
+
+
+VERBS = {
+    "train": (train, train_arguments),
+    "finish": (finish, finish_arguments),
+    "check": (check, add_config),
+    "schema": (schema, lambda parser: None),
+    "prepare": (prepare, prepare_arguments),
+}

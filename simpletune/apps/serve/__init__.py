@@ -1,0 +1,32 @@
+"""``simpletune serve``: generate images over HTTP, in the format of Vertex AI's serving containers; a page to try it.
+
+One thread runs the model (generator.py, worker.py); the others answer requests (requests.py, app.py, server.py).
+
+May import drawing and what is below it. Only the command line imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from simpletune.system.options import UserError
+from simpletune.system.package import PACKAGE
+
+PACKAGES = ("prometheus_client",)
+
+
+def require_packages() -> None:
+    """Check that the optional packages are installed.
+
+    Raises:
+        UserError: a package is missing; the message has the command that installs it.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        root = PACKAGE.parent
+        raise UserError(
+            f"simpletune serve needs {' and '.join(missing)} from the optional extra 'serve'. "
+            f'Run: {sys.executable} -m pip install -e "{root}[serve]"',
+            code=3,
+        )

@@ -1,0 +1,256 @@
+"""The HTTP application: routes, the order of checks, error responses, headers, the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from simpletune.apps.serve.headers import HEADERS, UNKNOWN_HOST, has_known_host, with_headers
+from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
+from simpletune.apps.serve.requests import Capabilities, RequestError, read_requests
+from simpletune.apps.serve.worker import FAILED, STOPPING, Job, Worker
+from simpletune.system.printable import printable
+
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/base.css": ("base.css", "text/css; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client sees it
+CLIENT_LEFT = "The client closed the connection"
+BODY_TIMEOUT = 30.0  # seconds for a body to arrive
+
+
+def to_stderr(line: str) -> None:
+    """Print a line to stderr and flush."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """Paths, format, host names and log of a server.
+
+    Args:
+        predict: paths that generate images.
+        health: paths that report whether the server is ready.
+        predictions: ``plain``: base64 text; ``object``: ``{"output": base64 text}``.
+        hosts: allowed Host headers; None: any.
+        log: called with a line for every response.
+    """
+
+    predict: tuple[str, ...] = ("/predict",)
+    health: tuple[str, ...] = ("/health",)
+    predictions: Literal["plain", "object"] = "plain"
+    hosts: Collection[str] | None = None
+    log: Callable[[str], None] = to_stderr
+
+
+def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
+    """Build the application.
+
+    Args:
+        worker: generates the images.
+        capabilities: what the server offers.
+        metrics: counts responses.
+        options: paths, format, log.
+    """
+    pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in PAGE_FILES.items()}
+
+    async def predict(request: Request) -> Response:
+        worker.require_ready()
+        body = await read_body(request, capabilities.limits.body)
+        images = await run_in_threadpool(
+            read_requests, body, capabilities
+        )  # in a thread: parsing must not block others
+        job = worker.submit(images)
+        request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
+        pictures = await finished(request, worker, job)
+        waited, drew = job.started - job.submitted, time.monotonic() - job.started
+        request.scope["log"]["waited"] = round(waited, 3)
+        predictions = pictures if options.predictions == "plain" else [{"output": each} for each in pictures]
+        timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * drew:.0f}"  # in ms, as browsers read it
+        return JSONResponse({"predictions": predictions}, headers={"Server-Timing": timing})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": worker.state}, 200 if worker.state == "ready" else 503)
+
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    async def info(request: Request) -> Response:
+        standard = {name: getattr(capabilities.defaults, name) for name in STANDARD}
+        names = {"loras": capabilities.loras, "tuned": capabilities.tuned}
+        limits = asdict(capabilities.limits)
+        return JSONResponse({**names, "standard": standard, "limits": limits, "status": worker.state})
+
+    async def page(request: Request) -> Response:
+        content, kind = pages[request.url.path]
+        return Response(content, media_type=kind)
+
+    routes = [Route(path, predict, methods=["POST"]) for path in options.predict]
+    routes += [Route(path, health) for path in options.health]
+    routes += [Route("/metrics", scrape), Route("/info", info), *(Route(path, page) for path in pages)]
+    names = {**dict.fromkeys(pages, "page"), "/metrics": "metrics", "/info": "info"}
+    names |= {**dict.fromkeys(options.health, "health"), **dict.fromkeys(options.predict, "predict")}
+    metrics.add_gauge("ready", "1 when the model is loaded", lambda: worker.state == "ready")
+    metrics.add_gauge("queue_length", "requests waiting", lambda: worker.waiting)
+    metrics.add_peak_memory(worker.peak_bytes)
+    app = Starlette(routes=routes, exception_handlers={RequestError: request_error, HTTPException: http_error})
+    app.router.redirect_slashes = False
+    return RequestGuard(app, names, metrics, options)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Read a JSON request's body.
+
+    Raises:
+        RequestError: 415 for another type, 413 for too many bytes, 408 for a timeout, 499 for a closed connection.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(415, f"Content-Type is {kind[:60] or 'missing'}. Send application/json")
+    length = request.headers.get("content-length", "0")
+    body = bytearray()
+    too_large = RequestError(413, f"The body is larger than {limit} bytes", headers={"Connection": "close"})
+    if not length.isdecimal() or int(length) > limit:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError(
+            408, f"The body did not arrive within {BODY_TIMEOUT:g} s", headers={"Connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT) from None
+    return bytes(body)
+
+
+async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
+    """Wait for a job's images in base64; cancel the job if the client leaves or the deadline passes.
+
+    Raises:
+        RequestError: 504, or the worker's own error.
+    """
+    done = asyncio.wrap_future(job.done)
+    left: asyncio.Future[None] = asyncio.create_task(_disconnected(request))
+    try:
+        seconds = max(0.0, job.deadline - time.monotonic())
+        await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if done.done() and (pictures := done.result()):
+            return pictures
+        if left.done():
+            raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT)
+        if worker.state != "ready":
+            raise RequestError(503, STOPPING)
+        raise RequestError(504, f"Not finished within {worker.limits.seconds:g} s. Request fewer pictures or steps")
+    finally:
+        left.cancel()
+        worker.cancel(job)
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def request_error(request: Request, error: Exception) -> Response:
+    """Turn a RequestError into a response: its message, and its problems by path."""
+    assert isinstance(error, RequestError)
+    problems = [asdict(problem) for problem in error.problems]
+    return error_answer(error.status, error.message, problems, error.headers)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Answer unknown paths and wrong methods in the form of all errors."""
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow")
+    message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
+    return error_answer(error.status_code, message, [], dict(error.headers or {}))
+
+
+def error_answer(status: int, message: str, problems: list[dict[str, str]], headers: dict[str, str]) -> Response:
+    """Build an error response."""
+    return JSONResponse({"error": {"code": status, "message": message, "problems": problems}}, status, headers)
+
+
+class RequestGuard:
+    """ASGI middleware: check the Host header, add headers, log, count, and answer 500 if the app fails.
+
+    Args:
+        app: the application to wrap.
+        names: route names by path, for the metrics.
+        metrics: counts responses.
+        options: hosts and log.
+    """
+
+    def __init__(self, app: ASGIApp, names: dict[str, str], metrics: Metrics, options: HttpOptions):
+        self.app, self.names, self.metrics, self.options = app, names, metrics, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            return
+        clock, status = time.perf_counter(), 0
+        scope["log"] = {}
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = with_headers(message, HEADERS)
+            await send(message)
+
+        try:
+            if has_known_host(scope, self.options.hosts):
+                await self.app(scope, receive, sent)
+            else:
+                await error_answer(421, UNKNOWN_HOST, [], {})(scope, receive, sent)
+        except Exception:
+            traceback.print_exc()
+            if not status:
+                await error_answer(500, FAILED, [], {})(scope, receive, sent)
+        finally:
+            seconds = time.perf_counter() - clock
+            status = status or CLIENT_CLOSED_REQUEST
+            self.metrics.count_response(self.names.get(scope["path"], "other"), status, seconds)
+            self.options.log(log_line(scope, status, seconds))
+
+
+def log_line(scope: Scope, status: int, seconds: float) -> str:
+    """Format a response as a JSON line, without prompts."""
+    client = scope.get("client")
+    return json.dumps(
+        {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "client": client[0] if client else None,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **scope["log"],
+        }
+    )

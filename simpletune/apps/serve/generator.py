@@ -1,0 +1,155 @@
+"""Generate a server's images: the models, the autoencoder, and a cache of encoded prompts in memory.
+
+Only one thread may use it. It writes no files: neither prompts nor pictures of a request reach the disk.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from PIL import Image
+
+from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
+from simpletune.adapters.text.side import PLAIN, TextSide
+from simpletune.apps.serve.models import Models, ServedModels
+from simpletune.apps.serve.requests import BASE, ImageRequest
+from simpletune.config.schema import TrainConfig
+from simpletune.models.families import Model
+from simpletune.runs.text_side import stand_ins_of, text_side_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Embeddings, Sampler, draw
+from simpletune.system.stage_timer import GIB, peak_rss_gib
+
+MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
+
+
+class PromptCache:
+    """Embeddings of the most recently used prompts, by prompt and by the text side that read them.
+
+    Each prompt is encoded alone, so its embedding does not depend on other requests.
+
+    Args:
+        model: the model's configuration, folders resolved.
+        dtype: the encoders' type.
+        device: the encoders' device.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
+        self.model, self.dtype, self.device = model, dtype, device
+        self._cached: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
+
+    def fill(self, prompts: Iterable[str], side: TextSide = PLAIN) -> int:
+        """Encode the prompts that are not cached; load each encoder once for all of them.
+
+        Returns:
+            The number of prompts that were encoded.
+        """
+        wanted = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
+        for prompt in wanted:
+            if (side.key, prompt) in self._cached:
+                self._cached.move_to_end((side.key, prompt))
+        missing = [prompt for prompt in wanted if (side.key, prompt) not in self._cached]
+        if not missing:
+            return 0
+        found = encode_prompts(self.model, missing, self.device, self.dtype, side, lambda: free_memory(self.device))
+        self._cached.update({(side.key, prompt): embeddings for prompt, embeddings in found.items()})
+        while len(self._cached) > MAX_PROMPTS:
+            self._cached.popitem(last=False)
+        return len(missing)
+
+    def load(self, prompt: str, side: TextSide = PLAIN) -> Embeddings:
+        """Return (prompt_embeds [t, e], pooled [p]) of a cached prompt."""
+        return self._cached[side.key, prompt]
+
+
+class ImageGenerator:
+    """Generate images, one at a time.
+
+    Args:
+        config: the configuration, folders resolved.
+        served: the models.
+        device: to run on.
+        side: width and height of the largest picture, in pixels.
+
+    Raises:
+        UserError: weights are missing, or a LoRA does not fit the model.
+    """
+
+    def __init__(self, config: TrainConfig, served: ServedModels, device: torch.device, side: int):
+        self.config, self.served, self.device = config, served, device
+        dtype = config.precision.encoder_dtype()
+        self._check_cancelled: Callable[[], None] = lambda: None
+        self.models = Models(config, served, device, side, lambda: self._check_cancelled())
+        self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
+        self.text = PromptCache(config.model, dtype, device)
+        self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names], config.text)
+        self._sides: dict[tuple[str, float], TextSide] = {}
+        for name in served.names:  # embeddings that do not fit the model fail now
+            TextEncoding(config.model, dtype, text_side_of(served.weights_of(name), self._stand_ins))
+
+    def encode(self, images: Sequence[ImageRequest]) -> None:
+        """Encode the prompts of images into the cache, each with the text side of its model."""
+        wanted: dict[str, tuple[TextSide, list[str]]] = {}
+        for image in images:
+            side = self.side_of(image)
+            wanted.setdefault(side.key, (side, []))[1].extend([image.request.prompt, image.request.negative_prompt])
+        for side, prompts in wanted.values():
+            self.text.fill(prompts, side)
+
+    def side_of(self, image: ImageRequest) -> TextSide:
+        """The embeddings and the text encoders' updates that an image is drawn with."""
+        name, scale = image.lora, image.scale
+        if (name, scale) not in self._sides:
+            if len(self._sides) >= MAX_PROMPTS:
+                self._sides.clear()
+            self._sides[name, scale] = text_side_of(self.served.weights_of(name, scale), self._stand_ins)
+        return self._sides[name, scale]
+
+    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
+        """Generate one image, encoding its prompts if they are not cached.
+
+        Args:
+            image: the image to generate.
+            check_cancelled: called before every sampling step; raises to stop the work.
+
+        Returns:
+            A PNG whose text chunks record how it was made.
+        """
+        check_cancelled()
+        side = self.side_of(image)
+        self.text.fill([image.request.prompt, image.request.negative_prompt], side)
+        transformer, modulation = self.models.use(image.lora, image.scale)
+        self._check_cancelled = check_cancelled
+        try:
+            config = self.config
+            sampler = Sampler(transformer, config.model, config.precision, modulation, objective=config.objective)
+            pictures = draw(sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side))
+        finally:
+            self._check_cancelled = lambda: None
+        return to_png(pictures[0], image, self.config, self.served)
+
+    def peak_bytes(self) -> dict[str, float]:
+        """Return the peak memory so far, by kind."""
+        peaks = {"process": peak_rss_gib() * GIB}
+        if self.device.type == "cuda":
+            peaks["device"] = float(torch.cuda.max_memory_allocated(self.device))
+        return peaks
+
+
+def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, served: ServedModels) -> bytes:
+    """Encode a PNG with the same text chunks as ``simpletune generate``."""
+    model, loras, label = config.model.weights_from, [], image.lora
+    if image.lora in served.loras:
+        loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
+    elif image.lora in served.embeddings:
+        label = f"embeddings {image.lora}"
+    elif image.lora != BASE:
+        model = image.lora
+    buffer = io.BytesIO()
+    save_png(picture, buffer, image.request, weights=label, model=model, loras=loras, sampler=config.objective.sampler)
+    return buffer.getvalue()

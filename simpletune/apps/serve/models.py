@@ -1,0 +1,241 @@
+"""A server's models: the base with its LoRAs, and optionally the full model that a run trained.
+
+Both stay in memory if there is room; otherwise a request for one loads it in place of the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from simpletune.adapters.files.attach import load_lora
+from simpletune.adapters.methods.layers import ADAPTER, base_of, move_updates, outer_layers, wrap
+from simpletune.apps.serve.requests import BASE
+from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.transformer import Transformer
+from simpletune.runs.text_side import with_embeddings
+from simpletune.runs.weights import BASE as BASE_WEIGHTS
+from simpletune.runs.weights import Embedding, Weights, load_weights
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.modulation_plan import Modulation
+from simpletune.system.console import say
+from simpletune.system.options import UserError
+from simpletune.system.stage_timer import GIB
+
+ROOM = 2  # a second model must fit this many times: drawing and prompt encoding need memory too
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """Models that a server offers by name besides ``base``.
+
+    Args:
+        loras: LoRA files for the base, by name.
+        tuned: name and weights of a run's full model.
+        embeddings: embeddings by model name; a name that is neither a LoRA's nor a full model's is the base with its
+            embeddings.
+        common: embeddings that every model but the base has.
+    """
+
+    loras: Mapping[str, Path] = field(default_factory=dict)
+    tuned: tuple[str, Weights] | None = None
+    embeddings: Mapping[str, tuple[Embedding, ...]] = field(default_factory=dict)
+    common: tuple[Embedding, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, ``base`` first."""
+        tuned = [self.tuned[0]] if self.tuned else []
+        return (BASE, *dict.fromkeys([*tuned, *self.loras, *self.embeddings]))
+
+    def weights_of(self, name: str, scale: float = 1.0) -> Weights:
+        """The weights of a name, for its text side."""
+        if self.tuned is not None and name == self.tuned[0]:
+            weights = self.tuned[1]
+        else:
+            weights = Weights(name, lora=self.loras.get(name), scale=scale)
+        weights = replace(weights, embeddings=self.embeddings.get(name, ()))
+        return weights if name == BASE else with_embeddings(weights, self.common)
+
+
+class LoraLayer(NamedTuple):
+    """One layer of a LoRA: its path in the model, the layer that wraps the base's, and the file's own strength."""
+
+    path: str
+    layer: Any
+    scaling: float
+
+
+class Adapters:
+    """LoRAs of one transformer; at most one is active at a time.
+
+    A LoRA's layers wrap the base's layers. Switching it off puts the base's own layers back, so the base computes
+    exactly as loaded, not with updates of zero.
+
+    Args:
+        transformer: the loaded transformer, changed in place.
+        files: LoRA files by name.
+        device: the device that computes.
+    """
+
+    def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
+        self.transformer = transformer
+        self._base: dict[str, nn.Module] = {}
+        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
+        self._active = BASE
+        for name, file in files.items():
+            self._read(name, file, device)
+
+    def _read(self, name: str, file: Path, device: torch.device) -> None:
+        load_lora(self.transformer, file)
+        move_updates(self.transformer, device)
+        layers: list[LoraLayer] = []
+        for path, layer in outer_layers(self.transformer):
+            layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
+            self._base[path] = base_of(layer)
+            wrap(self.transformer, path, self._base[path])
+        if hasattr(self.transformer, "peft_config"):
+            del self.transformer.peft_config  # PEFT's record of the adapter; the next one has the same name
+        self._layers[name] = layers
+
+    def use(self, name: str, scale: float) -> None:
+        """Activate a LoRA at a strength, and no other.
+
+        Args:
+            name: a LoRA's name, or ``base`` for none.
+            scale: 1 is the file's own strength.
+        """
+        if name != self._active:
+            for path, _, _ in self._layers[self._active]:
+                wrap(self.transformer, path, self._base[path])
+            for path, layer, _ in self._layers[name]:
+                wrap(self.transformer, path, layer)
+            self._active = name
+        for _, layer, own in self._layers[name]:
+            layer.scaling[ADAPTER] = own * scale
+
+
+class LoadedModel(NamedTuple):
+    """A transformer in memory, its modulation if detached, and its LoRAs."""
+
+    transformer: Transformer
+    modulation: Modulation | None
+    adapters: Adapters
+
+
+class Models:
+    """Load every model once at start, so that one that does not fit fails then.
+
+    Args:
+        config: the configuration, folders resolved.
+        served: models to load.
+        device: to load onto.
+        side: width and height of the largest picture, in pixels.
+        before_step: called before each pass through a transformer.
+
+    Raises:
+        UserError: weights are missing, or a LoRA does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        served: ServedModels,
+        device: torch.device,
+        side: int,
+        before_step: Callable[[], None],
+    ):
+        self.config, self.served, self.device, self.side = config, served, device, side
+        self._before_step = before_step
+        self._loaded: dict[str, LoadedModel] = {}
+        self._by_turns = False
+        first = self._get(BASE)
+        if served.tuned is None:
+            return
+        size = sum(each.nbytes for each in _tensors(first.transformer).values() if each.device.type == device.type)
+        free = free_bytes(device)
+        self._by_turns = free < ROOM * size
+        if self._by_turns:
+            say(
+                f"{served.tuned[0]} and the base do not fit in memory together, so each request loads the one it "
+                f"needs: a second model of {size / GIB:.1f} GiB needs {ROOM * size / GIB:.1f} GiB free, "
+                f"and {free / GIB:.1f} are"
+            )
+        del first
+        tuned = self._get(served.tuned[0])
+        if not self._by_turns and config.memory.resident_blocks is None:
+            share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
+
+    def use(self, name: str, scale: float) -> tuple[Transformer, Modulation | None]:
+        """Return a served name's transformer, and its modulation if detached.
+
+        Args:
+            name: a served name.
+            scale: strength of the LoRA.
+        """
+        own = self.served.tuned is not None and name == self.served.tuned[0]
+        model = self._get(name if own else BASE)
+        model.adapters.use(name if name in self.served.loras else BASE, scale)
+        return model.transformer, model.modulation
+
+    def _get(self, name: str) -> LoadedModel:
+        if name not in self._loaded:
+            if self._by_turns:
+                self._loaded.clear()
+                free_memory(self.device)
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> LoadedModel:
+        weights, loras = BASE_WEIGHTS, self.served.loras
+        if name != BASE:
+            assert self.served.tuned is not None
+            weights, loras = self.served.tuned[1], {}
+        transformer, modulation = load_weights(self.config, weights, self.device, [(self.side, self.side)])
+        try:
+            adapters = Adapters(transformer, loras, self.device)
+        except UserError as error:
+            if modulation is None:
+                raise
+            remedy = "memory.modulation=plan detached the modulation: for a LoRA on it use --modulation resident"
+            raise UserError(f"{error}. {remedy}") from error
+        transformer.register_forward_pre_hook(lambda module, inputs: self._before_step())
+        return LoadedModel(transformer, modulation, adapters)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory available to a second model: of the GPU or of the host."""
+    if device.type == "cuda":
+        free_memory(device)
+        return torch.cuda.mem_get_info(device)[0]
+    return available_ram()
+
+
+def available_ram() -> int:
+    """Return the available bytes of RAM; on systems without /proc/meminfo, all RAM."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def share_equal_tensors(model: nn.Module, other: nn.Module) -> None:
+    """Share the tensors that are equal in two models: partial fine-tuning leaves most unchanged."""
+    ours = _tensors(model)
+    for path, tensor in _tensors(other).items():
+        same = ours.get(path)
+        if same is None or same.shape != tensor.shape or same.dtype != tensor.dtype or same.device != tensor.device:
+            continue
+        if torch.equal(same, tensor):
+            tensor.data = same.data
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

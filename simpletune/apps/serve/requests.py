@@ -1,0 +1,288 @@
+"""Parse a request's body into image requests: check every value, and report all problems at once.
+
+The format follows Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
+``{"instances": [{"prompt" or "text": ...}, ...], "parameters": {...}}``. Values in an instance override the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
+from pydantic_core import PydanticKnownError
+
+from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
+from simpletune.config.error_text import did_you_mean, problems_of, show
+from simpletune.stages.sample import Request
+from simpletune.system import strict_json
+from simpletune.system.options import Option, Problem
+from simpletune.system.strict_json import JsonError, JsonValue
+
+BASE = "base"
+STEP = 16  # pixels
+PROMPTS = ("prompt", "text")
+MODEL_NAMES = ("lora", "lora_id", "model")
+MAX_NAMES = 64  # names per object; limits the time spent on unknown names
+MAX_PROBLEMS = 8  # problems per response
+MAX_PATH = 100  # characters of a problem's path
+
+
+class RequestError(Exception):
+    """A request that gets an error response.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong.
+        problems: the invalid values, if any.
+        headers: the response's headers.
+    """
+
+    def __init__(
+        self, status: int, message: str, problems: Sequence[Problem] = (), headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.problems, self.headers = status, message, problems, dict(headers or {})
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One image to generate.
+
+    Args:
+        request: prompt, size, seed and sampling settings.
+        lora: served name of a LoRA or a model.
+        scale: strength of the LoRA.
+    """
+
+    request: Request
+    lora: str = BASE
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server offers.
+
+    Args:
+        loras: all names, ``base`` first, then the tuned model's.
+        defaults: values for settings that a request leaves out.
+        limits: the limits on every request.
+        tuned: name of the run's full model, if one is served.
+    """
+
+    loras: tuple[str, ...]
+    defaults: Request
+    limits: Limits
+    tuned: str | None = None
+
+    @property
+    def model(self) -> str:
+        """The model for requests that name none: the tuned model, or the base."""
+        return self.tuned or BASE
+
+    def in_words(self) -> str:
+        """List all names; if there is a full model, with their kinds: ``base, mine (full model), other (LoRA)``."""
+        if self.tuned is None:
+            return ", ".join(self.loras)
+        kinds = {BASE: "", self.tuned: " (full model)"}
+        return ", ".join(f"{name}{kinds.get(name, ' (LoRA)')}" for name in self.loras)
+
+
+def _capabilities(info: ValidationInfo) -> Capabilities:
+    assert isinstance(info.context, Capabilities), "validate with Capabilities as the context"
+    return info.context
+
+
+def _at_most(limit: Callable[[Limits], int]) -> AfterValidator:
+    """Check a whole number against one of the server's limits."""
+
+    def check(value: int, info: ValidationInfo) -> int:
+        most = limit(_capabilities(info).limits)
+        if value > most:
+            raise PydanticKnownError("less_than_equal", {"le": most})
+        return value
+
+    return AfterValidator(check)
+
+
+def _prompt(value: str, info: ValidationInfo) -> str:
+    most = _capabilities(info).limits.prompt
+    if len(value) > most:
+        raise PydanticKnownError("string_too_long", {"max_length": most})
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise PydanticKnownError("string_unicode")
+    return value
+
+
+def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
+    """Check the number of instances before they are validated: validating many takes long."""
+    most = _capabilities(info).limits.instances
+    if isinstance(value, list) and len(value) > most:
+        raise PydanticKnownError("too_long", {"field_type": "List", "max_length": most, "actual_length": len(value)})
+    return value
+
+
+def _whole(value: JsonValue) -> JsonValue:
+    """Accept 64.0 as a whole number: protocol buffers turn all numbers into floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _served(name: str, info: ValidationInfo) -> str:
+    known = _capabilities(info).loras
+    if name not in known:
+        raise ValueError(f"{show(name)} is not served.{did_you_mean(name, list(known))}")
+    return name
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Side = Annotated[Whole, Field(ge=STEP), _at_most(lambda limits: limits.side), Field(multiple_of=STEP)]
+Prompt = Annotated[str, AfterValidator(_prompt)]
+Lora = Annotated[str, AfterValidator(_served)]
+
+
+class Parameters(Option):
+    """Settings of all instances; null means the server's default. Validate with Capabilities as the context."""
+
+    negative_prompt: Prompt | None = None
+    """What guidance steers away from."""
+    width: Side | None = None
+    """In pixels."""
+    height: Side | None = None
+    """In pixels."""
+    steps: Annotated[Whole, Field(ge=1), _at_most(lambda limits: limits.steps)] | None = Field(
+        None, alias="num_inference_steps"
+    )
+    """Sampling steps."""
+    guidance: Annotated[float, Field(ge=1, le=GUIDANCE)] | None = Field(None, alias="guidance_scale")
+    """Classifier-free guidance; 1: none."""
+    seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
+    """Seed of the initial noise."""
+    lora: Lora | None = None
+    """A served name: a LoRA, the run's full model, or ``base``."""
+    lora_id: Lora | None = None
+    """Alias of ``lora``."""
+    model: Lora | None = None
+    """Alias of ``lora``."""
+    scale: Annotated[float, Field(ge=-SCALE, le=SCALE)] | None = Field(None, alias="lora_scale")
+    """Strength of the LoRA."""
+
+
+class Instance(Parameters):
+    """One image: a prompt, and settings that override the parameters."""
+
+    prompt: Prompt = ""
+    """What to draw."""
+    text: Prompt = ""
+    """Alias of ``prompt``."""
+
+
+class Body(Option):
+    """A request's body."""
+
+    parameters: Parameters | None = None
+    """Settings of all instances."""
+    instances: Annotated[list[Instance], BeforeValidator(_few)] = Field(min_length=1)
+    """A list such as [{"prompt": "a lighthouse at dusk"}]."""
+
+
+def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
+    """Parse a body into image requests.
+
+    Args:
+        body: JSON, as UTF-8.
+        capabilities: what the server offers.
+
+    Returns:
+        One request for each instance, in order.
+
+    Raises:
+        RequestError: 400 if the body is not strict JSON or not an object, 422 for invalid values.
+    """
+    try:
+        value = strict_json.parse(body, capabilities.limits.body)
+    except JsonError as error:
+        place = f" (line {error.line}, column {error.column})" if error.line else ""
+        raise RequestError(400, f"The body is not strict JSON: {error}{place}") from None
+    if not isinstance(value, dict):
+        raise RequestError(400, 'The body must be an object: {"instances": [{"prompt": "..."}], "parameters": {}}')
+    objects = dict(_objects(value, capabilities.limits.instances))
+    crowded = [
+        Problem(path, f"has {len(each)} names. At most {MAX_NAMES} are allowed")
+        for path, each in objects.items()
+        if len(each) > MAX_NAMES
+    ]
+    if crowded:
+        raise _unprocessable(crowded, len(crowded))
+    between = [problem for path, each in objects.items() for problem in _rules(path, each)]
+    try:
+        parsed = Body.model_validate(value, context=capabilities)
+    except ValidationError as error:
+        found = problems_of(error, value, Body, MAX_PROBLEMS)
+        raise _unprocessable([*found, *between], error.error_count() + len(between)) from None
+    if between:
+        raise _unprocessable(between, len(between))
+    common = _settings(parsed.parameters) if parsed.parameters else {}
+    images = [_image_request({**common, **_settings(each)}, capabilities) for each in parsed.instances]
+    without = [
+        Problem(
+            f"instances.{n}.lora_scale",
+            f"{i.scale:g} is not allowed: {i.lora} is a full model and has no strength. Leave lora_scale out",
+        )  # fmt: skip
+        for n, i in enumerate(images)
+        if i.lora == capabilities.tuned and i.scale != 1
+    ]
+    if without:
+        raise _unprocessable(without, len(without))
+    return images
+
+
+def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[str, JsonValue]]]:
+    """Yield the body's objects by path; skip the instances if there are too many."""
+    instances = body.get("instances")
+    listed = instances if isinstance(instances, list) and len(instances) <= most else []
+    numbered = [(f"instances.{number}", each) for number, each in enumerate(listed)]
+    for path, value in [("", body), ("parameters", body.get("parameters")), *numbered]:
+        if isinstance(value, dict):
+            yield path, value
+
+
+def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
+    """Yield conflicts between the names of one object; the values are not validated yet."""
+    names = [name for name in MODEL_NAMES if name in given]
+    for name in names[1:]:
+        if given[name] != given[names[0]]:
+            yield Problem(f"{path}.{name}", f"contradicts {names[0]}. Use only one of them")
+    prompts = [given[name] for name in PROMPTS if name in given]
+    if not path.startswith("instances."):
+        return
+    if len(prompts) != 1:
+        yield Problem(path, "needs either prompt or text: what to draw")
+    elif isinstance(prompts[0], str) and not prompts[0].strip():
+        yield Problem(path, "the prompt is empty. Describe what to draw")
+
+
+def _settings(given: Parameters) -> dict[str, Any]:
+    """Return the given values under the names of Request and ImageRequest."""
+    values = given.model_dump(exclude_unset=True, exclude_none=True)
+    for other, name in (("lora_id", "lora"), ("model", "lora"), ("text", "prompt")):
+        if other in values:
+            values[name] = values.pop(other)
+    return values
+
+
+def _image_request(values: dict[str, Any], capabilities: Capabilities) -> ImageRequest:
+    lora, scale = values.pop("lora", capabilities.model), values.pop("scale", 1.0)
+    return ImageRequest(replace(capabilities.defaults, **values), lora, scale)
+
+
+def _unprocessable(problems: Sequence[Problem], count: int) -> RequestError:
+    """Report the first of ``count`` problems, with long paths shortened."""
+    shown = [Problem(_shortened(problem.path), problem.message) for problem in problems[:MAX_PROBLEMS]]
+    more = f"; and {count - len(shown)} more" if count > len(shown) else ""
+    return RequestError(422, "; ".join(map(str, shown)) + more, shown)
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= MAX_PATH else f"{path[: MAX_PATH - 3]}..."

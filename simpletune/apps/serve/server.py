@@ -1,0 +1,237 @@
+"""Start and stop a server: from the command line's arguments to a listening socket and a clean shutdown."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from simpletune.apps.serve.address import EVERYWHERE, LOOPBACK, bind, is_loopback, loopback_hosts, url_of
+from simpletune.apps.serve.app import HttpOptions, make_app
+from simpletune.apps.serve.generator import ImageGenerator
+from simpletune.apps.serve.limits import GUIDANCE, Limits
+from simpletune.apps.serve.metrics import Metrics
+from simpletune.apps.serve.models import ServedModels
+from simpletune.apps.serve.protocol import TimedProtocol
+from simpletune.apps.serve.requests import BASE, STEP, Capabilities
+from simpletune.apps.serve.worker import SupportsGenerate, Worker
+from simpletune.commands.generate.generate import InferenceSession, open_session
+from simpletune.runs.names import find_lora
+from simpletune.runs.text_side import embedding_of
+from simpletune.runs.weights import Embedding, result_of
+from simpletune.stages.sample import Request
+from simpletune.system.console import say
+from simpletune.system.options import UserError
+from simpletune.system.startup import freeze
+
+PORT = 8000
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass
+class Service:
+    """A server that is ready to run.
+
+    Args:
+        server: answers requests; its socket already listens.
+        worker: generates images.
+        socket: the listening socket.
+        capabilities: what the server offers.
+    """
+
+    server: Server
+    worker: Worker
+    socket: socket.socket
+    capabilities: Capabilities
+
+    @property
+    def address(self) -> str:
+        """The URL of the page."""
+        return url_of(self.socket)
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            BaseException: the error that ended the worker, such as a UserError while loading the model.
+        """
+        self.worker.start()
+        self.server.run(sockets=[self.socket])
+        self.worker.stop(at_once=True)
+        self.worker.join()
+        if self.worker.failure is not None:
+            raise self.worker.failure
+
+
+class Server(uvicorn.Server):
+    """A server that ends after its worker; until then it answers, if only with errors.
+
+    Args:
+        config: uvicorn's configuration.
+        worker: generates images.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self.worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Finish the current request on the first signal; cancel it on the second."""
+        again = self.worker.state == "stopping"
+        name = signal.Signals(sig).name
+        say(f"{name}: {'cancelling the request' if again else 'finishing the current request; repeat to cancel it'}")
+        self.worker.stop(at_once=again)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Decide whether to end; uvicorn calls this ten times a second."""
+        self.should_exit = self.should_exit or self.worker.state == "ended"
+        return await super().on_tick(counter)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the models that the arguments name, until a signal arrives.
+
+    Args:
+        args: defined in ``cli.serve.serve_arguments``.
+
+    Raises:
+        UserError: an argument is invalid, the port is in use, or weights are missing.
+    """
+    service = build(args)
+    if not is_loopback(service.socket):
+        say(
+            f"warning: listening on {service.socket.getsockname()[0]}: anyone who can reach this machine can draw. "
+            "There is no password and no encryption; put a proxy with both in front"
+        )
+    say(f"serving {service.capabilities.in_words()} at {service.address}; loading")
+    service.run()
+    say("stopped")
+
+
+def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Service:
+    """Build everything except the model, which the worker loads.
+
+    Args:
+        args: defined in ``cli.serve.serve_arguments``.
+        environment: variables in which Vertex AI passes port and paths.
+
+    Raises:
+        UserError: an argument is invalid, or the port is in use.
+    """
+    host, port = _listen_address(args, environment)
+    routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
+    session = open_session(args)
+    served = _served_models(session, args.lora, vars(args).get("embedding") or [])
+    side = _max_side(session, args.max_side)
+    limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
+    tuned = served.tuned[0] if served.tuned else None
+    capabilities = Capabilities(served.names, _defaults(session, limits), limits, tuned)
+
+    def load() -> ImageGenerator:
+        generator = ImageGenerator(session.config, served, session.device, side)
+        gc.collect()
+        freeze()  # loaded objects stay: scanning them for garbage takes longer than drawing a tiny picture
+        return generator
+
+    bound = bind(host, port)
+    hosts = loopback_hosts(host) if is_loopback(bound) else None
+    return service(load, capabilities, bound, HttpOptions(routes["predict"], routes["health"], args.predictions, hosts))
+
+
+def service(
+    load: Callable[[], SupportsGenerate], capabilities: Capabilities, bound: socket.socket, options: HttpOptions
+) -> Service:
+    """Build a server around an image generator.
+
+    Args:
+        load: creates the generator; called in the worker's thread.
+        capabilities: what the server offers.
+        bound: a listening socket.
+        options: paths, format, log.
+    """
+    metrics, limits = Metrics(), capabilities.limits
+    worker = Worker(load, limits, metrics)
+    app = make_app(worker, capabilities, metrics, options)
+    config = uvicorn.Config(
+        app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
+    )  # fmt: skip
+    return Service(Server(config, worker), worker, bound, capabilities)
+
+
+def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return host and port: as given; else Vertex AI's port on all interfaces; else the default on loopback."""
+    wanted = environment.get("AIP_HTTP_PORT", "")
+    if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
+        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port. Use a number from 0 to 65535")
+    host = args.host or (EVERYWHERE if wanted else LOOPBACK)
+    return host, args.port if args.port is not None else int(wanted or PORT)
+
+
+def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ...]:
+    """Return the default path, and Vertex AI's if it names one."""
+    path = environment.get(name, own)
+    if not path.startswith("/") or set(path) & set("{}?#"):
+        raise UserError(f"{name}: {path} is not a path. Start it with / and use none of {{ }} ? #")
+    return tuple(dict.fromkeys((own, path)))
+
+
+def _served_models(session: InferenceSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
+    """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
+    option.
+
+    Raises:
+        UserError: a name is invalid or used twice, or a file is missing.
+    """
+    loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
+    if session.run is not None:
+        result = result_of(session.run, step=session.step)
+        name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
+        own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
+        own = own if own not in ("", BASE) else "run"
+        if result.embeddings:
+            embeddings[own] = result.embeddings
+        if result.lora is not None:
+            loras[own] = result.lora
+        elif result.transformer is not None or result.trained is not None:
+            tuned = (own, result)
+    for text in given:
+        name, _, file = text.partition("=")
+        if not NAME.fullmatch(name) or not file:
+            raise UserError(
+                f"--lora: {text} is not NAME=FILE. Use a name of at most 64 letters, digits, '.', '_' and '-'"
+            )
+        if name in ServedModels(loras, tuned, embeddings).names:
+            raise UserError(f"--lora: {name} is already in use. Give {file} another name")
+        named = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False)
+        assert named.lora is not None
+        loras[name] = named.lora
+        if named.embeddings:
+            embeddings[name] = tuple((each, None) for each in named.embeddings)
+    return ServedModels(loras, tuned, embeddings, tuple(embedding_of(text) for text in common))
+
+
+def _max_side(session: InferenceSession, given: int | None) -> int:
+    """Return width and height of the largest picture: as given, or 1024, bounded by the model's positions."""
+    most = session.config.model.largest_side
+    side = min(Limits.side, most) if given is None else given
+    if not STEP <= side <= most or side % STEP:
+        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
+    return side
+
+
+def _defaults(session: InferenceSession, limits: Limits) -> Request:
+    """Return the defaults for a request: the settings of the run's validation pictures, within the limits."""
+    option = session.config.validation
+    width, height = (min(side, limits.side) for side in session.config.picture_size())
+    steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
+    return Request("", option.seed, option.negative_prompt, width, height, steps, guidance)

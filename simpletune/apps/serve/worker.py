@@ -1,0 +1,211 @@
+"""The one thread that runs the model, and its bounded queue."""
+
+from __future__ import annotations
+
+import base64
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+from simpletune.apps.serve.limits import Limits
+from simpletune.apps.serve.metrics import Metrics
+from simpletune.apps.serve.requests import ImageRequest, RequestError
+from simpletune.system.console import say
+
+State = Literal["loading", "ready", "stopping", "ended"]
+LOOKAHEAD = 16  # prompts of waiting requests, two per image, to encode together with the next request's
+STOPPING = "The server is stopping"
+FAILED = "The server failed; see its log"
+
+
+class SupportsGenerate(Protocol):
+    """The part of ``generator.ImageGenerator`` that the worker calls."""
+
+    def encode(self, images: Sequence[ImageRequest]) -> None: ...
+
+    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes: ...
+
+    def peak_bytes(self) -> dict[str, float]: ...
+
+
+class JobCancelled(Exception):
+    """The client left, or the deadline passed."""
+
+
+class Job:
+    """The images of one HTTP request.
+
+    Args:
+        images: the images to generate, in order.
+        seconds: seconds until the deadline.
+    """
+
+    def __init__(self, images: Sequence[ImageRequest], seconds: float):
+        self.images = list(images)
+        self.submitted = time.monotonic()
+        self.started = self.submitted
+        self.deadline = self.submitted + seconds
+        self.done: Future[list[str]] = Future()
+        self.done.set_running_or_notify_cancel()  # from here on only the worker completes it
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Keep the job from starting, or stop it before the next sampling step."""
+        self._cancelled.set()
+
+    def check_cancelled(self) -> None:
+        """Raises:
+        JobCancelled: the job was cancelled, or its deadline passed.
+        """
+        if self._cancelled.is_set() or time.monotonic() > self.deadline:
+            raise JobCancelled
+
+
+class Worker:
+    """Run jobs in the order in which they were submitted.
+
+    Args:
+        load: creates the generator; called in the worker's thread.
+        limits: limits on the queue and on time.
+        metrics: counts images.
+    """
+
+    def __init__(self, load: Callable[[], SupportsGenerate], limits: Limits, metrics: Metrics):
+        self.limits, self.metrics = limits, metrics
+        self.state: State = "loading"
+        self.failure: BaseException | None = None
+        self._load = load
+        self._generator: SupportsGenerate | None = None
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="simpletune-worker", daemon=True)
+
+    def start(self) -> None:
+        """Load the model, then run jobs, in the worker's thread."""
+        self._thread.start()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the worker to end."""
+        self._thread.join(seconds)
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting jobs."""
+        return len(self._waiting)
+
+    def peak_bytes(self) -> dict[str, float]:
+        """Return the peak memory so far by kind; empty before the model is loaded."""
+        return self._generator.peak_bytes() if self._generator is not None else {}
+
+    def require_ready(self) -> None:
+        """Raises:
+        RequestError: 503 if the model is not loaded yet or the server is stopping.
+        """
+        if self.state == "loading":
+            raise RequestError(503, "The model is loading. Try again shortly", headers={"Retry-After": "5"})
+        if self.state != "ready":
+            raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
+
+    def submit(self, images: Sequence[ImageRequest]) -> Job:
+        """Append a job to the queue.
+
+        Raises:
+            RequestError: 429 if the queue is full, 503 if the server is not ready.
+        """
+        with self._changed:
+            self.require_ready()
+            if len(self._waiting) >= self.limits.queue:
+                ahead = sum(len(job.images) for job in self._waiting)
+                wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
+                message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
+                raise RequestError(429, message, headers={"Retry-After": str(wait)})
+            job = Job(images, self.limits.seconds)
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Cancel a job and free its place in the queue."""
+        job.cancel()
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.done.set_result([])
+
+    def stop(self, at_once: bool = False) -> None:
+        """Accept no more jobs, refuse waiting ones, finish the current one.
+
+        Args:
+            at_once: cancel the current job too.
+        """
+        with self._changed:
+            if self.state != "ended":
+                self.state = "stopping"
+            while self._waiting:
+                self._waiting.popleft().done.set_exception(RequestError(503, STOPPING))
+            if at_once and self._current is not None:
+                self._current.cancel()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """Load the model, then run jobs until stopped."""
+        try:
+            clock = time.perf_counter()
+            generator = self._load()
+            self._generator = generator
+            with self._changed:
+                if self.state == "loading":
+                    self.state = "ready"
+                    say(f"ready after {time.perf_counter() - clock:.1f} s")
+            while (job := self._next()) is not None:
+                self._run_job(generator, job)
+        except BaseException as failure:
+            self.failure = failure  # raised by Service.run
+            self.stop()
+            if self._current is not None and not self._current.done.done():
+                self._current.done.set_exception(RequestError(500, FAILED))
+        finally:
+            self.state = "ended"
+
+    def _next(self) -> Job | None:
+        """Wait for the next job; None: the worker is stopping."""
+        with self._changed:
+            self._current = None
+            self._changed.wait_for(lambda: self._waiting or self.state != "ready")
+            self._current = self._waiting.popleft() if self._waiting else None
+            return self._current
+
+    def _run_job(self, generator: SupportsGenerate, job: Job) -> None:
+        """Generate a job's images; an error ends this job only."""
+        try:
+            job.started = time.monotonic()
+            job.check_cancelled()
+            generator.encode(self._ahead(job))
+            encoded = []
+            for image in job.images:
+                clock = time.perf_counter()
+                png = generator.generate(image, job.check_cancelled)
+                self.metrics.count_image(image.lora, time.perf_counter() - clock)
+                encoded.append(base64.b64encode(png).decode("ascii"))
+            job.done.set_result(encoded)
+        except JobCancelled:
+            job.done.set_result([])
+        except Exception as error:
+            traceback.print_exc()
+            full = "OutOfMemory" in type(error).__name__
+            message = (
+                "The device ran out of memory. Request smaller pictures" if full else "Drawing failed; see the log"
+            )
+            job.done.set_exception(RequestError(503 if full else 500, message))
+
+    def _ahead(self, job: Job) -> list[ImageRequest]:
+        """Return a job's images and some of the waiting jobs', so that the encoders load once for all their prompts."""
+        with self._changed:
+            others = [image for waiting in self._waiting for image in waiting.images]
+        return [*job.images, *others[: LOOKAHEAD // 2]]

@@ -1,0 +1,93 @@
+"""Join the pages into one ASGI application."""
+
+from __future__ import annotations
+
+import mimetypes
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from simpletune.apps.web import all_runs, data_page, run_page, start
+from simpletune.apps.web.events import Watch, changes, events
+from simpletune.apps.web.guard import Access, Guard
+from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.templates import SHARED, TEMPLATES, render
+from simpletune.system.locks import is_held
+from simpletune.system.options import UserError
+
+PAGES = (all_runs, start, data_page, run_page)
+"""Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
+STATIC = {
+    "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
+    "start.js": TEMPLATES, "run.js": TEMPLATES,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Web:
+    """The application, and what ends it.
+
+    Args:
+        app: answers requests.
+        watch: must be closed before the server stops.
+    """
+
+    app: ASGIApp
+    watch: Watch
+
+
+def make_app(roots: Roots, access: Access) -> Web:
+    """Build the application.
+
+    Args:
+        roots: folders that the pages may touch; pages find them as ``request.app.state.roots``.
+        access: who has access.
+    """
+    routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
+    for page in PAGES:
+        routes += page.routes()
+    handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
+        UserError: user_error, HTTPException: http_error,
+    }  # fmt: skip
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+
+    def look() -> dict[str, Hashable]:
+        runs = [(folder, is_held(folder)) for folder in roots.all_runs()]
+        return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
+
+    app.state.roots, app.state.watch = roots, Watch(look)
+    return Web(Guard(app, access), app.state.watch)
+
+
+async def static(request: Request) -> Response:
+    """GET /static/NAME: styles and scripts."""
+    name = request.path_params["name"]
+    if name not in STATIC:
+        raise HTTPException(404)
+    return FileResponse(STATIC[name] / name, media_type=mimetypes.guess_type(name)[0], headers=KEEP)
+
+
+KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
+
+
+def user_error(request: Request, error: Exception) -> Response:
+    """Show a user's mistake, on a separate page or as a part in the place that sent the request."""
+    return _problem(request, 422, str(error))
+
+
+def http_error(request: Request, error: Exception) -> Response:
+    """Show an unknown path or a wrong method."""
+    assert isinstance(error, HTTPException)
+    return _problem(request, error.status_code, error.detail)
+
+
+def _problem(request: Request, status: int, message: str) -> Response:
+    part = request.headers.get("hx-request") == "true"
+    return render(request, "problem_part.html" if part else "problem.html", status, message=message)

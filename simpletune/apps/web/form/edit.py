@@ -1,0 +1,185 @@
+"""Apply a user's changes to a base configuration, and name every value's source.
+
+A form posts all of its fields. A field counts as changed if it differs from what the form was shown with, or was
+changed before. So a new base (another card, another file) replaces the values that the user has not touched, and keeps
+the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from simpletune.apps.web.form.fields import PROFILE, Section, Shown, sections_of
+from simpletune.config.load import _trains_base, with_default_tags
+from simpletune.config.overrides import BESIDE_THE_JOB, merge
+from simpletune.config.rules.family import with_family
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.profiles import with_profile
+from simpletune.system.options import Json
+
+DEEPEST = 4  # nesting depth of structures
+YOU, DEFAULT = "you", "default"
+
+
+@dataclass(frozen=True)
+class Base:
+    """A configuration to start from.
+
+    Args:
+        data: its JSON.
+        label: its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``.
+        origin: the shipped configuration or the file that it was made from, for the command line.
+        reasons: why a field has its value, by path.
+        notes: notes for the user.
+        made_by: the command that writes ``origin``, without the file's name at its end; empty if the file exists.
+    """
+
+    data: Json
+    label: str
+    origin: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    made_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A configuration in the form.
+
+    Args:
+        data: JSON to validate and to save: the base with the user's changes.
+        sections: all fields with their texts.
+        mine: the user's texts by path.
+        sources: for each field's path, where its value comes from.
+    """
+
+    data: Json
+    sections: list[Section]
+    mine: Mapping[str, str]
+    sources: Mapping[str, str]
+
+    def fields(self) -> dict[str, Shown]:
+        """Return the fields by path."""
+        return {each.path: each for section in self.sections for each in section.fields()}
+
+
+def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's texts by path.
+
+    Args:
+        posted: the form's fields.
+        shown: the texts that the form was shown with.
+        mine: texts that were already the user's; keeps those of fields that are currently not shown.
+    """
+    posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
+    touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
+    return {**mine, **touched}
+
+
+def edited(base: Base, mine: Mapping[str, str]) -> Edited:
+    """Apply a user's changes, starting with those that determine which fields exist.
+
+    Args:
+        base: the base to start from.
+        mine: texts by path; ignores unknown paths and fields that do not exist.
+    """
+    data, kept = copy.deepcopy(base.data), {}
+    for _ in range(DEEPEST):
+        todo = [each for each in _fields(data) if each.structure and mine.get(each.path, each.text) != each.text]
+        for each in todo:
+            kept[each.path] = mine[each.path]
+            data = _with_structure(data, each, mine[each.path])
+        if not todo:
+            break
+    kept = {path: text for path, text in kept.items() if path in {each.path for each in _fields(data)}}
+    frame = _fields(data)
+    for each in frame:
+        if not each.structure and mine.get(each.path, each.text) != each.text:
+            kept[each.path] = mine[each.path]
+            set_at(data, each.path, each.parse(mine[each.path]))
+    _drop_about(base.data, data)
+    sections = [_with_texts(section, kept) for section in sections_of(complete(data))]
+    return Edited(data, sections, kept, _sources(base, data, sections, kept))
+
+
+def complete(data: Json) -> Json:
+    """Fill in what the family, the profile and the unions' tags determine."""
+    return with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
+
+
+def set_at(data: Json, path: str, value: object) -> None:
+    """Set a value in place, creating missing sections."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if not isinstance(data.get(name), dict):
+            data[name] = {}
+        data = data[name]
+    data[leaf] = value
+
+
+def get_at(data: object, path: str) -> object:
+    """Return the value at a path; None if it is missing."""
+    for name in path.split("."):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def overrides(base: Json, data: Json) -> dict[str, object]:
+    """Return the values of ``data`` that differ from ``base``, by path."""
+    found: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and isinstance(base.get(key, {}), dict):
+            found |= {f"{key}.{path}": inner for path, inner in overrides(base.get(key, {}), value).items()}
+        elif key not in base or base[key] != value:
+            found[key] = value
+    return found
+
+
+def _fields(data: Json) -> list[Shown]:
+    return [each for section in sections_of(complete(data)) for each in section.fields()]
+
+
+def _with_structure(data: Json, field: Shown, text: str) -> Json:
+    """Set a tag as an override does, which drops fields that the new member lacks; or set an optional section."""
+    if field.info is None or field.path == PROFILE:
+        set_at(data, field.path, field.parse(text))
+        return data
+    merged, _, problems = merge(data, [f"{field.path}={text}"])
+    return data if problems else merged
+
+
+def _with_texts(section: Section, mine: Mapping[str, str]) -> Section:
+    """Show the user's own texts, which may not be valid values yet."""
+    items: list[Shown | Section] = []
+    for each in section.items:
+        if isinstance(each, Section):
+            items.append(_with_texts(each, mine))
+        else:
+            text = mine.get(each.path, each.text)
+            items.append(Shown(each.path, text, each.help, each.kind, each.choices, each.structure, each.info))
+    return Section(section.path, section.help, items)
+
+
+def _sources(base: Base, data: Json, sections: list[Section], mine: Mapping[str, str]) -> dict[str, str]:
+    """Name the source of every field's value."""
+    own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
+    whole, profile = complete(data), get_at(data, PROFILE)
+
+    def source(path: str) -> str:
+        value = get_at(whole, path)
+        if path in mine:
+            return YOU
+        if get_at(base.data, path) is not None and get_at(own, path) == get_at(base.data, path):
+            return base.label
+        return f"profile {profile}" if value is not None and get_at(family, path) != value else DEFAULT
+
+    return {each.path: source(each.path) for section in sections for each in section.fields()}
+
+
+def _drop_about(base: Json, data: Json) -> None:
+    """Remove a description that changes have made untrue."""
+    changed = {path.partition(".")[0] for path in overrides(base, data)}
+    if changed - set(BESIDE_THE_JOB) and data.get("about") == base.get("about"):
+        data.pop("about", None)

@@ -1,0 +1,200 @@
+"""List a configuration's fields for a form, from the option classes, with their docstrings as help."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from simpletune.config.overrides import parse_value
+from simpletune.config.schema import TrainConfig
+from simpletune.system.options import Json, Option, item_of, member_for, option_classes, strip_annotated, union_of
+
+Kind = Literal["choice", "text", "lines", "json"]
+HIDDEN = ("$schema", "version", "about")
+ON = "on"  # for an optional section
+PROFILE = "memory.profile"  # sets other fields, so it counts as structure
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One field of the form.
+
+    Args:
+        path: the dotted path, as in overrides.
+        text: its value as text; empty for null.
+        help: its docstring.
+        kind: how it is entered: ``lines``: one text per line; ``json``: values without a simpler form.
+        choices: the values of a ``choice``, and suggested words for a ``text``.
+        structure: whether other fields depend on it.
+        info: its option's field; None: it switches an optional section.
+    """
+
+    path: str
+    text: str
+    help: str
+    kind: Kind
+    choices: tuple[str, ...] = ()
+    structure: bool = False
+    info: FieldInfo | None = None
+
+    @property
+    def id(self) -> str:
+        """What element IDs are made of."""
+        return self.path.replace(".", "-")
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+        return self.path.rpartition(".")[2].replace("_", " ")
+
+    def parse(self, text: str) -> object:
+        """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
+        if self.info is None:
+            return {} if text == ON else None
+        arms = _arms(self.info)
+        if self.kind == "lines" and not text.lstrip().startswith("["):
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            return lines or (None if types.NoneType in arms else [])
+        if text == "" and types.NoneType in arms:
+            return None
+        return parse_value(self.info, text)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of fields.
+
+    Args:
+        path: dotted.
+        help: the section's help.
+        items: fields and nested sections.
+    """
+
+    path: str
+    help: str
+    items: list[Shown | Section] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """What element IDs are made of."""
+        return self.path.replace(".", "-") or "general"
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+        return self.path.rpartition(".")[2].replace("_", " ") or "general"
+
+    def fields(self) -> Iterator[Shown]:
+        """Yield the fields, including those of nested sections."""
+        for item in self.items:
+            if isinstance(item, Section):
+                yield from item.fields()
+            else:
+                yield item
+
+
+def sections_of(data: Json) -> list[Section]:
+    """List a configuration's sections, starting with the one for fields outside of sections.
+
+    Args:
+        data: JSON, completed with profile and tags; values may be invalid.
+    """
+    items = list(_items(TrainConfig, data, ""))
+    general = Section("", "The run's name and device.", [item for item in items if isinstance(item, Shown)])
+    return [general, *(item for item in items if isinstance(item, Section))]
+
+
+def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Iterator[Shown | Section]:
+    for name, info in option.model_fields.items():
+        key = info.alias or name
+        if key in HIDDEN or key == skip:
+            continue
+        path, value = f"{prefix}{key}", data.get(key, _default(info))
+        if option_classes(info.annotation):
+            yield _section(info, path, value)
+        elif item_of(info) is not None:
+            yield Shown(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
+        elif not _is_fixed(info):
+            kind, choices = _kind(info)
+            yield Shown(path, text_of(value, kind), _help(info), kind, choices, path == PROFILE, info)
+
+
+def _section(info: FieldInfo, path: str, value: object) -> Section:
+    section = Section(path, _help(info))
+    data = value if isinstance(value, dict) else {}
+    union, member = union_of(info), member_for(info, data)
+    if union is not None:
+        tag = str(data.get(union.tag, union.default))
+        tag_info = next(iter(union.members.values())).model_fields[union.tag]
+        about = " ".join(((member.__doc__ if member is not None else "") or "").split())
+        section.items.append(Shown(f"{path}.{union.tag}", tag, about, "choice", tuple(union.members), True, tag_info))
+    elif types.NoneType in _arms(info):
+        section.items.append(Shown(path, ON if isinstance(value, dict) else "", _help(info), "choice", ("", ON), True))
+        if not isinstance(value, dict):
+            return section
+    if member is not None:
+        section.items.extend(_items(member, data, f"{path}.", union.tag if union else ""))
+    return section
+
+
+def text_of(value: object, kind: Kind = "text") -> str:
+    """Format a JSON value for a form."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if kind == "lines" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return "\n".join(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
+    arms = _arms(info)
+    words = tuple(text_of(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm))
+    rest = [arm for arm in arms if get_origin(arm) is not Literal and arm is not types.NoneType]
+    empty = ("",) if types.NoneType in arms else ()
+    if rest == [bool]:
+        return "choice", (*empty, "true", "false")
+    if words and not rest:
+        return "choice", (*empty, *words)
+    if len(rest) == 1 and get_origin(rest[0]) is list and not words and strip_annotated(get_args(rest[0])[0]) is str:
+        return "lines", ()
+    return "text", words
+
+
+def _arms(info: FieldInfo) -> list[object]:
+    """Return the types that a field may have."""
+
+    def parts(annotation: object) -> Iterator[object]:
+        annotation = strip_annotated(annotation)
+        if get_origin(annotation) in (Union, types.UnionType):
+            for each in get_args(annotation):
+                yield from parts(each)
+        else:
+            yield annotation
+
+    return list(parts(info.annotation))
+
+
+def _is_fixed(info: FieldInfo) -> bool:
+    """Return whether a field has only one possible value."""
+    kind, choices = _kind(info)
+    return kind == "choice" and len(choices) == 1
+
+
+def _default(info: FieldInfo) -> object:
+    if info.is_required():
+        return ""
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, Option):
+        return value.model_dump(mode="json", by_alias=True)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _help(info: FieldInfo) -> str:
+    return " ".join((info.description or "").split())

@@ -1,0 +1,136 @@
+"""The form's bases by card: the shipped configuration nearest to the card, for the user's folder and trigger word."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, lru_cache
+from pathlib import Path
+
+from simpletune.apps.web.form.edit import Base, set_at
+from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.defaults import TRIGGER, profile_of
+from simpletune.commands.init.suggest import suggest
+from simpletune.config.load import read_json
+from simpletune.config.run_name import run_name
+from simpletune.config.shipped import shipped_names
+from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.options import Json, UserError
+
+HERE = "here"  # the machine that serves the page
+WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
+CAPTIONS = (".txt", ".caption", ".jsonl")
+LOOKED_AT = 1000  # entries of a folder; decoding more would keep the form waiting
+TRY_OUT = (
+    "This machine has no graphics card: the tiny model that comes with simpletune, for trying out. It draws flat "
+    "figures of 64 px, no photos"
+)
+
+
+@cache
+def card_here() -> Card | None:
+    """Return this machine's first graphics card that torch can use; None if there is none."""
+    from simpletune.commands.init.machine import card_here
+
+    return card_here()[0]
+
+
+def cards() -> list[tuple[str, str]]:
+    """Return (value, words) of the cards to choose from, this machine's first."""
+    here = card_here()
+    words = f"this machine: {here.name}, {here.gib:.0f} GB" if here else "this machine: no graphics card"
+    return [(HERE, words), *((card.name, f"{card.name}, {card.gib:.0f} GB") for card in CARDS)]
+
+
+def card_named(value: str) -> Card | None:
+    """Return the chosen card; None for a machine without one.
+
+    Raises:
+        UserError: there is no such card.
+    """
+    return card_here() if value == HERE else card_of(value)
+
+
+def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
+    """Return a configuration for a card.
+
+    Args:
+        card: the card to train on; None: there is none.
+        folder: the folder of pictures; None: not chosen yet.
+        trigger: the word to name what is learned; may be empty.
+    """
+    if folder is not None and _entries(folder) <= LOOKED_AT:
+        try:
+            return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
+        except UserError:  # nothing is usable: reported at the field
+            pass
+    origin = WITHOUT_CARD if card is None else WITH_CARD
+    data = copy.deepcopy(read_json(Path(origin)))
+    for name in ("$schema", "about"):
+        data.pop(name, None)
+    data["validation"]["prompts"] = None
+    data["data"]["path"] = ""
+    reasons: dict[str, str] = {}
+    if card is not None:
+        set_at(data, "memory.profile", profile_of(card)[0])
+        reasons["memory.profile"] = profile_of(card)[1]
+    data["name"] = run_name(folder.name if folder else "", "my_run")
+    _use_folder(data, folder, trigger, reasons)
+    return Base(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
+
+
+@lru_cache(maxsize=64)
+def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> Base:
+    """Return what ``simpletune init`` suggests for a folder; cached until the folder changes."""
+    found = suggest(folder, Answers(trigger=trigger or None), card)
+    reasons = {each.path: each.why for each in found.reasons}
+    words = ["init", str(folder), *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
+    notes = tuple(found.notes) if card is not None else (TRY_OUT, *found.notes)
+    return Base(found.config, "preset", f"{found.config['name']}.json", reasons, notes, tuple(words))
+
+
+def shipped(name: str, folder: Path | None, trigger: str) -> Base:
+    """Return a shipped configuration for the user's pictures.
+
+    Raises:
+        UserError: there is no shipped configuration with this name.
+    """
+    if name not in shipped_names():
+        raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one from the list")
+    data = read_json(Path(name))
+    data.pop("$schema", None)
+    reasons: dict[str, str] = {}
+    _use_folder(data, folder, trigger, reasons)
+    return Base(data, f"file {name}", name, reasons)
+
+
+def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str, str]) -> None:
+    """Point a configuration to a folder, and put the trigger word into its captions."""
+    if folder is None:
+        return
+    data["data"] = {key: value for key, value in data["data"].items() if key not in ("prompt", "caption_prefix")}
+    data["data"]["path"] = str(folder)
+    captioned = has_captions(folder)
+    word = trigger or ("" if captioned else TRIGGER)
+    if captioned and word:
+        data["data"]["caption_prefix"] = f"{word},"
+        reasons["data.caption_prefix"] = "the pictures have captions: the trigger word is put before each"
+    elif word:
+        data["data"]["prompt"] = f"a photo of {word}"
+        reasons["data.prompt"] = "the folder has no captions: all pictures get this one"
+
+
+def _entries(folder: Path) -> int:
+    """Count a folder's entries, up to one more than the limit."""
+    try:
+        return sum(1 for _ in zip(range(LOOKED_AT + 1), folder.rglob("*"), strict=False))
+    except OSError:
+        return 0
+
+
+def has_captions(folder: Path) -> bool:
+    """Return whether a folder holds captions beside its pictures."""
+    try:
+        entries = (each for _, each in zip(range(LOOKED_AT), folder.iterdir(), strict=False))
+        return any(each.suffix.lower() in CAPTIONS for each in entries)
+    except OSError:
+        return False

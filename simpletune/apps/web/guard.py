@@ -1,0 +1,109 @@
+"""Access control: the Host header, the token, the origin of requests that change something; and response headers."""
+
+from __future__ import annotations
+
+import secrets
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from simpletune.apps.serve.headers import HEADERS as SERVED
+from simpletune.apps.serve.headers import UNKNOWN_HOST, has_known_host, header, with_headers
+
+HEADERS = {
+    **SERVED,
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "referrer-policy": "same-origin",
+}
+COOKIE, TOKEN = "simpletune", "token"
+SAFE = ("GET", "HEAD")
+FAILED = "The page failed; the terminal that runs it has the traceback. Reload to continue; runs are not affected"
+NO_TOKEN = "A token is needed. Open the whole address that the terminal printed, ?token=... included"
+OTHER_SITE = "The request came from another site, or its Origin header is missing. Open the page and try there"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who has access.
+
+    Args:
+        hosts: allowed Host headers without a port; None: any.
+        token: the secret in the address; None: none is required.
+    """
+
+    hosts: Collection[str] | None
+    token: str | None = None
+
+
+class Guard:
+    """ASGI middleware: check each request before the app sees it, add headers, and answer 500 if the app fails.
+
+    Args:
+        app: the application to wrap.
+        access: who has access.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def sent(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started, message = True, with_headers(message, HEADERS)
+            await send(message)
+
+        try:
+            refused = self._refusal(scope)
+            await (refused or self.app)(scope, receive, sent)
+        except Exception:
+            traceback.print_exc()
+            if not started:
+                await PlainTextResponse(FAILED, 500)(scope, receive, sent)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Return the response that refuses a request; None if it may pass."""
+        if not has_known_host(scope, self.access.hosts):
+            return PlainTextResponse(UNKNOWN_HOST, 421)
+        if scope["method"] not in SAFE and not _from_own_page(scope):
+            return PlainTextResponse(OTHER_SITE, 403)
+        return None if self.access.token is None else self._without_token(scope, self.access.token)
+
+    def _without_token(self, scope: Scope, token: str) -> Response | None:
+        if secrets.compare_digest(_cookie(scope).encode(), token.encode()):
+            return None
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = next((value for name, value in query if name == TOKEN), "")
+        if scope["method"] not in SAFE or not secrets.compare_digest(given.encode(), token.encode()):
+            return PlainTextResponse(NO_TOKEN, 401)
+        rest = urlencode([pair for pair in query if pair[0] != TOKEN])
+        path = "/" + scope["path"].lstrip("/")  # "//host" would lead to another site
+        response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", path="/")
+        return response
+
+
+def _from_own_page(scope: Scope) -> bool:
+    """Return whether a page of this server sent a request that changes something, judging by headers browsers add."""
+    origin = header(scope, b"origin")
+    return origin in {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
+
+
+def _cookie(scope: Scope) -> str:
+    raw = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"cookie"), "")
+    try:
+        found = SimpleCookie(raw).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""

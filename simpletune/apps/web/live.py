@@ -1,0 +1,162 @@
+"""The live line: predictions by ``estimate`` in child processes, one at a time, cached in ``runs/.web/estimates``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from simpletune import __version__
+from simpletune.apps.web import processes
+from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.run_state import file_stamp
+from simpletune.config.schema import TrainConfig
+from simpletune.runs.folder import read_json_or_none
+from simpletune.system.atomic import write_json
+from simpletune.system.gpus import Card
+from simpletune.system.options import Json
+
+FOLDER = "estimates"
+IRRELEVANT = {"name", "about", "output", "tracking", "profile", "schema_"}  # to what is shown
+MOST = 32  # forms that wait for a prediction
+KEPT = 2000  # predictions
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A prediction that a form is waiting for.
+
+    Args:
+        key: the result of ``key_of``.
+        data: the configuration's JSON.
+        device: the card's name or memory; None: no card.
+    """
+
+    key: str
+    data: Json
+    device: str | None
+
+
+def wish(config: TrainConfig, data: Json, card: Card | None) -> Wish:
+    """Describe what to predict.
+
+    Args:
+        config: the validated configuration.
+        data: its JSON.
+        card: the card to train on; None: there is none.
+    """
+    device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
+    options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
+    about = [options, device, [_changed(source.path) for source in config.data.members], __version__, version("torch")]
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    return Wish(key, data, device)
+
+
+def kept(roots: Roots, key: str) -> Json | None:
+    """Return a cached prediction: ``estimate --json``'s output, or ``{"error": words}``; None if there is none."""
+    return read_json_or_none(_file(roots, key)) if key.isalnum() else None
+
+
+def stamp(roots: Roots) -> Hashable:
+    """Return a value that changes with every new prediction."""
+    return file_stamp(roots.own / FOLDER)
+
+
+class Estimator:
+    """Predict for one page's open forms; a form's newest wish replaces its older ones.
+
+    Args:
+        roots: the page's roots.
+    """
+
+    def __init__(self, roots: Roots):
+        self.roots = roots
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, Wish] = OrderedDict()
+        self._running: tuple[str, str, subprocess.Popen[str]] | None = None  # form, key, process
+        self._thread: threading.Thread | None = None
+
+    def want(self, form: str, wish: Wish) -> None:
+        """Predict for a form, and drop what it wanted before."""
+        with self._lock:
+            self._waiting.pop(form, None)
+            running = self._running
+            if running is not None and running[1] == wish.key:
+                return
+            if running is not None and running[0] == form:
+                running[2].kill()
+            self._waiting[form] = wish
+            while len(self._waiting) > MOST:
+                self._waiting.popitem(last=False)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                form, wish = self._waiting.popitem()
+                process = None if _file(self.roots, wish.key).exists() else self._begin(wish)
+                self._running = None if process is None else (form, wish.key, process)
+            if process is not None:
+                self._finish(wish, process)
+
+    def _begin(self, wish: Wish) -> subprocess.Popen[str]:
+        folder = self.roots.own / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / f"{wish.key}.config.json"
+        write_json(config, wish.data, shared=True)
+        words = ["estimate", str(config), "--json", *(["--device", wish.device] if wish.device else [])]
+        return subprocess.Popen(
+            processes.command("simpletune", words), cwd=self.roots.named[0], env=processes.environment(), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def _finish(self, wish: Wish, process: subprocess.Popen[str]) -> None:
+        out, err = process.communicate()
+        with self._lock:
+            self._running = None
+        folder = self.roots.own / FOLDER
+        (folder / f"{wish.key}.config.json").unlink(missing_ok=True)
+        if process.returncode < 0:  # dropped for a newer wish
+            return
+        write_json(_file(self.roots, wish.key), _result(process.returncode, out, err), shared=True)
+        for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+
+@cache
+def estimator(roots: Roots) -> Estimator:
+    """Return the estimator of a page."""
+    return Estimator(roots)
+
+
+def _result(code: int, out: str, err: str) -> Json:
+    if code == 0:
+        found = json.loads(out[out.index("{") :])
+        assert isinstance(found, dict)
+        return found
+    lines = [line for line in err.splitlines() if line.strip()]
+    at = next((at for at, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - 1))
+    return {"error": "\n".join(lines[at:]).removeprefix("error: ")[:2000] or f"estimate ended with code {code}"}
+
+
+def _file(roots: Roots, key: str) -> Path:
+    return roots.own / FOLDER / f"{key}.json"
+
+
+def _changed(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None

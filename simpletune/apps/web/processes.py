@@ -1,0 +1,207 @@
+"""Run verbs of the command line in separate processes, which outlive the page; each has a log in ``runs/.web/logs``.
+
+A process inherits a lock on its log, which the system releases when the process ends, however it ends. So restarted
+pages, and other pages, see what is running. A file beside the log identifies the process by its ID, start time and
+boot, because IDs are reused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.apps.web.roots import Roots
+from simpletune.system import strict_json
+from simpletune.system.atomic import write_json
+from simpletune.system.locks import UNSUPPORTED
+from simpletune.system.options import Json, UserError
+from simpletune.system.package import PACKAGE
+
+LOGS = "logs"
+TAIL = 2**16  # bytes of a log that are read from its end
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
+LOOKS, PAUSE = 10, 0.02  # attempts to lock, and seconds in between: others hold the lock briefly to look at it
+_starting = threading.Lock()
+_unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
+
+
+@dataclass(frozen=True)
+class Process:
+    """A started process.
+
+    Args:
+        pid: its ID, which is also the ID of its session and group.
+        started: its start time in clock ticks since boot.
+        log: the file with its output.
+    """
+
+    pid: int
+    started: int
+    log: Path
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it is running; a zombie is not."""
+        return start_time(self.pid) == self.started
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal if it is still running."""
+        with suppress(ProcessLookupError):
+            if self.alive:
+                os.kill(self.pid, number)
+
+
+def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> Process:
+    """Start a verb in the first root, where the page's relative paths begin.
+
+    Args:
+        roots: where logs go.
+        words: verb and arguments, such as ``("estimate", "config.json")``.
+        log_name: the name of the log and of the process; only one of each name runs at a time.
+        module: what ``python -m`` runs.
+
+    Raises:
+        UserError: a process with this name is running, or the system refuses to start one.
+    """
+    log = log_of(roots, log_name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with _starting, log.open("ab") as opened:
+        if log in _unreaped or not _locked(opened.fileno()):
+            raise UserError(f"{log_name} is still running. Wait for its end, or stop it")
+        opened.truncate(0)
+        record: Json = {"words": list(words)}
+        write_json(_record_of(log), record, shared=True)
+        try:
+            child = subprocess.Popen(
+                command(module, words), cwd=roots.named[0], env=environment(),
+                stdin=subprocess.DEVNULL, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"no process could be started ({error.strerror}). End others, and try again") from None
+        record |= {"pid": child.pid, "started": start_time(child.pid), "boot": _boot()}
+        _unreaped.add(log)
+        write_json(_record_of(log), record, shared=True)
+    threading.Thread(target=_reap, args=(child, log, record), daemon=True).start()
+    return Process(child.pid, record["started"] or 0, log)
+
+
+def running(roots: Roots, log_name: str) -> bool:
+    """Return whether the process with this name is running, whoever started it."""
+    log = log_of(roots, log_name)
+    try:
+        with _starting, log.open("rb") as opened:
+            free = _locked(opened.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+    return not free or log in _unreaped or find(roots, log_name) is not None
+
+
+def find(roots: Roots, log_name: str) -> Process | None:
+    """Return the running process with this name, to send it a signal."""
+    log = log_of(roots, log_name)
+    record = _read(log)
+    if record.get("boot") != _boot() or not isinstance(record.get("pid"), int):
+        return None
+    process = Process(record["pid"], record.get("started") or 0, log)
+    return process if process.alive else None
+
+
+def words_of(roots: Roots, log_name: str) -> list[str]:
+    """Return the verb and arguments of the last process with this name."""
+    return list(_read(log_of(roots, log_name)).get("words") or [])
+
+
+def exit_code(roots: Roots, log_name: str) -> int | None:
+    """Return the exit code of the last process with this name; None while it runs, or if no page saw it end."""
+    code = _read(log_of(roots, log_name)).get("code")
+    return code if isinstance(code, int) else None
+
+
+def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
+    """Return the last lines of a log; empty if there is none. For a progress bar, returns only its last state."""
+    try:
+        with log_of(roots, log_name).open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
+            text = opened.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-lines:] if text else []
+
+
+def log_of(roots: Roots, log_name: str) -> Path:
+    """Return the log of a name.
+
+    Raises:
+        UserError: the name does not fit into a file name.
+    """
+    if not NAME.fullmatch(log_name):
+        raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
+    return roots.own / LOGS / f"{log_name}.log"
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot (proc(5), field 22); None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _locked(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock a log, and return whether that worked; always true on a file system without locks."""
+    for _ in range(LOOKS if kind == fcntl.LOCK_EX else 1):
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(PAUSE if kind == fcntl.LOCK_EX else 0)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            return True
+    return False
+
+
+def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
+    code = child.wait()
+    with _starting:
+        write_json(_record_of(log), {**record, "code": code}, shared=True)
+        _unreaped.discard(log)
+
+
+def command(module: str, words: Sequence[str]) -> list[str]:
+    """Return the command that runs a module."""
+    return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of child processes, in which they find this package and print unbuffered."""
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _record_of(log: Path) -> Path:
+    return log.with_suffix(".json")
+
+
+def _read(log: Path) -> Json:
+    try:
+        found = strict_json.read(_record_of(log))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

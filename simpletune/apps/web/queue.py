@@ -1,0 +1,197 @@
+"""The queue of runs: ``runs/.web/queue.json``, which pages and the runner read and write as a whole, under a lock.
+``queue_runner.py`` processes it in a separate process, so that it continues when the page is closed or killed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from simpletune.apps.web import processes
+from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.run_state import file_stamp
+from simpletune.system.atomic import quarantine, write_json
+from simpletune.system.locks import wait_for_lock
+from simpletune.system.options import Json, UserError
+
+FILE, LOCK, RUNNER = "queue.json", ".queue.lock", "queue"
+RUNNER_MODULE = "simpletune.apps.web.queue_runner"
+ENDED_KEPT = 20  # ended runs that stay in the queue to be looked at
+MOST = 500  # waiting runs
+PAUSE = 10.0  # seconds until another runner is started
+CPU, GPU = "cpu", "gpu"
+State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
+
+
+class Entry(BaseModel):
+    """A run in the queue."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    id: str
+    """Random; names the entry in the page's forms."""
+    name: str
+    """Name of the run and of its folder."""
+    config: str
+    """Path of its configuration."""
+    device: Literal["cpu", "gpu"]
+    """The device that it needs; each trains one run at a time."""
+    resume: bool = False
+    """Continue the run of this name instead of starting a new one."""
+    state: State = "waiting"
+    """Its state."""
+    reason: str = ""
+    """Why it failed."""
+
+
+_ENTRIES = TypeAdapter(list[Entry])
+
+
+def log_name(name: str) -> str:
+    """Return the name of a run's log."""
+    return f"run-{name}"
+
+
+def read(roots: Roots) -> list[Entry]:
+    """Return all entries in order, including ended ones.
+
+    Raises:
+        UserError: the file is damaged, or from a newer version.
+    """
+    try:
+        return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
+    except FileNotFoundError:
+        return []
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{roots.own / FILE} is damaged ({first['msg'][:200]}). The next change sets it aside as "
+            f"{FILE}.damaged and starts a new queue; runs are not affected"
+        ) from None
+
+
+def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
+    """Replace the entries by the result of ``to``, while no other process changes them.
+
+    Raises:
+        DiskFull: the queue is unchanged.
+    """
+    roots.own.mkdir(parents=True, exist_ok=True)
+    with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
+        try:
+            entries = read(roots)
+        except UserError:
+            quarantine(roots.own / FILE)
+            entries = []
+        changed = _without_old(to(entries))
+        if changed != entries:
+            write_json(roots.own / FILE, _ENTRIES.dump_python(changed, mode="json"))
+        return changed
+
+
+def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> Entry:
+    """Append a run to the queue, and make sure that a runner processes the queue.
+
+    Args:
+        roots: the page's roots.
+        name: the run's name.
+        config: its configuration file, which must exist until the run has begun.
+        device: the result of ``device_of``.
+        resume: whether to continue the run with this name.
+
+    Raises:
+        UserError: the queue is full.
+    """
+    entry = Entry(
+        id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
+    )
+
+    def with_it(entries: list[Entry]) -> list[Entry]:
+        if sum(each.state == "waiting" for each in entries) >= MOST:
+            raise UserError(f"{MOST} runs are waiting. Remove some from the queue")
+        return [*entries, entry]
+
+    change(roots, with_it)
+    ensure_runner(roots)
+    return entry
+
+
+def remove(roots: Roots, which: str) -> None:
+    """Remove an entry from the queue, unless it is running."""
+    change(roots, lambda entries: [each for each in entries if each.id != which or each.state == "running"])
+
+
+def move_up(roots: Roots, which: str) -> None:
+    """Swap an entry with the waiting one before it."""
+
+    def moved(entries: list[Entry]) -> list[Entry]:
+        waiting = [at for at, each in enumerate(entries) if each.state == "waiting"]
+        here = next((at for at in waiting if entries[at].id == which), None)
+        before = [at for at in waiting if here is not None and at < here]
+        if here is None or not before:
+            return entries
+        changed = list(entries)
+        changed[here], changed[before[-1]] = changed[before[-1]], changed[here]
+        return changed
+
+    change(roots, moved)
+
+
+def stop(roots: Roots, which: str) -> None:
+    """Ask a running entry to finish its step, save and stop."""
+    entry = next((each for each in read(roots) if each.id == which and each.state == "running"), None)
+    process = processes.find(roots, log_name(entry.name)) if entry else None
+    if process is not None:
+        process.signal(signal.SIGTERM)
+
+
+def ensure_runner(roots: Roots) -> None:
+    """Start the queue's runner if there is something to do and none is running."""
+    if not is_open(roots) or processes.running(roots, RUNNER) or _failed_just_now(roots):
+        return
+    try:
+        processes.start(roots, [str(roots.runs), str(roots.named[0])], RUNNER, RUNNER_MODULE)
+    except UserError:  # another page was faster
+        if not processes.running(roots, RUNNER):
+            raise
+
+
+def _failed_just_now(roots: Roots) -> bool:
+    """Return whether a runner has just failed, as on a full disk; another one would fail, too."""
+    if processes.exit_code(roots, RUNNER) in (0, None):
+        return False
+    return time.time() - processes.log_of(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
+
+
+def is_open(roots: Roots) -> bool:
+    """Return whether an entry is waiting or running."""
+    try:
+        return any(each.state in ("waiting", "running") for each in read(roots))
+    except UserError:
+        return False
+
+
+def stamp(roots: Roots) -> Hashable:
+    """Return a value that changes with the queue."""
+    return file_stamp(roots.own / FILE)
+
+
+def device_of(settings: Json) -> str:
+    """Return which device a configuration trains on: ``cpu`` or ``gpu``."""
+    model = settings.get("model")
+    is_demo = isinstance(model, dict) and str(model.get("pretrained", "")).startswith("demo:")
+    on_cpu = settings.get("device", "auto") == "cpu" or (is_demo and shutil.which("nvidia-smi") is None)
+    return CPU if on_cpu else GPU
+
+
+def _without_old(entries: list[Entry]) -> list[Entry]:
+    ended = [each.id for each in entries if each.state not in ("waiting", "running")]
+    old = set(ended[:-ENDED_KEPT])
+    return [each for each in entries if each.id not in old]

@@ -1,0 +1,139 @@
+"""Process the queue: ``python -m simpletune.apps.web.queue_runner RUNS ROOT``. Ends when nothing is waiting or running.
+
+Killing a runner loses nothing: the queue is a file, runs are separate processes, and the next runner, which any open
+page starts, finds them by their logs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from simpletune.apps.web import processes, queue
+from simpletune.apps.web.queue import CPU, GPU, Entry, State, log_name
+from simpletune.apps.web.roots import Roots, make_roots
+from simpletune.apps.web.run_state import state_of
+from simpletune.runs.attempts import attempts_of
+from simpletune.system.console import say
+from simpletune.system.locks import is_held
+from simpletune.system.options import UserError
+
+PERIOD = 1.0  # seconds between two looks
+STOPPED = (130, 143)  # exit codes of a run stopped by a signal
+REASON = 500  # characters
+ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+
+
+def run(roots: Roots) -> None:
+    """Start runs that may start and record those that have ended, until there is nothing left to do.
+
+    Args:
+        roots: the page's roots.
+    """
+    while queue.is_open(roots):
+        step(roots)
+        time.sleep(PERIOD)
+
+
+def step(roots: Roots) -> None:
+    """Look at the queue once."""
+    ended = {each.id: outcome(roots, each) for each in queue.read(roots) if each.state == "running"}
+    known = {which: found for which, found in ended.items() if found is not None}
+    if known:
+        queue.change(roots, lambda entries: [_ended(each, known) for each in entries])
+        for state, reason in known.values():
+            say(f"{state} {reason}")
+    queue.change(roots, lambda entries: [_adopted(roots, each) for each in entries])
+    busy = busy_devices(roots)
+    for entry in queue.read(roots):
+        if entry.state == "waiting" and entry.device not in busy and not _is_taken(roots, entry):
+            busy.add(entry.device)
+            begin(roots, entry)
+
+
+def begin(roots: Roots, entry: Entry) -> None:
+    """Start an entry's run, unless a page has removed the entry meanwhile."""
+    started: list[Entry] = []
+
+    def mark(entries: list[Entry]) -> list[Entry]:
+        started[:] = [each for each in entries if each.id == entry.id and each.state == "waiting"]
+        if started:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
+            processes.start(roots, words_of(entry), log_name(entry.name))
+        return [_with(each, "running") if each in started else each for each in entries]
+
+    try:
+        queue.change(roots, mark)
+        say(f"start {entry.name}")
+    except UserError as error:
+        reason = str(error)
+        queue.change(roots, lambda entries: [_ended(each, {entry.id: ("failed", reason)}) for each in entries])
+
+
+def busy_devices(roots: Roots) -> set[str]:
+    """Return the devices on which runs are training, whoever started them."""
+    busy = {each.device for each in queue.read(roots) if each.state == "running"}
+    return busy | {_device_of_run(folder) for folder in roots.all_runs() if is_held(folder)}
+
+
+def outcome(roots: Roots, entry: Entry) -> tuple[State, str] | None:
+    """Return how a started run ended, and why; None while it is running."""
+    if processes.running(roots, log_name(entry.name)):
+        return None
+    code = processes.exit_code(roots, log_name(entry.name))
+    if code is None:  # no runner saw it end: look in its folder
+        folder = roots.run(entry.name)
+        found = state_of(folder) if folder is not None else None
+        word = ENDINGS.get(found.word, "killed") if found is not None else "killed"
+        return word, reason_of(roots, entry) if word in ("failed", "killed") else ""
+    if code == 0:
+        return "finished", ""
+    if code in STOPPED:
+        return "stopped", ""
+    return ("killed", f"signal {-code}") if code < 0 else ("failed", reason_of(roots, entry))
+
+
+def reason_of(roots: Roots, entry: Entry) -> str:
+    """Return the error that a run printed last, or its last line."""
+    lines = [line for line in processes.tail(roots, log_name(entry.name), 60) if line.strip()]
+    at = next((at for at in range(len(lines) - 1, -1, -1) if lines[at].startswith("error: ")), len(lines) - 1)
+    return "\n".join(lines[at:])[:REASON].removeprefix("error: ") if lines else ""
+
+
+def words_of(entry: Entry) -> list[str]:
+    """Return the command of an entry's run."""
+    return ["train", entry.config, *(["--resume", "auto"] if entry.resume else [])]
+
+
+def _adopted(roots: Roots, entry: Entry) -> Entry:
+    """Mark an entry as running if a runner started its run but was killed before recording it."""
+    name = log_name(entry.name)
+    if entry.state != "waiting" or processes.words_of(roots, name) != words_of(entry):
+        return entry
+    return _with(entry, "running") if processes.running(roots, name) else entry
+
+
+def _is_taken(roots: Roots, entry: Entry) -> bool:
+    """Return whether a run with this name is training, or its log is still being written."""
+    return is_held(roots.runs / entry.name) or processes.running(roots, log_name(entry.name))
+
+
+def _device_of_run(folder: Path) -> str:
+    """Return a running run's device: its last attempt's, or else its configuration's."""
+    attempts = attempts_of(folder)
+    if attempts:
+        return CPU if attempts[-1].device.startswith("cpu") else GPU
+    return queue.device_of(state_of(folder).settings)
+
+
+def _ended(entry: Entry, known: Mapping[str, tuple[State, str]]) -> Entry:
+    return _with(entry, *known[entry.id]) if entry.id in known else entry
+
+
+def _with(entry: Entry, state: State, reason: str = "") -> Entry:
+    return entry.model_copy(update={"state": state, "reason": reason})
+
+
+if __name__ == "__main__":
+    run(make_roots(Path(sys.argv[1]), [Path(sys.argv[2])]))

@@ -1,0 +1,89 @@
+"""The folders that the pages may read and write: the runs' folder and the named roots, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
+from simpletune.system.options import UserError
+
+OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
+
+
+class OutsideRoots(UserError):
+    """Report a path that the pages may not touch."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The folders that the pages may touch.
+
+    Args:
+        runs: folder of the runs.
+        named: further folders with pictures and configurations; relative paths are relative to the first.
+    """
+
+    runs: Path
+    named: tuple[Path, ...]
+
+    @property
+    def own(self) -> Path:
+        """The folder for the pages' own files."""
+        return self.runs / OWN
+
+    def resolve(self, text: str) -> Path:
+        """Resolve a path given by a user, including links.
+
+        Raises:
+            OutsideRoots: it lies outside of all roots; the message names the remedy.
+        """
+        given = Path(text).expanduser()
+        try:
+            path = (given if given.is_absolute() else self.named[0] / given).resolve()
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name
+            raise OutsideRoots(f"{text!r} is not a path") from None
+        if not any(path.is_relative_to(root) for root in (self.runs, *self.named)):
+            allowed = ", ".join(map(str, self.named))
+            raise OutsideRoots(
+                f"{text} is outside of the folders that this page may use ({allowed}). Start it with --root {path}"
+            )
+        return path
+
+    def run(self, name: str) -> Path | None:
+        """Return the folder of the run with this name; None if there is none."""
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            return None
+        folder = self.runs / name
+        return folder if is_run(folder) and folder.resolve().parent == self.runs else None
+
+    def all_runs(self) -> Iterator[Path]:
+        """Yield the folders of all runs, by name."""
+        if self.runs.is_dir():
+            yield from (each for each in sorted(self.runs.iterdir()) if self.run(each.name) is not None)
+
+    def inside(self, folder: Path, name: str) -> Path | None:
+        """Return the file ``name`` below ``folder``; None if it is missing or a link leads out of the folder."""
+        try:
+            file = (folder / name).resolve()
+            return file if file.is_relative_to(folder.resolve()) and file.is_file() else None
+        except (OSError, ValueError, RuntimeError):
+            return None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's, finished or not."""
+    return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
+
+
+def make_roots(runs: Path, named: list[Path]) -> Roots:
+    """Resolve the folders of ``simpletune web``.
+
+    Raises:
+        UserError: a root is not a folder.
+    """
+    for root in named:
+        if not root.is_dir():
+            raise UserError(f"--root: {root} is not a folder. Give one that exists")
+    return Roots(runs.resolve(), tuple(root.resolve() for root in named) or (Path.cwd().resolve(),))

@@ -1,0 +1,124 @@
+"""A run's state in a few figures, read cheaply from the ends of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.runs.attempts import attempts_of
+from simpletune.runs.folder import ATTEMPTS, CONFIG, EVALUATIONS, METRICS, SAMPLES, SUMMARY
+from simpletune.system.locks import is_held
+from simpletune.system.options import Json
+from simpletune.system.strict_json import parse
+
+STAMPED = (METRICS, SUMMARY, ATTEMPTS, EVALUATIONS, SAMPLES, CONFIG)
+TAIL = 4096  # bytes: more than the longest row of metrics
+Runs = Sequence[tuple[Path, bool]]
+"""Folders of all runs, and whether a process trains each: one list for all pages\' stamps."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run's state.
+
+    Args:
+        name: its folder's name.
+        word: running, finished, stopped, failed, killed or new.
+        reason: why it ended, if it did not finish.
+        done: finished steps.
+        steps: planned steps; None if the configuration does not say.
+        loss: the last step's loss; None before the first.
+        settings: its configuration as JSON; empty if it is missing or damaged.
+        picture: newest sheet of validation pictures, relative to the run's folder.
+    """
+
+    name: str
+    word: str
+    reason: str
+    done: int
+    steps: int | None
+    loss: float | None
+    settings: Json
+    picture: str | None
+
+
+def state_of(folder: Path) -> RunState:
+    """Read the state of a run; damaged files count as missing."""
+    row = last_row(folder / METRICS)
+    summary, settings = json_object(folder / SUMMARY), json_object(folder / CONFIG)
+    word, reason = _ending(folder, bool(summary))
+    steps = summary.get("steps") or settings.get("train", {}).get("steps")
+    sheets = sorted(folder.glob(f"{SAMPLES}/*.png"), key=lambda file: file.stat().st_mtime)
+    picture = str(sheets[-1].relative_to(folder)) if sheets else None
+    return RunState(folder.name, word, reason, int(row.get("step", 0)), steps, row.get("loss"), settings, picture)
+
+
+def _ending(folder: Path, summarised: bool) -> tuple[str, str]:
+    if is_held(folder):
+        return "running", ""
+    attempts = attempts_of(folder)
+    if not attempts:
+        return ("finished" if summarised else "new"), ""
+    last = attempts[-1]
+    return last.ended or "killed", last.reason
+
+
+def last_row(file: Path) -> Json:
+    """Return the last complete row of a JSON Lines file; empty if there is none."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
+            lines = opened.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:  # empty, or still being written
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def json_object(file: Path) -> Json:
+    """Read a JSON object; empty if the file is missing or damaged."""
+    try:
+        found = parse(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stamp(folder: Path, held: bool) -> Hashable:
+    """Return a value that changes whenever a page about the run would look different.
+
+    Args:
+        folder: run folder.
+        held: whether a process trains it.
+    """
+    return (*(file_stamp(folder / name) for name in STAMPED), held)
+
+
+def stamps_in(folder: Path) -> dict[str, Hashable]:
+    """Return each file's stamp in a folder, by name; empty if there is no folder."""
+    found: dict[str, Hashable] = {}
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it is being replaced
+                status = entry.stat()
+                found[entry.name] = status.st_mtime_ns, status.st_size
+    return found
+
+
+def file_stamp(file: Path) -> tuple[int, int] | None:
+    """Return a value that changes when a file or a folder's entries do; None if it is missing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

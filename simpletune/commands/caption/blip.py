@@ -1,0 +1,66 @@
+"""BLIP (arXiv:2201.12086): writes a caption, or completes the beginning of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from simpletune.commands.caption.kinds import Captioner, Shape, processor_in
+from simpletune.models.shared.transformers_folder import ModelFolder
+from simpletune.system.options import Json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.image_processing_backends import PilBackend
+
+PROMPT_TOKENS = 16
+
+
+class Blip(Captioner):
+    """BLIP, such as Salesforce/blip-image-captioning-large."""
+
+    own_prompt = ""
+
+    @staticmethod
+    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+        """Return BLIP's classes."""
+        from transformers import BlipConfig, BlipForConditionalGeneration
+
+        return BlipForConditionalGeneration, BlipConfig
+
+    @staticmethod
+    def processor_of(place: ModelFolder) -> PilBackend:
+        """Return BLIP's own, which squashes pictures to a square."""
+        from transformers import BlipImageProcessorPil
+
+        return processor_in(place, BlipImageProcessorPil)
+
+    @staticmethod
+    def shape(model: PreTrainedModel) -> Shape:
+        """Return the sizes at the configured picture size. Each decoder layer caches keys and values of the picture;
+        vision layers materialise all attention weights."""
+        vision, text = model.config.vision_config, model.config.text_config
+        patches = (vision.image_size // vision.patch_size) ** 2 + 1
+        cached = 4 * text.num_hidden_layers * text.hidden_size
+        widest = 4 * vision.hidden_size + max(2 * vision.intermediate_size, 3 * vision.num_attention_heads * patches)
+        return Shape(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
+
+    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Return pixels and the beginning of the caption; the model replaces the first token and drops the last."""
+        pixels = self.processor(list(pictures), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
+        text = self.model.config.text_config
+        words = self.tokenizer(self.prompt, add_special_tokens=False).input_ids if self.prompt else []
+        rows = torch.tensor([[text.bos_token_id, *words, text.sep_token_id]] * len(pictures))
+        return {"pixel_values": pixels, "input_ids": rows, "attention_mask": torch.ones_like(rows)}
+
+    def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
+        """Return the tokens after the beginning, whose last token the model dropped."""
+        return ids[:, given.shape[1] - 1 :]
+
+    def ends(self) -> set[int]:
+        """Return the separator token."""
+        return {self.model.config.text_config.sep_token_id}

@@ -1,0 +1,270 @@
+"""``simpletune caption``: write a caption beside each picture that has none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from simpletune.commands.caption.kinds import Captioner
+from simpletune.commands.caption.loading import (
+    PRECISIONS,
+    Described,
+    Prediction,
+    find_captioner,
+    load_captioner,
+    predict,
+)
+from simpletune.commands.caption.pictures import Wanted, Work, find_work, sources_of
+from simpletune.data.sources.caption_files import ChangedCaption, digest_of, plain_line, write_caption
+from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import printable, read_regular
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.estimate.forecast import card_at_hand
+from simpletune.estimate.predict import MIB, needed
+from simpletune.system.atomic import remove_stale
+from simpletune.system.console import progress, say
+from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
+from simpletune.system.options import UserError, first_lines, plural, shortened
+
+LISTED = 20  # pictures without a caption to list on the screen
+OUT_OF_MEMORY = 5  # exit code
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to caption, and how.
+
+    Args:
+        place: a folder of pictures or a configuration.
+        overrides: ``key.path=value`` overrides of the configuration.
+        model: folder or hub name.
+        prompt: the question, task or beginning; None: the model's default.
+        prefix: text before every caption.
+        trigger: word at the beginning of every caption.
+        rewrite: which captions are written, one of ``pictures.REWRITES``.
+        batch: pictures per batch.
+        precision: ``bf16``, ``int8`` or ``fp32``.
+        length: maximum number of tokens in a caption.
+        device: ``auto``, ``cuda`` or ``cpu``.
+        only_predict: whether to stop after the prediction.
+    """
+
+    place: Path
+    model: str
+    overrides: tuple[str, ...] = ()
+    prompt: str | None = None
+    prefix: str = ""
+    trigger: str = ""
+    rewrite: str = "missing"
+    batch: int = 1
+    precision: str = "bf16"
+    length: int = 120
+    device: str = "auto"
+    only_predict: bool = False
+
+    def settings(self) -> str:
+        """Return all that decides a caption besides model and picture, in the form of the record."""
+        names = ("prompt", "prefix", "trigger", "precision", "length")
+        return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
+
+
+@dataclass
+class Outcome:
+    """What happened.
+
+    Args:
+        written: how many captions.
+        cut: how many were cut off at the maximum length.
+        failed: pictures without a caption, and why.
+    """
+
+    written: int
+    cut: int
+    failed: list[str]
+
+
+def run(request: Request) -> Outcome:
+    """Caption pictures. Captions already written stay if a later one fails.
+
+    Raises:
+        UserError: the input is wrong, the model is damaged or does not fit, or pictures got no caption.
+    """
+    sources = sources_of(request.place, list(request.overrides))
+    about = find_captioner(request.model)
+    work = find_work(sources, request.rewrite, about.digest, request.settings())
+    _say_work(work)
+    precision = PRECISIONS[request.precision]
+    device = _device(request)
+    prediction = predict(about, precision, request.batch, request.length)
+    _require_room(request, prediction, device)
+    failed = [f"{each.name}: {each.reason}" for each in work.rejected]
+    outcome = Outcome(0, 0, failed)
+    if work.wanted and not request.only_predict:
+        _caption_all(request, about, work.wanted, (precision, device), outcome)
+    return _ended(outcome, work)
+
+
+def _device(request: Request) -> torch.device:
+    """Choose the device, and print the choice.
+
+    Raises:
+        UserError: there is no card and the CPU was not requested, or the card does not compute in bf16.
+    """
+    if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
+        raise UserError(
+            "--device: no NVIDIA GPU was found. Use --device cpu and accept seconds to minutes a picture, or a machine "
+            "with a card"
+        )
+    device, why = choose_device(request.device, "auto", is_demo=False)
+    capability = capability_of(device)
+    if capability is not None and capability < BF16_FROM and request.precision != "fp32":
+        raise UserError(
+            f"--precision {request.precision} needs a card with bf16, and this is {why}. Use --precision fp32"
+        )
+    say(f"device  {why}")
+    return device
+
+
+def _say_work(work: Work) -> None:
+    kept = f", {plural(work.kept, 'picture')} with a caption that is kept" if work.kept else ""
+    say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
+    if work.sharing:
+        names = shortened([printable(name) for name in work.sharing], 3)
+        say(f"note    {names}: the same name as another picture, so they share its caption file")
+
+
+def _require_room(request: Request, prediction: Prediction, device: torch.device) -> None:
+    """Print the prediction, and refuse a model that does not fit on a card.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    batch = f"{plural(request.batch, 'picture')} at a time"
+    say(
+        f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of "
+        f"weights in {request.precision}, about {prediction.work / MIB:,.0f} for {batch}"
+    )
+    if device.type != "cuda":
+        return
+    card, held = card_at_hand(device)
+    if needed(prediction.total) + held > card.bytes:
+        cheaper = [] if request.precision == "int8" else ["--precision int8"]
+        cheaper += ["--batch-size 1"] if request.batch > 1 else []
+        raise UserError(
+            f"memory: captioning needs {needed(prediction.total) / MIB:,.0f} MiB and {card.name} has "
+            f"{(card.bytes - held) / MIB:,.0f} free. Use {' or '.join([*cheaper, 'a smaller model'])}"
+        )
+
+
+def _caption_all(
+    request: Request,
+    about: Described,
+    wanted: Sequence[Wanted],
+    on: tuple[WeightPrecision, torch.device],
+    outcome: Outcome,
+) -> None:
+    for folder in {one.picture.parent for one in wanted}:
+        remove_stale(folder)  # left by a run that was killed
+    captioner = load_captioner(about, *on, request.prompt)
+    with progress("caption", len(wanted), "pictures") as advance:
+        for start in range(0, len(wanted), request.batch):
+            batch = list(_decoded(wanted[start : start + request.batch], outcome.failed))
+            for one, caption, cut in _captions(captioner, batch, request.length, outcome.failed):
+                _write(one, finished(caption, request.prefix, request.trigger), about, request, outcome)
+                outcome.cut += cut
+            for _ in wanted[start : start + request.batch]:
+                advance()
+
+
+def _decoded(wanted: Sequence[Wanted], failed: list[str]) -> Iterator[tuple[Wanted, Image.Image]]:
+    """Yield the readable pictures of a batch as training sees them: rotated by EXIF, on white, in sRGB."""
+    for one in wanted:
+        try:
+            yield one, decode(read_regular(one.picture))
+        except UnusablePicture as reason:
+            failed.append(f"{one.name}: {reason}")
+
+
+def _captions(
+    captioner: Captioner, batch: Sequence[tuple[Wanted, Image.Image]], length: int, failed: list[str]
+) -> Iterator[tuple[Wanted, str, bool]]:
+    """Caption a batch; if the model rejects one of its pictures, caption them one by one.
+
+    Raises:
+        UserError: the device's memory is full.
+    """
+    if not batch:
+        return
+    try:
+        captions, cut = captioner.caption([picture for _, picture in batch], length)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "memory: the device is full. Captions so far are written; use --precision int8, a smaller --batch-size or "
+            "a smaller model, and start again",
+            OUT_OF_MEMORY,
+        ) from None
+    except ValueError as error:
+        if len(batch) > 1:
+            for entry in batch:
+                yield from _captions(captioner, [entry], length, failed)
+        else:
+            failed.append(f"{batch[0][0].name}: the model does not accept it ({error})")
+        return
+    for (one, _), caption, is_cut in zip(batch, captions, cut, strict=True):
+        yield one, caption, is_cut
+
+
+def finished(caption: str, prefix: str, trigger: str) -> str:
+    """Put prefix and trigger before a caption; empty if the model wrote nothing.
+
+    Args:
+        caption: as the model wrote it.
+        prefix: text before it.
+        trigger: word before both, unless the text has it already.
+    """
+    text = plain_line(caption)
+    if not text:
+        return ""
+    text = f"{plain_line(prefix)} {text}".strip()
+    words = Counter(text.replace(",", " ").replace(".", " ").split())
+    wanted = plain_line(trigger)
+    return f"{wanted}, {text}" if wanted and any(words[word] == 0 for word in wanted.split()) else text
+
+
+def _write(one: Wanted, caption: str, about: Described, request: Request, outcome: Outcome) -> None:
+    if not caption:
+        outcome.failed.append(f"{one.name}: the model wrote nothing about it")
+        return
+    one.record.add(one.before, digest_of(f"{caption}\n".encode()), about.digest, request.settings())
+    try:
+        write_caption(one.before, caption)
+    except ChangedCaption as error:
+        outcome.failed.append(f"{one.name}: {error}")
+        return
+    outcome.written += 1
+
+
+def _ended(outcome: Outcome, work: Work) -> Outcome:
+    """Print the outcome.
+
+    Raises:
+        UserError: pictures got no caption.
+    """
+    say(f"written {plural(outcome.written, 'caption')}")
+    if outcome.cut:
+        longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
+        say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
+    if outcome.failed:
+        lines = first_lines([f"  {printable(line)}" for line in outcome.failed], LISTED)
+        without = plural(len(outcome.failed), "entry has", "entries have")
+        raise UserError(
+            "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])
+        )
+    return outcome

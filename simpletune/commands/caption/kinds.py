@@ -1,0 +1,161 @@
+"""Interface of image-to-text models: build inputs without torchvision, and write captions.
+
+Legend: n pictures in a batch, t tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from simpletune.models.shared.transformers_folder import ModelFolder, quiet
+from simpletune.system.options import Json, UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.image_processing_backends import PilBackend
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that decide how much memory a model takes besides its weights.
+
+    Args:
+        patches: number of patches of a picture in the vision tower's first layers.
+        vision: largest width of a patch's activations.
+        tokens: tokens of a picture and its prompt in the language model.
+        text: largest width of a token's activations.
+        cached: numbers that the language model keeps for each token.
+        vocabulary: number of tokens in the vocabulary.
+    """
+
+    patches: int
+    vision: int
+    tokens: int
+    text: int
+    cached: int
+    vocabulary: int
+
+
+class Captioner(ABC):
+    """A model and its preprocessing.
+
+    Args:
+        place: the model's folder.
+        model: the loaded model.
+        prompt: the question, task or beginning; None: the kind's default.
+
+    Raises:
+        UserError: the folder lacks a tokenizer or a preprocessor_config.json, or the kind does not accept the prompt.
+    """
+
+    own_prompt: ClassVar[str]
+    continues: ClassVar[bool] = True
+    """Whether the caption continues the prompt's tokens rather than being decoded separately."""
+
+    def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
+        self.model = model
+        self.prompt = self.own_prompt if prompt is None else prompt
+        self.tokenizer = place.tokenizer(padding_side="left")
+        self.processor = self.processor_of(place)
+
+    @staticmethod
+    @abstractmethod
+    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+        """Return the classes of model and configuration for the content of a config.json."""
+
+    @staticmethod
+    @abstractmethod
+    def processor_of(place: ModelFolder) -> PilBackend:
+        """Return the image processor for Pillow images."""
+
+    @staticmethod
+    @abstractmethod
+    def shape(model: PreTrainedModel) -> Shape:
+        """Return the sizes for the largest picture that the model is given."""
+
+    @abstractmethod
+    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Prepare a batch: pixels and token ids, on the CPU.
+
+        Raises:
+            ValueError: the model does not accept a picture's shape.
+        """
+
+    def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
+        """Turn what a model generated into text.
+
+        Args:
+            ids: the generated ids.
+            given: the prompt's ids, for the kinds that repeat them.
+        """
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    @torch.no_grad()
+    def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
+        """Write the most likely caption of each picture. Ignores sampling in the folder's settings.
+
+        Args:
+            pictures: RGB.
+            length: maximum number of tokens in a caption.
+
+        Returns:
+            The captions, and whether each was cut off at ``length``.
+
+        Raises:
+            ValueError: the model does not accept a picture's shape.
+            UserError: prompt and caption together exceed the model's context.
+        """
+        device, dtype = self.model.device, self.dtype
+        inputs = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in self.inputs(pictures).items()
+        }
+        self._require_room(inputs["input_ids"].shape[1], length)
+        unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        with quiet():
+            ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
+        new = self.new_ids(ids, inputs["input_ids"])
+        ends = self.ends()
+        cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
+        return self.texts(ids, inputs["input_ids"]), cut
+
+    def _require_room(self, given: int, length: int) -> None:
+        room = self.model.config.text_config.max_position_embeddings - given * self.continues
+        if length > room:
+            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the pixels: that of the first floating-point weight."""
+        return next(each.dtype for each in self.model.parameters() if each.is_floating_point())
+
+    def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
+        """Return the generated tokens without the prompt."""
+        return ids[:, given.shape[1] :]
+
+    def ends(self) -> set[int]:
+        """Return the tokens that end a caption."""
+        end = self.model.generation_config.eos_token_id
+        return set(end) if isinstance(end, list) else {end}
+
+
+def processor_in(place: ModelFolder, kind: type[PilBackend]) -> PilBackend:
+    """Load a folder's image processor in the form that needs no torchvision.
+
+    Raises:
+        UserError: the folder has no preprocessor_config.json, or it is damaged.
+    """
+    with quiet():
+        try:
+            processor: PilBackend = kind.from_pretrained(place.folder, local_files_only=True)
+            return processor
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise place.damaged(f"has no usable preprocessor_config.json ({reason})") from None

@@ -1,0 +1,143 @@
+"""Decide which pictures get a caption, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from simpletune.commands.caption.record import Record
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_data_folder
+from simpletune.data.sources.caption_files import CaptionFile, caption_file
+from simpletune.data.sources.captions import METADATA
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.masks import without_masks
+from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.sources.walk import is_text, readable, walk
+from simpletune.system.console import note
+from simpletune.system.options import UserError
+
+REWRITES = ("missing", "ours", "all")
+"""Captions to write. missing: missing ones; ours: also those that a model wrote with other settings; all: all."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A picture that gets a caption.
+
+    Args:
+        name: path relative to its data folder.
+        picture: the picture's file.
+        before: its current caption file.
+        record: record of its data folder.
+    """
+
+    name: str
+    picture: Path
+    before: CaptionFile
+    record: Record
+
+
+@dataclass
+class Work:
+    """Pictures of all folders, by what happens to them.
+
+    Args:
+        wanted: pictures that get a caption.
+        kept: number of pictures that keep their caption.
+        sharing: pictures that share the caption file of another, such as a.png beside a.jpg.
+        rejected: entries that cannot get a caption, and why.
+    """
+
+    wanted: list[Wanted] = field(default_factory=list)
+    kept: int = 0
+    sharing: list[str] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
+    """List the folders to caption: those of a configuration, or the folder itself.
+
+    Args:
+        place: a folder of pictures, a JSON file or the name of a shipped configuration.
+        overrides: ``key.path=value`` overrides of the configuration.
+
+    Raises:
+        UserError: the configuration is wrong, or has no captions in text files.
+    """
+    if place.is_dir():
+        if overrides:
+            raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
+        return [require_text_captions(Folder(path=str(place), mask="files"), "")]
+    read, notices = read_config(place, overrides, needs_model=False)
+    note(notices)
+    config = resolve_data_folder(read)
+    folders: dict[str, Folder] = {}
+    for source in config.data.members:
+        if not isinstance(source, Folder):
+            raise UserError(f"data.source: {source.path} is a table, which holds its captions. Caption folders only")
+        folders.setdefault(source.path, require_text_captions(source, "data.captions: "))
+    return list(folders.values())
+
+
+def require_text_captions(source: Folder, field: str) -> Folder:
+    """Refuse a folder whose captions training would not read from text files."""
+    folder = Path(source.path)
+    if source.prompt is not None:
+        raise UserError(f"data.prompt is set, so no caption in {source.path} would be read. Set data.prompt=null")
+    if source.captions in ("jsonl", "filename") or (source.captions == "auto" and (folder / METADATA).exists()):
+        read = METADATA if source.captions != "filename" else "file names"
+        remedy = f"Set data.captions=txt in a configuration{f', or remove {METADATA}' if read == METADATA else ''}"
+        raise UserError(f"{field}{source.path} takes its captions from {read}, not from text files. {remedy}")
+    return source
+
+
+def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> Work:
+    """Examine every picture's caption without opening pictures.
+
+    Args:
+        sources: the folders.
+        rewrite: one of ``REWRITES``.
+        model: fingerprint of the model's folder.
+        settings: this run's settings in the form of the record; captions made with them are kept.
+    """
+    work = Work()
+    for source in sources:
+        root = Path(source.path)
+        record = Record(root)
+        found = walk(root, source.links)
+        files, _ = without_masks(
+            found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path)
+        )
+        work.rejected += found.rejected
+        texts: set[Path] = set()
+        for wanted in _readable(root, files, record, work):
+            if wanted.before.file in texts:
+                work.sharing.append(wanted.name)
+            elif _is_wanted(wanted, rewrite, model, settings):
+                work.wanted.append(wanted)
+            else:
+                work.kept += 1
+            texts.add(wanted.before.file)
+    return work
+
+
+def _readable(root: Path, files: Sequence[Path], record: Record, work: Work) -> Iterator[Wanted]:
+    """Yield the pictures whose caption file can be read or does not exist yet."""
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        try:
+            if not is_text(name):
+                raise UnusablePicture("its file name is not UTF-8 text. Rename it")
+            yield Wanted(name, file, caption_file(root, file), record)
+        except UnusablePicture as reason:
+            work.rejected.append(Rejected(readable(name), str(reason)))
+
+
+def _is_wanted(wanted: Wanted, rewrite: str, model: str, settings: str) -> bool:
+    """Whether to write a caption; an empty file counts as no caption."""
+    if not wanted.before.text or rewrite == "all":
+        return True
+    made = wanted.record.of(wanted.before)
+    return rewrite == "ours" and made is not None and (made.model, made.settings) != (model, settings)

@@ -1,0 +1,169 @@
+"""Checks of driver, torch, card, and the libraries that compute on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding
+from simpletune.commands.doctor.machine import Machine
+from simpletune.system.devices import BF16_FROM, CUDA_13_FROM, sm
+from simpletune.system.disk import in_words
+
+DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
+LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
+COMPILERS = ("gcc", "clang", "cc")
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
+PROCESSES = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+OTHER_BUILD = (
+    'Install a build of torch that fits: its index URL is on PyTorch\'s "Get Started" page; then '
+    "SIMPLETUNE_TORCH_INDEX=URL ./train.sh (docs/install.md)"
+)
+
+
+def driver(machine: Machine) -> Iterator[Finding]:
+    """Check whether there is a driver that torch's CUDA can use."""
+    answer = machine.command(*DRIVER)
+    if answer is None and machine.ask("torch").get("devices"):
+        yield Finding("driver", OK, "its version is unknown without nvidia-smi; torch reaches the card")
+        return
+    if answer is None:
+        yield Finding("driver", WARNING, "nvidia-smi was not found", "Without NVIDIA's driver, only the CPU trains",
+                      "If this machine has an NVIDIA card, install its driver (Ubuntu: sudo apt install "
+                      "nvidia-driver-580, then reboot)")  # fmt: skip
+        return
+    code, text = answer
+    version = text.split(",")[0].strip()
+    if code or not version[:1].isdigit():
+        reason = (text.splitlines() or ["no output"])[0]
+        yield Finding("driver", PROBLEM, f"nvidia-smi fails: {reason}", "Torch cannot use the card either",
+                      "Install the driver again, and reboot: its kernel module may be of another version")  # fmt: skip
+        return
+    cuda = str(machine.ask("torch").get("cuda") or "")
+    needed = DRIVERS.get(int(cuda.partition(".")[0] or 0))
+    if needed and int(version.partition(".")[0]) < needed:
+        yield Finding("driver", PROBLEM, f"{version}, for CUDA {cuda} of torch",
+                      f"Torch builds for CUDA {cuda.partition('.')[0]} need driver {needed} or newer",
+                      f"Update the driver. Or: {OTHER_BUILD}")  # fmt: skip
+    else:
+        yield Finding("driver", OK, version)
+
+
+def torch(machine: Machine) -> Iterator[Finding]:
+    """Check whether torch imports and can use the card that the driver shows."""
+    found, answer = machine.ask("torch"), machine.command(*DRIVER)
+    if "error" in found:
+        yield Finding("torch", PROBLEM, found["error"], "Nothing runs without torch",
+                      "Install it again: rm -r .venv, then ./train.sh")  # fmt: skip
+        return
+    value = f"{found['version']}, built for " + (f"CUDA {found['cuda']}" if found["cuda"] else "the CPU")
+    has_card = answer is not None and answer[0] == 0
+    if has_card and not found["cuda"]:
+        card = answer[1].splitlines()[0].partition(",")[2].strip() if answer else ""
+        yield Finding("torch", PROBLEM, value, f"This build cannot use the {card}", OTHER_BUILD)
+    elif found["refused"] and (has_card or found["devices"]):
+        yield Finding("torch", PROBLEM, f"{value}, for {', '.join(found['architectures']) or 'no card'}",
+                      f"simpletune train refuses this card: {found['refused']}", OTHER_BUILD)  # fmt: skip
+    else:
+        built = f", for {', '.join(found['architectures'])}" if found["architectures"] else ""
+        yield Finding("torch", OK, value + built)
+
+
+def card(machine: Machine) -> Iterator[Finding]:
+    """Check which card there is, how much of its memory is free, and which programs use it."""
+    devices = machine.ask("torch").get("devices") or []
+    if not devices:
+        yield Finding("card", WARNING, "torch finds none", "Training SD3 on the CPU takes seconds to minutes per step",
+                      "The demo and all predictions work without one; see driver and torch above if there is a card",
+                      )  # fmt: skip
+        return
+    first = devices[0]
+    free, total = first["free"], first["total"]
+    value = f"{first['name']}, {sm(first['capability'])}, {in_words(free)} of {in_words(total)} free"
+    if len(devices) > 1:
+        value += f"; {len(devices)} cards, of which simpletune uses this one (choose with CUDA_VISIBLE_DEVICES)"
+    if free >= LITTLE_FREE * total:
+        yield Finding("card", OK, value)
+    else:
+        yield Finding("card", WARNING, value, f"Other programs use it: {users(machine) or 'nvidia-smi names none'}",
+                      "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB")  # fmt: skip
+
+
+def users(machine: Machine) -> str:
+    """List the programs that use device memory, without their paths."""
+    answer = machine.command(*PROCESSES)
+    rows = [line.split(", ") for line in answer[1].splitlines()] if answer and answer[0] == 0 else []
+    return "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
+
+
+def bf16(machine: Machine) -> Iterator[Finding]:
+    """Check whether the card multiplies in bf16."""
+    for device in (machine.ask("torch").get("devices") or [])[:1]:
+        if tuple(device["capability"]) >= BF16_FROM:
+            yield Finding("bf16", OK, f"yes ({sm(device['capability'])})")
+            continue
+        why = "Cards before sm_80 have no bf16, in which SD3's weights are published; docs/models.md says what they do"
+        remedy = "Leave precision.compute at auto, which is fp16 on this card"
+        if tuple(device["capability"]) < CUDA_13_FROM:
+            remedy += ", and a torch built for CUDA 12.6: newer ones do not know this card. " + OTHER_BUILD
+        yield Finding("bf16", WARNING, f"no ({sm(device['capability'])})", why, remedy)
+
+
+def bitsandbytes(machine: Machine) -> Iterator[Finding]:
+    """Check whether bitsandbytes loads its library for the device."""
+    answer, has_card = machine.ask("bitsandbytes"), bool(machine.ask("torch").get("devices"))
+    why = "nf4 weights and 8-bit optimizers need it"
+    remedy = "Install it again: .venv/bin/python -m pip install --force-reinstall --no-deps bitsandbytes"
+    if "error" in answer:
+        yield Finding("bitsandbytes", PROBLEM, answer["error"], why, remedy)
+    elif has_card and not answer["cuda"]:
+        value = f"{answer['version']} loads no CUDA library"
+        yield Finding(
+            "bitsandbytes", PROBLEM, value, why, f"{remedy}. `python -m bitsandbytes` shows what it looks for"
+        )
+    else:
+        yield Finding("bitsandbytes", OK, f"{answer['version']}, {'CUDA' if answer['cuda'] else 'CPU'} library")
+
+
+def quanto(machine: Machine) -> Iterator[Finding]:
+    """Check whether optimum-quanto imports."""
+    answer = machine.ask("optimum-quanto")
+    if "error" in answer:
+        yield Finding("optimum-quanto", PROBLEM, answer["error"], "precision.weights=int8-quanto needs it",
+                      "Install it again, or use precision.weights=int8, which needs nothing")  # fmt: skip
+    else:
+        yield Finding("optimum-quanto", OK, answer["version"])
+
+
+def compiler(machine: Machine) -> Iterator[Finding]:
+    """Check whether Triton has what it needs to compile: a C compiler and Python.h."""
+    version = ".".join(map(str, machine.python()[:2]))
+    asked = machine.environment.get("CC")
+    found = [path for path in map(machine.which, [asked] if asked else COMPILERS) if path]
+    header = machine.python_header()
+    lacks = [] if found else [f"{asked} (CC)" if asked else "a C compiler"]
+    lacks += [] if machine.exists(header) else ["Python.h"]
+    has_card = bool(machine.ask("torch").get("devices"))
+    if lacks:
+        level = WARNING if has_card else OK
+        value = f"{' and '.join(lacks)} not found" + ("" if has_card else "; a card needs it")
+        yield Finding("compiler", level, value,
+                      "Triton compiles with it: without, precision.products=int8 multiplies with dequantised weights "
+                      "instead, and speed.compile does not work",
+                      f"sudo apt install gcc python{version}-dev")  # fmt: skip
+    else:
+        name = re.sub(r".*/", "", found[0])
+        yield Finding("compiler", OK, f"{name} and Python.h found")
+
+
+def int8_products(machine: Machine) -> Iterator[Finding]:
+    """Check whether the card multiplies in int8: compile the kernel and compare its sums."""
+    if not machine.ask("torch").get("devices"):
+        return
+    answer = machine.ask("int8 products")
+    reason = answer.get("error") or answer["why_not"]
+    if reason:
+        yield Finding("int8 products", WARNING, reason, "precision.products=int8 multiplies with dequantised weights",
+                      "Leave precision.products at dequantised, or fix the compiler (above)")  # fmt: skip
+    else:
+        yield Finding("int8 products", OK, f"they work; Triton {answer['triton']}")

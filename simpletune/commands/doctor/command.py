@@ -1,0 +1,105 @@
+"""Run the checks in order, print what they find, and write it to a file for a bug report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from simpletune import __version__
+from simpletune.commands.doctor import card_checks, hub_checks, step_checks, system_checks
+from simpletune.commands.doctor.finding import PROBLEM, WARNING, Check, Finding, examine
+from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.probe import Probe
+from simpletune.system.console import say
+from simpletune.system.environment import LIBRARIES
+from simpletune.system.options import UserError, plural
+from simpletune.system.redact import redact
+
+FOUND = 1  # exit code if there are problems
+CHECKS = (
+    system_checks.python, system_checks.system, system_checks.memory, system_checks.disks, system_checks.folders,
+    system_checks.environment, system_checks.port, card_checks.driver, card_checks.torch, card_checks.card,
+    card_checks.bf16, system_checks.pinned_memory, card_checks.bitsandbytes, card_checks.quanto, card_checks.compiler,
+    card_checks.int8_products, hub_checks.login, hub_checks.licence,
+)  # fmt: skip
+
+
+def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
+    """Examine this machine.
+
+    Args:
+        out: the file to write.
+        train: whether to train, too.
+        as_json: print JSON at the end instead of lines during the checks.
+        steps: number of training steps of each precision.
+
+    Raises:
+        UserError: there are problems, with exit code 1; or the file cannot be written.
+    """
+    probe = Probe()
+    findings = []
+    try:
+        for finding in found(Machine(probe), steps if train else 0):
+            findings.append(finding)
+            if not as_json:
+                for line in finding.lines():
+                    say(private(line))
+    finally:
+        probe.close()
+    if as_json:
+        print(private(json.dumps([asdict(finding) for finding in findings], indent=2)))
+    problems = [finding for finding in findings if finding.level == PROBLEM]
+    try:
+        out.write_text(private(report(findings)), encoding="utf-8")
+    except OSError as error:
+        reason = f"{out} cannot be written ({error.strerror}). Name another file with --out"
+        raise UserError(f"doctor: {plural(len(problems), 'problem')}; {reason}", FOUND) from None
+    if problems:
+        said = f"doctor: {plural(len(problems), 'problem')}, each with its remedy"
+        raise UserError(f"{said}. Attach {out} to a bug report", FOUND)
+    if not as_json:
+        warnings = sum(finding.level == WARNING for finding in findings)
+        say(f"no problem, {plural(warnings, 'warning')}. Attach {out} to a bug report")
+
+
+def found(machine: Machine, steps: int) -> Iterator[Finding]:
+    """Yield the findings of every check.
+
+    Args:
+        machine: the machine to examine.
+        steps: number of training steps of each precision; 0: do not train.
+    """
+    checks: dict[str, Check] = {check.__name__: partial(check, machine) for check in CHECKS}
+    for weights in step_checks.PRECISIONS if steps else ():
+        checks[f"steps {weights}"] = partial(step_checks.steps, machine, weights, steps)
+    for name, check in checks.items():
+        yield from examine(name, check)
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Format the file: versions, then every finding."""
+    now = datetime.datetime.now(datetime.UTC)
+    lines = [f"simpletune doctor: simpletune {__version__}, {now:%Y-%m-%d %H:%M} UTC", ""]
+    lines += [line for finding in findings for line in finding.lines()]
+    return (
+        "\n".join([*lines, "", *(f"{name} {_version(name)}" for name in (*LIBRARIES, "accelerate", "triton"))]) + "\n"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+def private(text: str) -> str:
+    """Remove tokens, passwords and home folders from a text."""
+    text = redact(text).replace(str(Path.home()).rstrip("/") + "/", "~/")
+    return re.sub(r"/(?:home|Users)/[^/\s:\"']+", "~", text)

@@ -1,0 +1,68 @@
+"""Checks of the Hugging Face hub: whether there is a login, and whether it gives access to SD3 Medium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simpletune.commands.doctor.finding import OK, WARNING, Finding
+from simpletune.commands.doctor.machine import Machine
+
+FILE = "model_index.json"
+SECONDS = 5.0  # timeout for the hub
+LOGIN = "Run `hf auth login`, or set HF_TOKEN"
+
+
+def login(machine: Machine) -> Iterator[Finding]:
+    """Check whether a token is stored, without showing or sending it."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        yield Finding("hub login", WARNING, "no token",
+                      "The hub only lets accounts that accepted its licence download SD3 Medium",
+                      f"{LOGIN}. Local folders and files, and SD 1.5 and 2 need none")  # fmt: skip
+    else:
+        yield Finding(
+            "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"
+        )
+
+
+def licence(machine: Machine) -> Iterator[Finding]:
+    """Check whether this account may download SD3 Medium."""
+    from simpletune.models.sd3.shapes import SD3_MEDIUM
+
+    yield from access(SD3_MEDIUM, "SD3 Medium")
+
+
+def access(name: str, title: str = "") -> Iterator[Finding]:
+    """Check whether this account may download a model, by a HEAD request for a small file.
+
+    Args:
+        name: name of the repository.
+        title: the model's title; empty: the name of its repository.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
+
+    from simpletune.system.hub.errors import clear_errors
+    from simpletune.system.hub.repository import Repository
+    from simpletune.system.options import UserError
+
+    title = title or name
+    repository = Repository(name)
+    kept = sorted((repository.cache / "snapshots").glob(f"*/{FILE}"))
+    if kept:
+        yield Finding(title, OK, "it is in the hub cache")
+        return
+    gated = False
+    try:
+        with clear_errors(repository):
+            try:
+                get_hf_file_metadata(hf_hub_url(name, FILE), timeout=SECONDS)
+            except GatedRepoError:
+                gated = True
+                raise
+    except UserError as error:
+        value = "the hub does not give it to this account" if gated else "unknown: the hub gave no answer"
+        yield Finding(title, WARNING, value, str(error), "The demo and local models work without the hub")
+    else:
+        yield Finding(title, OK, "this account may download it")

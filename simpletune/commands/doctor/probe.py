@@ -1,0 +1,190 @@
+"""Ask questions that need torch in a child process, so that a library that crashes or hangs does not stop the parent.
+
+Parent and child exchange lines of text: a question, and a JSON answer after a marker, because libraries print, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import IO
+
+from simpletune.system.options import Json
+from simpletune.system.printable import reason_of
+
+MARK = "@doctor "
+COMMAND = (sys.executable, "-m", "simpletune.commands.doctor.probe")
+SECONDS = 120.0  # timeout for an answer
+PINNED = 256 * 2**20
+
+
+class Probe:
+    """Child process that answers questions; started at the first question, and again after it has died.
+
+    Args:
+        command: command line that starts it.
+        seconds: timeout for an answer.
+    """
+
+    def __init__(self, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS):
+        self.command, self.seconds = command, seconds
+        self._answers: dict[str, Json] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._unread = b""
+
+    def ask(self, question: str) -> Json:
+        """Return the answer, cached for each question; it has ``error`` if there is none.
+
+        Args:
+            question: a key of ``QUESTIONS``, or ``steps WEIGHTS COUNT``.
+        """
+        if question not in self._answers:
+            self._answers[question] = self._ask(question)
+        return self._answers[question]
+
+    def close(self) -> None:
+        """Stop the child process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, question: str) -> Json:
+        if self._process is None:
+            self._unread = b""
+            self._process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+            )
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{question}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._ended()
+        return self._answer()
+
+    def _answer(self) -> Json:
+        """Read until there is an answer, the child ends, or time runs out."""
+        assert self._process is not None and self._process.stdout is not None
+        stream, deadline = self._process.stdout, time.monotonic() + self.seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                read = os.read(stream.fileno(), 2**16)
+                if not read:
+                    return self._ended()
+                *lines, self._unread = (self._unread + read).split(b"\n")
+                for line in lines:
+                    if line.startswith(MARK.encode()):
+                        return json.loads(line[len(MARK) :])
+        self.close()
+        return {"error": f"no answer within {self.seconds:.0f} s"}
+
+    def _ended(self) -> Json:
+        """Describe how the child ended, with its last line of output."""
+        assert self._process is not None
+        code = self._process.wait()
+        self.close()
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
+        last = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"error": f"the process ended ({how}){': ' + last[-1][:200] if last else ''}"}
+
+
+def torch_facts() -> Json:
+    """Return torch's version and the devices that it sees."""
+    import torch
+
+    from simpletune.system.devices import choose_device
+    from simpletune.system.options import UserError
+
+    refused, devices = "", []
+    try:
+        choose_device("cuda", "fp32", is_demo=True)
+    except UserError as error:
+        refused = str(error)
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(number)
+        capability = torch.cuda.get_device_capability(number)
+        name = torch.cuda.get_device_name(number)
+        devices.append({"name": name, "capability": capability, "free": free, "total": total})
+    cuda, built = torch.version.cuda, torch.cuda.get_arch_list()
+    return {
+        "version": torch.__version__, "cuda": cuda, "architectures": built, "devices": devices, "refused": refused,
+    }  # fmt: skip
+
+
+def bitsandbytes_facts() -> Json:
+    """Return which library bitsandbytes has loaded."""
+    from bitsandbytes.cextension import lib
+
+    error = vars(lib).get("formatted_error")  # class of the stand-in for a library that does not load
+    found: Json = {"version": version("bitsandbytes"), "cuda": bool(getattr(lib, "compiled_with_cuda", False))}
+    return found | ({"error": next(line for line in str(error).splitlines() if line.strip()).strip()} if error else {})
+
+
+def quanto_facts() -> Json:
+    """Whether optimum-quanto imports."""
+    import optimum.quanto  # noqa: F401
+
+    return {"version": version("optimum-quanto")}
+
+
+def pinned_facts() -> Json:
+    """Pin some host memory."""
+    import torch
+
+    return {"pinned": torch.empty(PINNED, dtype=torch.uint8, pin_memory=True).nbytes}
+
+
+def int8_facts() -> Json:
+    """Return why the card cannot multiply in int8, or None."""
+    import torch
+
+    from simpletune.engine.quant.int8_products import why_not
+
+    reason = why_not(torch.device("cuda", torch.cuda.current_device()))
+    return {"why_not": reason, "triton": None if reason else version("triton")}
+
+
+QUESTIONS: dict[str, Callable[[], Json]] = {
+    "torch": torch_facts,
+    "bitsandbytes": bitsandbytes_facts,
+    "optimum-quanto": quanto_facts,
+    "pinned memory": pinned_facts,
+    "int8 products": int8_facts,
+}
+
+
+def answer(question: str) -> Json:
+    """Answer one question; an exception becomes its reason, in one line."""
+    try:
+        if not question.startswith("steps "):
+            return QUESTIONS[question]()
+        from simpletune.commands.doctor.probe_steps import take_steps
+
+        _, weights, count = question.split()
+        return take_steps(weights, int(count))
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": reason_of(error)}
+
+
+def main() -> None:
+    """Answer the questions that arrive on standard input."""
+    for line in sys.stdin:
+        print(f"\n{MARK}{json.dumps(answer(line.strip()))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

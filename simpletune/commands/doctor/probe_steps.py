@@ -1,0 +1,86 @@
+"""Train the demo model for a few steps on random latents and prompts, and measure them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from simpletune.config.compute import settle_compute
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.stages.load import load_base
+from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.system.devices import capability_of, choose_device
+from simpletune.system.options import Json
+
+MIB = 2**20
+
+
+def config_of(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
+    """Return the demo's configuration in one precision.
+
+    Args:
+        weights: ``precision.weights``.
+        capability: compute capability of the card; None on the CPU.
+    """
+    overrides = [f"precision.weights={weights}", "precision.compute=auto"]
+    config, _ = read_config(Path("demo"), overrides, needs_data=False)
+    return resolve_model_folder(settle_compute(config, capability))
+
+
+def take_steps(weights: str, count: int) -> Json:
+    """Train for some steps.
+
+    Args:
+        weights: ``precision.weights``.
+        count: number of steps, at least 1.
+
+    Returns:
+        Median seconds per step, losses, and peaks in MiB: predicted, and on a card measured and reserved.
+    """
+    device = choose_device("auto", "fp32", is_demo=True)[0]
+    capability = capability_of(device)
+    config = config_of(weights, capability)
+    found: Json = {"compute": config.precision.compute}
+    if capability:
+        found["predicted_mib"] = simulate(config, capability=capability).peak.bytes / MIB
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    side = config.data.resolution
+    transformer = load_base(config, device, [(side, side)])
+    core = assemble(config, transformer, SingleProcess(device))
+    transformer.train()
+    losses, seconds = _losses(core, SyntheticBatches(config, core, device=device), count)
+    found |= {"losses": losses, "seconds_per_step": statistics.median(seconds[1:] or seconds)}
+    if capability:
+        found["measured_mib"] = torch.cuda.max_memory_allocated(device) / MIB
+        found["reserved_mib"] = torch.cuda.max_memory_reserved(device) / MIB
+    return found
+
+
+def _losses(core: StepCore, synthetic: SyntheticBatches, count: int) -> tuple[list[float], list[float]]:
+    """Take the steps; return their losses and seconds."""
+    torch.manual_seed(0)
+    losses, seconds = [], []
+    for step in range(count):
+        began = time.perf_counter()
+        loss, _ = core.step([_filled(batch) for batch in synthetic.step(step)])
+        losses.append(loss.item())  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds
+
+
+def _filled(batch: Batch) -> Batch:
+    """Draw a batch's values."""
+    for tensor in (batch.z_0, batch.noise, batch.prompt_embeds, batch.pooled):
+        tensor.normal_()
+    return batch

@@ -1,0 +1,123 @@
+"""Draw the missing pictures of an evaluation one by one; each is stored as soon as it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.commands.evaluate.plan import Plan, Point, Shot, readable
+from simpletune.commands.generate.generate import made_with
+from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.data.cache.cache import Cache
+from simpletune.runs.weights import precision_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Sampler, decode
+from simpletune.system.atomic import atomic_file, quarantine
+from simpletune.system.console import progress, say
+from simpletune.system.options import UserError, plural
+
+FOLDER, PICTURES, LATENTS = "evaluation", "pictures", "latents"
+
+
+class Gallery:
+    """Pictures of a run's evaluations: ``RUN/evaluation/pictures/KEY.png``.
+
+    Args:
+        run: the run's folder.
+    """
+
+    def __init__(self, run: Path):
+        self.folder = run / FOLDER
+        self.latents = Cache(self.folder / LATENTS)
+
+    def file(self, key: str) -> Path:
+        """Return the path of a picture."""
+        return self.folder / PICTURES / f"{key}.png"
+
+    def lacking(self, keys: Iterable[str]) -> list[str]:
+        """List the pictures that are still to be drawn. Renames and reports damaged ones."""
+        missing = []
+        for key in dict.fromkeys(keys):
+            file = self.file(key)
+            if readable(file) is not None:
+                continue
+            missing.append(key)
+            if file.exists():
+                say(f"picture {file} is damaged: renamed to {quarantine(file).name}; drawing it again")
+        return missing
+
+    def open(self, key: str) -> Image.Image:
+        """Open a picture.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        image = readable(self.file(key))
+        if image is None:
+            raise UserError(f"{self.file(key)} is missing or damaged. Start again: only this picture is drawn again")
+        return image
+
+
+def draw_missing(plan: Plan, gallery: Gallery) -> int:
+    """Draw what is missing: first all latents, each stored at once, then the pictures. Text encoders, transformer and
+    autoencoder are never in memory together.
+
+    Returns:
+        How many pictures were drawn.
+    """
+    keys = {plan.key(point, shot): (point, shot) for point in plan.points for shot in plan.shots}
+    missing = gallery.lacking(keys)
+    if not missing:
+        return 0
+    undrawn = set(gallery.latents.lacking(missing))
+    if undrawn:
+        draw_latents(plan, gallery, undrawn)
+    session = plan.session
+    with session.stages.stage("decode"), progress("decode", len(missing), "pictures") as advance:
+        vae = session.autoencoder()
+        for key in missing:
+            point, shot = keys[key]
+            (image,) = decode(vae, session.config.model, [gallery.latents.load(key)["z"]])
+            gallery.file(key).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(gallery.file(key)) as part:
+                save_png(image, part, shot.request, **made_with(session, point.weights))
+            gallery.latents.file(key).unlink()
+            advance()
+        del vae
+    free_memory(session.device)
+    return len(missing)
+
+
+def draw_latents(plan: Plan, gallery: Gallery, undrawn: set[str]) -> None:
+    """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
+    session, config = plan.session, plan.session.config
+    wanted: dict[Point, list[list[Shot]]] = {}
+    for point in plan.points:
+        groups = [group for group in plan.groups() if any(plan.key(point, shot) in undrawn for shot in group)]
+        if groups:
+            wanted[point] = groups
+    shots = [shot.request for groups in wanted.values() for group in groups for shot in group]
+    prompts = [prompt for each in shots for prompt in (each.prompt, each.negative_prompt)]
+    texts = session.encoded([point.weights for point in wanted], prompts)
+    shared = SharedBase(config, session.device, {(r.width, r.height) for r in shots}, session.speed.compiled)
+    points = {point.weights: point for point in wanted}
+    say(f"draw    {plural(len(shots), 'picture')} by {plural(len(wanted), 'model')}")
+    with progress("draw", len(shots), "pictures") as advance:
+        for weights in shared.grouped_by_base(points):
+            with session.stages.stage("load"):
+                transformer, modulation = shared.use(weights)
+            sampler = Sampler(
+                transformer, config.model, precision_of(config, weights), modulation, session.speed.batch_size,
+                session.speed.reuse_guidance, objective=config.objective,
+            )  # fmt: skip
+            for group in wanted[points[weights]]:
+                with session.stages.stage("denoise"):
+                    drawn = sampler.latents([shot.request for shot in group], texts[weights].load)
+                for shot, z in zip(group, drawn, strict=True):
+                    gallery.latents.save(plan.key(points[weights], shot), {"z": z})
+                    advance()
+            del transformer, modulation, sampler
+    shared.free()

@@ -1,0 +1,153 @@
+"""``simpletune evaluate``: draw with every checkpoint from the same noise, embed, score, write the table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from simpletune import __version__
+from simpletune.commands.evaluate.draw import FOLDER, PICTURES, Gallery, draw_missing
+from simpletune.commands.evaluate.embed import embed, reads_prompts
+from simpletune.commands.evaluate.encoders.encoder import About
+from simpletune.commands.evaluate.encoders.loading import class_of, find_encoder
+from simpletune.commands.evaluate.measure import measure
+from simpletune.commands.evaluate.plan import FIRST_SEED, Plan, points_of, real_pictures, shots_of
+from simpletune.commands.evaluate.predict import Stage, predict
+from simpletune.commands.evaluate.prompts import prompts_of, words_of
+from simpletune.commands.evaluate.table import VERSION, lines, main_encoders
+from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
+from simpletune.data.demo import ENCODERS
+from simpletune.runs.choice import choose
+from simpletune.runs.folder import SCORES
+from simpletune.runs.names import find_run, run_config
+from simpletune.stages.sample import Request
+from simpletune.system.atomic import write_json
+from simpletune.system.console import say
+from simpletune.system.locks import exclusive
+from simpletune.system.options import Json, UserError, plural
+
+
+def evaluate(args: argparse.Namespace) -> Path:
+    """Evaluate a run; continues from what an interrupted call has drawn and embedded.
+
+    Args:
+        args: defined in ``cli.evaluate.evaluate_arguments``.
+
+    Returns:
+        ``evaluation.json``.
+    """
+    args.run, step = find_run(str(args.evaluated))
+    if step is not None:
+        raise UserError(f"{args.evaluated}: all checkpoints of a run are evaluated together. Name the run: {args.run}")
+    encoders = encoders_of(run_config(args.run).is_demo, args.encoders)
+    args.runs = args.model = args.no_t5 = None
+    session = open_session(args)
+    plan = plan_of(session, args)
+    gallery = Gallery(args.run)
+    gallery.folder.mkdir(exist_ok=True)
+    with exclusive(gallery.folder, "wait for the other evaluation of this run"):
+        undrawn = len(gallery.lacking(plan.key(point, shot) for point in plan.points for shot in plan.shots))
+        say(
+            f"evaluate {plural(len(plan.points), 'model')} x {plural(len(plan.shots), 'picture')} "
+            f"({plan.prompts.name}), {undrawn} to draw, on {session.reason}"
+        )
+        stages = predict(plan, encoders, undrawn)
+        if args.predict:
+            return args.run / SCORES
+        drawn = draw_missing(plan, gallery)
+        embedded = [embed(plan, gallery, about) for about in encoders]
+        result = result_of(plan, encoders, gallery)
+        for entry, found in zip(result["points"], measure(plan, embedded).values(), strict=True):
+            entry["scores"] = found
+        result["cost"] = cost_of(session, stages, drawn)
+        write_json(args.run / SCORES, result)
+    say("\n".join(lines(result)))
+    memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
+    say(f"{args.run / SCORES}: every score with its interval{memory}")
+    best = choose(args.run)
+    if best is not None:
+        say(f"best    {args.run}{best.suffix} by {best.by}: {best.why}")
+    return args.run / SCORES
+
+
+def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:
+    """Find the encoders; for a run of the demo model, its own two by default.
+
+    Raises:
+        UserError: none are named for a real model, or two have the same title.
+    """
+    if not names and not is_demo:
+        raise UserError(
+            "--encoders is missing. Name folders or hub names, such as facebook/dino-vits16 "
+            "openai/clip-vit-large-patch14"
+        )
+    found = [find_encoder(name) for name in names or ENCODERS]
+    titles = [about.title for about in found]
+    double = next((title for title in titles if titles.count(title) > 1), None)
+    if double is not None:
+        raise UserError(f"--encoders: two are called {double}. Rename one folder, or leave one out")
+    return found
+
+
+def plan_of(session: InferenceSession, args: argparse.Namespace) -> Plan:
+    """Gather points, prompts, requests and real pictures."""
+    config, option = session.config, session.config.validation
+    real, everything = real_pictures(config, args.run)
+    written = run_config(args.run)  # its data may be the demo's, by name
+    words = words_of(written, args.token, args.kind)
+    prompts = prompts_of(args.prompts, written, words, [picture.caption for picture in real])
+    width, height = args.size or config.picture_size()
+    asked = given_arguments(args, "steps", "guidance")
+    first = Request(
+        "", FIRST_SEED if args.seed is None else args.seed, option.negative_prompt, width, height,
+        asked.get("steps", option.steps), asked.get("guidance", option.guidance),
+    )  # fmt: skip
+    shots = shots_of(first, prompts.prompts, args.seeds)
+    return Plan(session, tuple(points_of(args.run, args.strengths)), prompts, tuple(shots), tuple(real), everything)
+
+
+def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
+    """Return everything in ``evaluation.json`` but scores and cost."""
+    session, first = plan.session, plan.shots[0].request
+    known = [
+        {
+            "title": about.title, "name": about.name, "kind": about.kind, "digest": about.digest,
+            "parameters": about.parameters, "reads_prompts": reads_prompts(about),
+            "preprocessing": class_of(about).about_preprocessing,
+        }
+        for about in encoders
+    ]  # fmt: skip
+    own = [number for number, shot in enumerate(plan.shots) if not shot.of_class]
+    drawn = {point: [f"{FOLDER}/{PICTURES}/{gallery.file(plan.key(point, plan.shots[n])).name}" for n in own]
+             for point in plan.points}  # fmt: skip
+    return {
+        "version": VERSION, "simpletune": __version__,
+        "prompts": {
+            "slice": plan.prompts.name, "n": len(plan.prompts.prompts), "seeds": len(own) // len(plan.prompts.prompts),
+            "texts": [prompt.text for prompt in plan.prompts.prompts],
+            "scored": [prompt.scored for prompt in plan.prompts.prompts],
+        },
+        "drawing": {
+            "width": first.width, "height": first.height, "steps": first.steps, "guidance": first.guidance,
+            "first_seed": first.seed, "precision": session.config.precision.weights, "device": session.reason,
+            **session.speed.lossy(),
+        },
+        "real": {"pictures": len(plan.real), "of": plan.all_real},
+        "encoders": known,
+        "main": main_encoders(known),
+        "points": [
+            {"title": point.title, "name": point.name(session.run), "step": point.step, "strength": point.strength,
+             "pictures": drawn[point]}
+            for point in plan.points
+        ],
+    }  # fmt: skip
+
+
+def cost_of(session: InferenceSession, stages: dict[str, Stage], drawn: int) -> Json:
+    """Return predicted and measured cost; a resumed call measures only its own part."""
+    return {
+        "drawn": drawn,
+        "predicted": {name: stage.as_json() for name, stage in stages.items()},
+        "measured": session.stages.as_json(),
+    }

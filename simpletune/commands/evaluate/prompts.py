@@ -1,0 +1,208 @@
+"""Prompts of an evaluation: built-in slices, a file, or the run's own. Imports no torch.
+
+A template has ``{token}``, the rare word that training taught, and ``{class}``, the common word for what it is: "a
+{token} {class} in the snow". A picture is drawn from the prompt with both, and scored by the prompt without the token,
+because no encoder knows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import pictures
+from simpletune.system.options import UserError, first_lines, plural
+
+PLACES = (
+    "in the jungle", "in the snow", "on the beach", "on a cobblestone street", "on top of pink fabric",
+    "on top of a wooden floor", "with a city in the background", "with a mountain in the background",
+    "with a blue house in the background", "on top of a purple rug in a forest",
+)  # fmt: skip
+LOOKS = ("red", "purple", "shiny", "wet", "cube shaped")
+OBJECTS = (
+    "with a wheat field in the background", "with a tree and autumn leaves in the background",
+    "with the Eiffel Tower in the background", "floating on top of water", "floating in an ocean of milk",
+    "on top of green grass with sunflowers around it", "on top of a mirror",
+    "on top of the sidewalk in a crowded street", "on top of a dirt road", "on top of a white rug",
+)  # fmt: skip
+LIVE = (
+    "wearing a red hat", "wearing a santa hat", "wearing a rainbow scarf", "wearing a black top hat and a monocle",
+    "in a chef outfit", "in a firefighter outfit", "in a police outfit", "wearing pink glasses",
+    "wearing a yellow shirt", "in a purple wizard outfit",
+)  # fmt: skip
+DREAMBOOTH = {"dreambooth-object": OBJECTS, "dreambooth-live": LIVE}
+"""The DreamBooth benchmark's two lists (arXiv:2208.12242, google/dreambooth): 25 prompts each, 15 of them shared."""
+DEMO = "demo"
+"""The tiny SD3's own prompts: sizes, places and backgrounds for a figure, scenes for a style."""
+RUN = "run"
+"""The run's validation prompts, or the captions of its first pictures."""
+SLICES = (*DREAMBOOTH, DEMO, RUN)
+
+DEMO_PROMPTS, MOST_CAPTIONS = 12, 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Args:
+        text: prompt to draw.
+        scored: prompt to compare pictures with, without the rare token.
+    """
+
+    text: str
+    scored: str
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the prompt names the subject; the scored text then asks for any other member of its class."""
+        return self.text != self.scored
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with the name of their slice, which is printed beside every number."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words for a run's subject.
+
+    Args:
+        token: the rare word; empty if unknown.
+        kind: the common word, such as ``dog``; empty if unknown.
+    """
+
+    token: str
+    kind: str
+
+
+def words_of(config: TrainConfig, token: str | None, kind: str | None) -> Words:
+    """Take the words that the user gave, or the demo's own."""
+    own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:pictures": (pictures.STYLE_TRIGGER, "")}
+    known = own.get(config.data.place, ("", ""))
+    return Words(known[0] if token is None else token, known[1] if kind is None else kind)
+
+
+def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Sequence[str]) -> PromptSet:
+    """Find the prompts of an evaluation.
+
+    Args:
+        name: a slice, or a file of templates, one per line; None: `DEMO` for the demo's data, otherwise `RUN`.
+        config: configuration of the run.
+        words: words for the subject.
+        captions: captions of the run's pictures.
+
+    Raises:
+        UserError: the file is missing or has empty lines, or a template needs an unknown word.
+    """
+    if name is None:
+        name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
+    if name in DREAMBOOTH:
+        return PromptSet(name, tuple(filled(template, words, name) for template in dreambooth(name)))
+    if name == DEMO:
+        return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(demo_prompts(config, words)))
+    if name == RUN:
+        return PromptSet("the run's prompts", tuple(own_prompts(config, words, captions)))
+    return from_file(Path(name), words)
+
+
+def dreambooth(name: str) -> list[str]:
+    """Return the templates of one of the benchmark's two lists."""
+    ways = (*PLACES, *DREAMBOOTH[name])
+    return [*(f"a {{token}} {{class}} {way}" for way in ways), *(f"a {look} {{token}} {{class}}" for look in LOOKS)]
+
+
+def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
+    """Return prompts for scenes of held-out triples: the demo's figure in their places, or in the demo's style."""
+    scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
+    if config.data.place == "demo:subject":
+        template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
+        return [filled(template.format(**vars(scene)), words, DEMO) for scene in scenes]
+    texts = [pictures.caption(scene, 0, words.token or None) for scene in scenes]
+    return [Prompt(text, without(text, words.token)) for text in texts]
+
+
+def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> list[Prompt]:
+    """Return the run's validation prompts, or its first distinct captions.
+
+    Raises:
+        UserError: there are none.
+    """
+    texts = config.validation.prompts or list(dict.fromkeys(filter(None, captions)))[:MOST_CAPTIONS]
+    if not texts:
+        raise UserError(
+            f"--prompts: the run has no prompts and no captions. Give a file, or one of {', '.join(DREAMBOOTH)}"
+        )
+    return [Prompt(text, without(text, words.token)) for text in dict.fromkeys(texts)]
+
+
+def from_file(file: Path, words: Words) -> PromptSet:
+    """Read templates, one per line.
+
+    Raises:
+        UserError: lists every line that is empty, repeated, or has an unknown placeholder.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(SLICES)
+        raise UserError(f"--prompts: {file} cannot be read ({error}). Give a text file, or one of {known}") from None
+    faults = [fault for number in range(len(lines)) if (fault := _fault(lines, number))]
+    if faults or not lines:
+        shown = "\n  ".join(first_lines(faults, 8))
+        raise UserError(f"--prompts: {file}: {plural(len(faults), 'problem')}\n  {shown or 'it is empty'}")
+    return PromptSet(f"{file.name}, {plural(len(lines), 'prompt')}", tuple(filled(x, words, str(file)) for x in lines))
+
+
+def filled(template: str, words: Words, source: str) -> Prompt:
+    """Fill in a template.
+
+    Raises:
+        UserError: a word is unknown.
+    """
+    needed = set(_fields(template))
+    lacking = [option for option, name, word in (("--token", "token", words.token), ("--class", "class", words.kind))
+               if name in needed and not word]  # fmt: skip
+    if lacking:
+        raise UserError(f"--prompts: {source} needs {' and '.join(lacking)}, as in --token sks --class dog")
+    text = _tidy(template.format(**{"token": words.token, "class": words.kind}))
+    if not needed:
+        return Prompt(text, without(text, words.token))
+    return Prompt(text, without(_tidy(template.format(**{"token": "", "class": words.kind})), words.token))
+
+
+def without(text: str, token: str) -> str:
+    """Remove every occurrence of a token, as a whole word."""
+    return _tidy(re.sub(rf"(?<!\w){re.escape(token)}(?!\w)", "", text)) if token else text
+
+
+def _tidy(text: str) -> str:
+    return re.sub(r"(\s*,)+", ",", re.sub(r"\s+([,.])", r"\1", " ".join(text.split()))).strip(", ")
+
+
+def _fields(template: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+def _fault(lines: Sequence[str], number: int) -> str | None:
+    """Describe what is wrong with a line, if anything."""
+    line, place = lines[number], f"line {number + 1}"
+    if not line.strip():
+        return f"{place} is empty. Write a prompt, or remove the line"
+    try:
+        unknown = [name for name in _fields(line) if name not in ("token", "class")]
+    except ValueError as error:
+        return f"{place}: {error}. A brace belongs to {{token}} or {{class}}"
+    if unknown:
+        return f"{place}: {{{unknown[0]}}} is unknown. Use {{token}} or {{class}}"
+    if line in lines[:number]:
+        return f"{place} repeats line {lines.index(line) + 1}. Remove it: seeds give more pictures of a prompt"
+    return None

@@ -1,0 +1,212 @@
+"""``simpletune compare``: draw with several models from the same noise, in the same precision, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from simpletune.commands.generate.compare_page import write_latest, write_page
+from simpletune.commands.generate.generate import (
+    InferenceSession,
+    given_embeddings,
+    made_with,
+    open_session,
+    requests_of,
+)
+from simpletune.commands.generate.predicted import require_memory
+from simpletune.commands.generate.same_weights import without_twins
+from simpletune.commands.generate.session import GeneratedImages
+from simpletune.commands.generate.similarity import Likeness, ModelFigures, latent_distance, pixel_difference
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.names import find_named, is_run, is_unfinished, split_scale
+from simpletune.runs.outputs import folder_name, numbered_folder, require_new
+from simpletune.runs.text_side import with_embeddings
+from simpletune.runs.weights import (
+    BASE,
+    Weights,
+    checkpoints_of,
+    lora_weights,
+    precision_of,
+    result_of,
+    weights_of,
+)
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request
+from simpletune.system.atomic import write_json
+from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
+from simpletune.system.sheets import grid
+
+SCALES = (0.5, 1.0)
+PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
+
+
+def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> list[Weights]:
+    """Return the base, then the models that the arguments name, or the run's result; each once.
+
+    Raises:
+        UserError: neither a run nor a model is named.
+    """
+    scales = args.scale or SCALES
+    wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
+    models = [BASE, *(weights for name in wanted for weights in named(name))]
+    models += [lora_weights(text, scale, "--lora: ") for text in args.lora or () for scale in scales]
+    if args.checkpoints:
+        runs = [Path(name) for name in args.models if list_checkpoints(Path(name))]
+        if not runs and session.run is None:
+            raise UserError("--checkpoints: no run is named. Name one: --run FOLDER")
+        if not runs and session.run is not None:
+            runs = [session.run]
+        models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
+    if len(models) == 1 and not args.models and session.run is None and vars(args).get("embedding"):
+        models.append(Weights("embeddings"))
+    if len(models) == 1 and not args.models:
+        if session.run is None:
+            raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or name a model to compare")
+        models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
+    given = given_embeddings(args)
+    return without_twins([models[0], *(with_embeddings(weights, given) for weights in models[1:])])
+
+
+def first_run(args: argparse.Namespace) -> str | None:
+    """Find the first run that the arguments name, directly or by one of its checkpoints or LoRAs; None if none."""
+    for text in [*args.models, *(args.lora or ())]:
+        place = Path(split_scale(text)[0].partition("@")[0]).absolute()
+        for folder in [place, *place.parents[:3]]:
+            if is_run(folder):
+                return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    return None
+
+
+def named(text: str) -> list[Weights]:
+    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows.
+
+    Raises:
+        UserError: nothing has that name.
+    """
+    if text == "base":
+        return [BASE]
+    found = find_named(text)
+    if found.scale is not None and found.is_text_alone:
+        raise UserError(f"{text}: embeddings have no strength. Leave out :{found.scale:g}")
+    if found.scale is not None and found.lora is None:
+        raise UserError(f"{text}: a full model has no strength. Leave out :{found.scale:g}")
+    return [weights_of(found)]
+
+
+def compare(args: argparse.Namespace) -> Path:
+    """Draw every request with every model; write single pictures, a grid, a page and the figures.
+
+    Args:
+        args: defined in ``cli.drawing_arguments.add_compare_arguments``.
+
+    Returns:
+        The grid.
+    """
+    args.run = args.run or first_run(args)
+    session = open_session(args)
+    models = models_to_compare(session, args)
+    requests = requests_of(session, args, session.config.validation.prompts or (None,))
+    if args.output:
+        require_new(args.output, overwrite=False, folder=True)
+    if session.run is not None:
+        say(f"settings of {session.run}{'' if args.run else ', the newest run'}")
+    if args.predict:
+        require_memory(session, models, requests)
+    columns = session.draw_all(models, requests)
+    own = session.run / "compare" if session.run else Path("inference-out") / "compare"
+    folder = args.output or numbered_folder(own)
+    figures = [figures_of(session, column, columns[0]) for column in columns]
+    add_scores(session, args, columns, requests, figures)
+    for column, figure in zip(columns, figures, strict=True):
+        save_pictures(folder, column, requests, made_with(session, column.weights))
+        away = np.mean(figure["difference_from_base"])
+        seconds = figure["seconds_per_picture"]
+        say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
+    sheet, precision = folder / SHEET, session.config.precision.weights
+    rows = [(caption(request), [column.pictures[n] for column in columns]) for n, request in enumerate(requests)]
+    grid(rows, [column.weights.title for column in columns]).save(sheet)
+    about = {
+        "precision": precision, "device": session.reason, "peak_memory": session.memory(),
+        **session.speed.lossy(), "stages": session.stages.as_json(),
+        "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
+    }  # fmt: skip
+    write_json(folder / FIGURES, {**about, "models": figures})
+    page = write_page(folder / PAGE, columns, requests, figures, about)
+    warn_of_precisions(figures)
+    say(
+        f"{sheet}: {plural(len(models), 'model')}, {plural(len(requests), 'picture')} each, {precision} weights on "
+        f"{session.reason}"
+    )
+    say(f"  {page}: page with a slider, works offline")
+    if not args.output:
+        say(f"  {write_latest(own, page)}: always opens the newest comparison")
+    say(f"  peak memory {session.memory()}")
+    return sheet
+
+
+def figures_of(session: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
+    """Compute one model's times, and the distance of its pictures from the base's."""
+    return {
+        "weights": column.weights.label,
+        "title": column.weights.title,
+        "precision": precision_of(session.config, column.weights).weights,
+        "seconds_per_picture": column.denoise + column.decode,
+        "seconds": {"denoise": column.denoise, "decode": column.decode},
+        "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
+        "latent_distance_from_base": [latent_distance(a, b) for a, b in zip(column.latents, base.latents, strict=True)],
+    }
+
+
+def add_scores(
+    session: InferenceSession,
+    args: argparse.Namespace,
+    columns: Sequence[GeneratedImages],
+    requests: Sequence[Request],
+    figures: Sequence[ModelFigures],
+) -> None:
+    """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
+    if args.clip:
+        with session.stages.stage("clip"):
+            clip = Likeness("--clip", args.clip, session.device)
+            prompts = clip.of_prompts([request.prompt for request in requests])
+            seen = [clip.of_pictures(column.pictures) for column in columns]
+            del clip
+            free_memory(session.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["clip_prompt"] = (pictures * prompts).sum(-1).tolist()
+            figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
+    if args.dino:
+        with session.stages.stage("dino"):
+            dino = Likeness("--dino", args.dino, session.device)
+            seen = [dino.of_pictures(column.pictures) for column in columns]
+            del dino
+            free_memory(session.device)
+        for figure, pictures in zip(figures, seen, strict=True):
+            figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
+
+
+def save_pictures(
+    folder: Path, column: GeneratedImages, requests: Sequence[Request], made: Mapping[str, object]
+) -> None:
+    """Save the PNGs of one model, each with metadata on how it was made."""
+    for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
+        save_png(picture, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
+
+
+def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
+    """Warn if the models were not drawn in the same precision."""
+    precisions = {figure["precision"] for figure in figures}
+    if len(precisions) > 1:
+        listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
+        say(f"warning precisions differ, so not all differences come from training: {listed}")
+        say("  full models are not quantised; --precision bf16 uses one precision for all")
+
+
+def caption(request: Request) -> str:
+    """Caption a request."""
+    return f"{request.prompt}  (seed {request.seed})"

@@ -1,0 +1,101 @@
+"""Write the page of ``simpletune compare``: one self-contained file that fetches nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from simpletune.commands.generate.session import GeneratedImages
+from simpletune.commands.generate.similarity import Measure, ModelFigures
+from simpletune.runs.report.templates import page_template
+from simpletune.stages.sample import Request
+from simpletune.system.atomic import write_text
+from simpletune.system.options import plural
+
+LATEST = "latest.html"
+REDIRECT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={newest}">
+<title>simpletune compare</title>
+<p><a href="{newest}">The newest comparison</a></p>
+</html>
+"""
+LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, with the PNGs beside the page
+MEASURES: dict[Measure, tuple[str, str]] = {
+    "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
+    "latent_distance_from_base": ("latents", "root mean square distance from the base's latents"),
+    "clip_prompt": ("CLIP, prompt", "cosine similarity of picture and prompt by CLIP"),
+    "clip_base": ("CLIP, base", "cosine similarity to the base's picture by CLIP"),
+    "dino_base": ("DINO, base", "cosine similarity to the base's picture by DINO"),
+}
+
+
+def write_page(
+    file: Path,
+    columns: Sequence[GeneratedImages],
+    requests: Sequence[Request],
+    figures: Sequence[ModelFigures],
+    about: Mapping[str, object],
+) -> Path:
+    """Write the page: a slider between any two models, a table of all pictures, and the measures.
+
+    Args:
+        file: file to write.
+        columns: one per model, the base first.
+        requests: one per row.
+        figures: figures of each model, as in ``compare.json``.
+        about: ``device``, ``precision`` and ``peak_memory`` of the comparison.
+
+    Returns:
+        The file.
+    """
+    shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
+    rows = [
+        {
+            "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
+            "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
+            "negative": request.negative_prompt,
+            "cells": [embedded(column.pictures[number]) for column in columns],
+            "away": [figure["difference_from_base"][number] for figure in figures],
+        }
+        for number, request in enumerate(requests)
+    ]  # fmt: skip
+    models = [
+        {"title": f["title"], "label": f["weights"], "precision": f["precision"], "seconds": f["seconds_per_picture"],
+         "denoise": f["seconds"]["denoise"], "decode": f["seconds"]["decode"],
+         "means": [float(np.mean(f[key])) for key in shown]}
+        for f in figures
+    ]  # fmt: skip
+    small = max(request.width for request in requests) <= LOSSLESS
+    text = page_template("compare").render(
+        models=models, rows=rows, measures=list(shown.values()), about=about, small=small
+    )
+    write_text(file, text)
+    return file
+
+
+def write_latest(folder: Path, page: Path) -> Path:
+    """Write a page with a fixed name that redirects to the newest comparison of a folder.
+
+    Args:
+        folder: folder of numbered comparisons.
+        page: page of the newest comparison.
+    """
+    newest = page.relative_to(folder).as_posix()
+    write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)
+    return folder / LATEST
+
+
+def embedded(image: Image.Image) -> str:
+    """Encode a picture as a data URI: small ones losslessly, large ones as WebP."""
+    data = io.BytesIO()
+    lossless = max(image.size) <= LOSSLESS
+    image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)
+    kind = "png" if lossless else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"

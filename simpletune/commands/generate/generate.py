@@ -1,0 +1,202 @@
+"""``simpletune generate`` and the inference scripts: draw with the base model, a LoRA, or a run's result."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.adapters.text.files import read_embeddings
+from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
+from simpletune.data.sources.several import example_prompt
+from simpletune.runs.folder import CHECKPOINTS
+from simpletune.runs.names import DENOISERS, LORA_FILE
+from simpletune.runs.outputs import require_new, write_numbered
+from simpletune.runs.text_side import embedding_of, with_embeddings
+from simpletune.runs.weights import (
+    BASE,
+    Embedding,
+    Weights,
+    combine,
+    full_model_of,
+    lora_weights,
+    precision_of,
+    result_of,
+)
+from simpletune.stages.png import drawn_as, save_png
+from simpletune.stages.sample import Request
+from simpletune.system.atomic import atomic_file
+from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
+
+
+def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
+    """Build a request with the settings of the run's validation pictures, changed by the arguments."""
+    option = session.config.validation
+    width, height = args.size or session.config.picture_size()
+    prompt = default_prompt(session) if prompt is None else prompt
+    request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    request = replace(
+        request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
+    )
+    if request.image is None and given_arguments(args, "strength"):
+        raise UserError(f"--strength: {args.strength:g} needs an initial picture. Give one: --image FILE")
+    return request
+
+
+def requests_of(
+    session: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
+) -> list[Request]:
+    """Combine every prompt with every seed.
+
+    Args:
+        default: prompts if none are given; None stands for the run's first.
+    """
+    prompts = args.prompt or default
+    first = [request_of(session, args, prompt) for prompt in prompts]
+    return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
+
+
+def default_prompt(session: InferenceSession) -> str:
+    """Return the run's first validation prompt, or the caption that it used instead."""
+    if session.config.validation.prompts:
+        return session.config.validation.prompts[0]
+    if session.run is None:
+        raise UserError('--prompt is missing. Describe what to draw, as in --prompt "a lighthouse at dusk"')
+    for file in sorted((session.run / "samples" / "base").glob("*.png")):
+        try:
+            return str(drawn_as(file)["prompt"])
+        except (OSError, ValueError, SyntaxError, KeyError):
+            raise UserError(f"--prompt: {file} is damaged, so the run's prompt is not known. Give a prompt") from None
+    return example_prompt(session.config.data, session.config.train.seed)
+
+
+def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
+    """Return the kind of weights that the arguments choose, used in file names, and the weights.
+
+    Raises:
+        UserError: there is no run to take them from.
+    """
+    given = given_embeddings(args)
+    if args.base:
+        return "base", with_embeddings(BASE, given)
+    if args.lora:
+        loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
+        return "lora", _fused(session, args, with_embeddings(combine(loras), given))
+    if session.run is None and given:
+        return "embeddings", with_embeddings(Weights("base with embeddings"), given)
+    if session.run is None:
+        raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, --embedding FILE, or --base")
+    if args.full:
+        return "full", with_embeddings(full_model_of(session.run, session.step), given)
+    weights = with_embeddings(result_of(session.run, args.scale, session.step), given)
+    alone = weights.transformer is None and weights.trained is None
+    return ("lora" if weights.lora else "embeddings" if alone else "full"), _fused(session, args, weights)
+
+
+def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
+    """Find what ``--embedding`` names."""
+    return [embedding_of(text) for text in vars(args).get("embedding") or ()]
+
+
+def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
+    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time.
+
+    Raises:
+        UserError: the base is quantised.
+    """
+    if not given_arguments(args, "fuse") or not args.fuse or weights.lora is None:
+        return weights
+    precision = session.config.precision
+    if not precision.trainable:
+        raise UserError(
+            f"--fuse: a LoRA cannot be added to {precision.weights} weights: rounding again would lose most of it. "
+            "Use --precision bf16, or leave out --fuse"
+        )
+    return replace(weights, label=f"{weights.label}, fused", short=f"{weights.title}, fused", merged=True)
+
+
+def generate(args: argparse.Namespace) -> Path:
+    """Draw pictures; print times and peak memory.
+
+    Args:
+        args: defined in ``cli.drawing_arguments.add_arguments``.
+
+    Returns:
+        The first PNG.
+    """
+    session = open_session(args)
+    name, weights = weights_of(session, args)
+    requests = requests_of(session, args)
+    outputs = output_files(args.output, len(requests), args.overwrite) if args.output else []
+    (drawn,) = session.draw_all([weights], requests)
+    precision = precision_of(session.config, weights).weights
+    more = made_with(session, weights)
+    files: list[Path] = []
+    for number, (picture, request) in enumerate(zip(drawn.pictures, requests, strict=True)):
+
+        def save(file: Path, picture: Image.Image = picture, request: Request = request) -> None:
+            save_png(picture, file, request, **more)
+
+        files.append(write_picture(save, outputs[number] if outputs else None, f"{name}-seed{request.seed}", session))
+        say(f"{files[-1]}: {weights.label}, {precision} weights on {session.reason}")
+        say(
+            f"  prompt {request.prompt!r}, seed {request.seed}, {plural(request.steps, 'step')}, "
+            f"guidance {request.guidance:g}"
+        )
+    for text in session.speed.lossy().values():
+        say(f"  lossy: {text}")
+    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")
+    compiling = " (including compilation)" if session.speed.compiled else ""
+    say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
+    return files[0]
+
+
+def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
+    """List the files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
+
+    Raises:
+        UserError: a file exists without ``--overwrite``, or the name does not end in .png.
+    """
+    if first.suffix.lower() != ".png":
+        raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
+    files = [first] if count == 1 else [first.with_stem(f"{first.stem}-{number:03d}") for number in range(count)]
+    for file in files:
+        require_new(file, overwrite)
+    return files
+
+
+def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: InferenceSession) -> Path:
+    """Write a picture to the given file, or under the next number in the run's ``inference/``."""
+    if file is None:
+        folder = session.run / "inference" if session.run else Path("inference-out")
+        return write_numbered(folder, f"{name}.png", save)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file, shared=True) as part:
+        save(part)
+    return file
+
+
+def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
+    """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
+    own = weights.transformer or weights.trained
+    model = _name_of(own) if own else session.config.model.weights_from
+    loras = [(_name_of(file), scale) for file, scale in weights.loras]
+    precision = precision_of(session.config, weights).weights
+    files = [(file, each.token) for file, token in weights.embeddings for each in read_embeddings(file, token)]
+    called = {"embeddings": [(file.stem, token) for file, token in files]} if files else {}
+    return {
+        "model": model, "loras": loras, **called, "weights": weights.label, "precision": precision,
+        "sampler": session.config.objective.sampler, **session.speed.lossy(),
+    }  # fmt: skip
+
+
+def _name_of(weights: Path) -> str:
+    """Shorten the name of a weight file or folder; a run's are named by run and checkpoint."""
+    place = weights.resolve()
+    if place.parent.parent.name == CHECKPOINTS:
+        return f"{place.parents[2].name}-{place.parent.name}"
+    return place.parent.name if place.name in (LORA_FILE, *DENOISERS) else place.stem

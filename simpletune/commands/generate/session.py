@@ -1,0 +1,287 @@
+"""Draw with any weights in one session; load nothing before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.config.compute import compute_to_draw
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.quant import Precision
+from simpletune.models.recognise import family_of
+from simpletune.runs.folder import newest_run
+from simpletune.runs.names import RunName, find_run, run_config
+from simpletune.runs.text_side import stand_ins_of, text_side_of
+from simpletune.runs.weights import Weights, precision_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.prompt_store import PromptStore
+from simpletune.stages.sample import Request, Sampler, decode, encode_starts
+from simpletune.system.devices import capability_of, choose_device
+from simpletune.system.options import Json, UserError, plural
+from simpletune.system.stage_timer import StageTimer
+from simpletune.system.threads import choose_threads, use_threads
+
+MEMORY = ("modulation", "resident_blocks", "vae_tile")
+
+
+@dataclass(frozen=True)
+class DrawingSpeed:
+    """Settings that may make drawing faster.
+
+    Args:
+        batch_size: pictures per pass through the transformer.
+        reuse_guidance: steps that share one guidance difference; above 1 the pictures change.
+        compiled: compile the transformer's blocks.
+    """
+
+    batch_size: int = 1
+    reuse_guidance: int = 1
+    compiled: bool = False
+
+    def lossy(self) -> dict[str, str]:
+        """Describe settings that change the pictures, for their metadata."""
+        if self.reuse_guidance == 1:
+            return {}
+        return {"lossy": f"guidance difference reused for {plural(self.reuse_guidance, 'step')}"}
+
+
+@dataclass(frozen=True)
+class GeneratedImages:
+    """The pictures of one model.
+
+    Args:
+        weights: the weights that drew them.
+        pictures: one for each request.
+        latents: latents of the pictures [1, c, h, w], fp32.
+        denoise: seconds per picture in the transformer.
+        decode: seconds per picture in the autoencoder.
+    """
+
+    weights: Weights
+    pictures: list[Image.Image]
+    latents: list[Tensor]
+    denoise: float
+    decode: float
+
+
+@dataclass
+class InferenceSession:
+    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
+
+    Args:
+        config: configuration of the run, changed by arguments, with folders resolved.
+        run: the run's folder, or None.
+        device: device to draw on.
+        reason: the device and why it was chosen.
+        stages: time and memory so far.
+        speed: settings that may make drawing faster.
+        step: step of the run's checkpoint to use; None: the run's result.
+    """
+
+    config: TrainConfig
+    run: Path | None
+    device: torch.device
+    reason: str
+    stages: StageTimer
+    speed: DrawingSpeed = DrawingSpeed()
+    step: int | None = None
+
+    def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
+        """Draw pictures with one model.
+
+        Returns:
+            The pictures, and seconds per picture without loading.
+        """
+        (drawn,) = self.draw_all([weights], requests)
+        return drawn.pictures, drawn.denoise + drawn.decode
+
+    def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[GeneratedImages]:
+        """Draw the same requests with several models, from the same noise.
+
+        Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
+        latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
+
+        Returns:
+            One entry per model, in order.
+        """
+        config, speed, count = self.config, self.speed, len(requests)
+        texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
+        starts = self._starts(requests)
+        shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
+        latents: dict[Weights, tuple[list[Tensor], float]] = {}
+        for weights in shared.grouped_by_base(dict.fromkeys(models)):
+            with self.stages.stage("load"):
+                transformer, modulation = shared.use(weights)
+            with self.stages.stage("denoise"):
+                clock = time.perf_counter()
+                precision = precision_of(config, weights)
+                sampler = Sampler(
+                    transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
+                    objective=config.objective,
+                )  # fmt: skip
+                latents[weights] = (
+                    sampler.latents(requests, texts[weights].load, starts),
+                    (time.perf_counter() - clock) / count,
+                )
+            del transformer, modulation, sampler
+        shared.free()
+        return self._decoded(models, latents)
+
+    def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
+        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
+        config, stand_ins = self.config, stand_ins_of(models, self.config.text)
+        stores: dict[str, PromptStore] = {}
+        found: dict[Weights, PromptStore] = {}
+        with self.stages.stage("text"):
+            for weights in dict.fromkeys(models):
+                side = text_side_of(weights, stand_ins)
+                if side.key not in stores:
+                    dtype, cache = config.precision.encoder_dtype(), config.output.place
+                    stores[side.key] = PromptStore(config.model, dtype, cache, side)
+                    stores[side.key].fill(prompts, self.device)
+                found[weights] = stores[side.key]
+        return found
+
+    def _starts(self, requests: Sequence[Request]) -> list[Tensor | None]:
+        if all(request.image is None for request in requests):
+            return [None] * len(requests)
+        with self.stages.stage("encode"):
+            vae = self.autoencoder()
+            starts = encode_starts(vae, self.config.model, requests)
+            del vae
+            free_memory(self.device)
+        return starts
+
+    def _decoded(
+        self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]
+    ) -> list[GeneratedImages]:
+        with self.stages.stage("load"):
+            vae = self.autoencoder()
+        done: dict[Weights, GeneratedImages] = {}
+        for weights, (z, denoise) in latents.items():
+            with self.stages.stage("decode"):
+                clock = time.perf_counter()
+                pictures = decode(vae, self.config.model, z)
+            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+        del vae
+        free_memory(self.device)
+        return [done[weights] for weights in models]
+
+    def autoencoder(self) -> torch.nn.Module:
+        """Load the autoencoder."""
+        config = self.config
+        return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
+
+    def memory(self) -> str:
+        """Format the peaks so far."""
+        peak = self.stages.peak("peak_allocated_gib")
+        on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
+        return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
+
+
+def open_session(args: argparse.Namespace) -> InferenceSession:
+    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run.
+
+    Raises:
+        UserError: there is no run, or no usable device.
+    """
+    run: RunName | None = None
+    if args.run:
+        run = find_run(str(args.run), "--run: ")
+    elif not args.model:
+        run = RunName(newest_run(args.runs))
+    if run is None:
+        family = family_of(args.model)
+        model = {"family": family.family} if family else {}
+        bare: Json = {"name": "generate", "model": model, "data": {"path": "demo:pictures"}}
+        config = validate(bare, "generate", needs_model=False)
+    else:
+        config = run_config(run.folder, "--run: " if args.run else "")
+    config = config.model_copy(update=_changes(config, args))
+    device, reason = choose_device(config.device, "auto", config.is_demo)
+    config = resolve_folders(compute_to_draw(config, capability_of(device)))
+    threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
+    use_threads(threads)
+    session = InferenceSession(
+        config,
+        run.folder if run else None,
+        device,
+        reason,
+        StageTimer(cuda=device.type == "cuda"),
+        speed_of(args),
+        run.step if run else None,
+    )
+    _require_streamable(session.config)
+    return session
+
+
+def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the named arguments that were given."""
+    return {name: value for name in names if (value := vars(args).get(name)) is not None}
+
+
+def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]:
+    """Return the sections of a run's configuration that the arguments change."""
+    changes: dict[str, object] = {}
+    model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
+    if given_arguments(args, "no_t5"):
+        if "t5" not in type(config.model).model_fields:
+            raise UserError(f"--no-t5: {config.model.title} has no T5 text encoder. Leave it out")
+        model["t5"] = False
+    if model:
+        changes["model"] = config.model.model_copy(update=model)
+    if args.precision:
+        compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
+        changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
+    memory = given_arguments(args, *MEMORY)
+    if memory.get("modulation") == "plan" and not config.model.has_modulation:
+        raise UserError(f"--modulation: plan, but {config.model.title} has no adaLN modulations. Leave it out")
+    if memory:
+        changes["memory"] = config.memory.model_copy(update=memory)
+    if args.device:
+        changes["device"] = args.device
+    return changes
+
+
+def speed_of(args: argparse.Namespace) -> DrawingSpeed:
+    """Read the speed settings from the arguments."""
+    asked = given_arguments(args, "batch_size", "reuse_guidance")
+    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
+        raise UserError(
+            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
+            "one of the two"
+        )
+    return DrawingSpeed(**asked, compiled=bool(vars(args).get("compile")))
+
+
+def _require_streamable(config: TrainConfig) -> None:
+    """Check that there are blocks to stream and that their weights can move.
+
+    Raises:
+        UserError: they cannot be streamed.
+    """
+    resident, blocks = config.memory.resident_blocks, config.model.blocks()
+    if resident is None:
+        return
+    if resident >= blocks:
+        raise UserError(
+            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
+            f"Use 0 to {blocks - 1}"
+        )
+    if not config.precision.streamable:
+        raise UserError(
+            f"--resident-blocks: {config.precision.weights} weights cannot be streamed block by block. Use "
+            "another --precision"
+        )

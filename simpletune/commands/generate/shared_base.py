@@ -1,0 +1,90 @@
+"""Share one base among several LoRAs: a comparison of ten strengths loads its weights once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
+
+from simpletune.adapters.files.attach import load_loras, updated_layers
+from simpletune.adapters.methods.layers import detach, move_updates, rescale
+from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.compile import compile_blocks
+from simpletune.models.shared.transformer import Transformer
+from simpletune.runs.weights import BASE, Weights, load_weights
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.modulation_plan import Modulation
+
+
+class SharedBase:
+    """A transformer that is loaded once and used by itself or with one set of LoRAs at a time.
+
+    Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
+    computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
+    needed, after the previous ones are freed.
+
+    Args:
+        config: with folders resolved.
+        device: device to load onto.
+        sizes: (width, height) in pixels of every picture that will be drawn.
+        compiled: whether to compile the blocks.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
+        self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
+        self._transformer: Transformer | None = None
+        self._modulation: Modulation | None = None
+        self._loaded: Weights | None = None
+        self._active: Weights = BASE
+
+    def use(self, weights: Weights) -> tuple[Transformer, Modulation | None]:
+        """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
+        earlier call then has these weights too, or is freed."""
+        base = self.base_of(weights)
+        if self._transformer is None or base != self._loaded:
+            self.free()
+            self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
+            self._loaded, self._active = base, base
+            if self.compiled:
+                compile_blocks(self._transformer, self.device)
+        self._apply(self._transformer, weights)
+        return self._transformer, self._modulation
+
+    def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
+        """Reorder models so that those on one base are adjacent and no base is loaded twice."""
+        bases: dict[Weights, list[Weights]] = {}
+        for weights in models:
+            bases.setdefault(self.base_of(weights), []).append(weights)
+        return [weights for group in bases.values() for weights in group]
+
+    def base_of(self, weights: Weights) -> Weights:
+        """Return the weights to load before these can be applied; equal for all that can share a base."""
+        if weights.lora is None or weights.merged or self._touches_planned(weights):
+            return replace(weights, label="", short="", embeddings=())
+        return replace(BASE, label="")
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._transformer = self._modulation = self._loaded = None
+        free_memory(self.device)
+
+    def _touches_planned(self, weights: Weights) -> bool:
+        """Whether a LoRA changes layers that the modulation plan detached from the transformer."""
+        if self.config.memory.modulation != "plan" or weights.lora is None:
+            return False
+        is_conditioning = self.config.model.is_conditioning
+        return any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
+
+    def _apply(self, transformer: Transformer, weights: Weights) -> None:
+        if self.base_of(weights) != replace(BASE, label=""):
+            return  # use() loaded these weights with their LoRAs
+        if weights.lora == self._active.lora and not (weights.more or self._active.more):
+            rescale(transformer, weights.scale)
+        else:
+            detach(transformer)
+            if weights.loras:
+                load_loras(transformer, weights.loras)
+                move_updates(transformer, self.device)
+        self._active = weights

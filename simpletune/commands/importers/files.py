@@ -1,0 +1,61 @@
+"""Read other trainers' files: only JSON and TOML, of limited size and depth; nothing that could run code."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from simpletune.system import strict_json
+from simpletune.system.options import Json, UserError
+from simpletune.system.strict_json import JsonError
+
+MOST = 2**20  # bytes of a file
+READ = (".json", ".toml", ".txt")  # suffixes of files that a configuration may name
+VALUES = 100_000  # of a JSON file
+
+
+def read_any(file: Path) -> object:
+    """Read a JSON or TOML file.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is neither.
+    """
+    if not file.exists():
+        raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
+    if file.is_dir():
+        raise UserError(f"{file} is a folder. Name the configuration in it")
+    try:
+        size = file.stat().st_size
+        if size > MOST:
+            raise UserError(f"{file} has {size:,} bytes; a configuration has at most {MOST:,}. Name another file")
+        if file.suffix == ".toml":
+            return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        return strict_json.parse(file.read_text(encoding="utf-8-sig"), MOST, VALUES)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text. Give a .json or .toml file") from None
+    except JsonError as error:
+        raise UserError(f"{file}:{error.line}:{error.column}: not valid JSON ({error})") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{file}: not valid TOML ({error})") from None
+
+
+def read_beside(folder: Path, name: str) -> Json | None:
+    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    file = found_beside(folder, name)
+    value = None if file is None else read_any(file)
+    return value if isinstance(value, dict) else None
+
+
+def found_beside(folder: Path, name: str) -> Path | None:
+    """Find the file that a configuration names, relative to its folder, to the folder above (where trainers start), or
+    to the current one; None if there is none."""
+    if Path(name).suffix not in READ:
+        return None
+    places = (folder / name, folder.parent / name, Path(name), folder / Path(name).name)
+    return next((place for place in places if place.is_file()), None)

@@ -1,0 +1,133 @@
+"""Optimizers and schedules by other trainers' names, and their arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from simpletune.commands.importers.translation import Translation, boolean, number, rounded
+from simpletune.config.schema import TrainConfig
+from simpletune.system.options import union_of
+
+IN_FULL = "full precision there; 8-bit states here"
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    "adamw": ("adamw", ""), "torchadamw": ("adamw", ""), "optimiadamw": ("adamw", ""), "bnbadamw": ("adamw", ""),
+    "adamwbf16": ("adamw_bf16", ""), "adamw8bit": ("adamw8bit", ""), "bnbadamw8bit": ("adamw8bit", ""),
+    "aoadamw8bit": ("adamw8bit", ""), "pagedadamw8bit": ("paged_adamw8bit", ""),
+    "bnbadamw8bitpaged": ("paged_adamw8bit", ""), "lion8bit": ("lion8bit", ""), "bnblion8bit": ("lion8bit", ""),
+    "adafactor": ("adafactor", ""), "prodigy": ("prodigy", ""),
+    "adamwschedulefree": ("adamw_schedule_free", ""), "schedulefreeadamw": ("adamw_schedule_free", ""),
+    "schedulefreeadamwschedulefree": ("adamw_schedule_free", ""),
+    "adam": ("adamw", "weight decay is decoupled here"), "adam8bit": ("adamw8bit", "weight decay is decoupled here"),
+    "pagedadamw": ("paged_adamw8bit", IN_FULL), "pagedadamw32bit": ("paged_adamw8bit", IN_FULL),
+    "bnbadamwpaged": ("paged_adamw8bit", IN_FULL), "aoadamw4bit": ("adamw8bit", "8-bit states here, not 4-bit"),
+    "lion": ("lion8bit", IN_FULL), "optimilion": ("lion8bit", IN_FULL), "bnblion": ("lion8bit", IN_FULL),
+    "pagedlion8bit": ("lion8bit", "its states are not paged here"),
+    "bnblion8bitpaged": ("lion8bit", "its states are not paged here"),
+}  # fmt: skip
+"""Our name by theirs, in lower case and without punctuation, and what differs."""
+
+SCHEDULES: dict[str, tuple[str, str]] = {
+    "constant": ("constant", ""), "constantwithwarmup": ("constant", ""), "linear": ("linear", ""),
+    "cosine": ("cosine", ""), "polynomial": ("polynomial", ""), "rex": ("rex", ""),
+    "cosinewithrestarts": ("cosine_with_restarts", ""), "cosinewithhardrestarts": ("cosine_with_restarts", ""),
+    "sine": ("cosine", "the learning rate falls once here; sine rises and falls again"),
+    "adafactor": ("constant", "Adafactor uses the learning rate unchanged here"),
+}  # fmt: skip
+
+ARGUMENTS = {
+    "weight_decay": number, "eps": number, "beta3": number, "d0": number, "d_coef": number, "clip_threshold": number,
+    "decay_rate": number, "r": number, "weight_lr_power": number, "use_bias_correction": boolean,
+    "safeguard_warmup": boolean,
+}  # fmt: skip
+ALWAYS = {"decouple": "weight decay is always decoupled here", "stochastic_rounding": "as optimizer.rounding says"}
+
+
+def plain(name: str) -> str:
+    """Reduce a name to lower case without punctuation: ``bnb-adamw8bit`` becomes ``bnbadamw8bit``."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def take_optimizer(found: Translation, key: str, name: str) -> str:
+    """Translate the name of an optimizer; one that simpletune lacks becomes AdamW."""
+    ours, why = OPTIMIZERS.get(
+        plain(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ")
+    )
+    if why:
+        found.change(key, "optimizer.name", ours, why)
+    else:
+        found.take(key, "optimizer.name", ours)
+    return ours
+
+
+def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]) -> None:
+    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has.
+
+    Args:
+        found: the translation, with ``optimizer.name`` set.
+        key: key that contains the arguments.
+        arguments: arguments by the names that PyTorch's optimizers use.
+    """
+    fields = _fields(str(found.get("optimizer.name", "adamw")))
+    betas = _betas(arguments)
+    if betas and "betas" in fields:
+        own = found.part(key, "betas", ", ".join(map(str, betas)))
+        found.change(own, "optimizer.betas", betas, "both in one field")
+    for name, raw in arguments.items():
+        if name in ("betas", "beta1", "beta2", "") or raw is None:
+            continue
+        own = found.part(key, name, raw)
+        if name in ALWAYS:
+            found.leave(own, ALWAYS[name])
+        elif name not in ARGUMENTS or name not in fields:
+            found.leave(own, f"{found.get('optimizer.name', 'adamw')} has no such argument")
+        else:
+            _take_argument(found, own, name, raw)
+
+
+def _take_argument(found: Translation, key: str, name: str, raw: object) -> None:
+    try:
+        found.take(key, f"optimizer.{name}", ARGUMENTS[name](raw))
+    except ValueError:
+        found.leave(key, f"it is no {ARGUMENTS[name].__name__}")
+
+
+def _betas(arguments: Mapping[str, object]) -> list[float] | None:
+    words: list[object] = re.findall(r"[\d.eE+-]+", str(arguments.get("betas", "")))[:2]
+    if not words:
+        words = [arguments.get("beta1"), arguments.get("beta2")]
+    if all(word is None for word in words):
+        return None
+    own = (0.9, 0.999)
+    return [own[place] if word is None else number(word) for place, word in enumerate(words)]
+
+
+def _fields(optimizer: str) -> set[str]:
+    union = union_of(TrainConfig.model_fields["optimizer"])
+    assert union is not None
+    return set(union.members[optimizer].model_fields)
+
+
+def take_schedule(found: Translation, key: str, name: str) -> str:
+    """Translate the name of a schedule; one that simpletune lacks becomes cosine."""
+    ours, why = SCHEDULES.get(plain(name), ("cosine", "simpletune has no such schedule"))
+    if why:
+        found.change(key, "schedule.name", ours, why)
+    else:
+        found.take(key, "schedule.name", ours)
+    return ours
+
+
+def take_warmup(found: Translation, key: str) -> None:
+    """Translate warm-up steps: a number, or if below 1, a share of the steps, whose number must then be known."""
+    steps = found.read(key, number)
+    if not steps:
+        return
+    total = found.get("train.steps")
+    if steps >= 1:
+        found.take(key, "schedule.warmup_steps", int(steps))
+    elif isinstance(total, int):
+        count = int(rounded(steps * total))
+        found.change(key, "schedule.warmup_steps", count, f"the share is of {total} steps")
+    else:
+        found.leave(key, "a share of the steps, whose number is unknown. Set schedule.warmup_steps")

@@ -1,0 +1,286 @@
+"""Record what becomes of each key of another trainer's configuration: taken, changed and why, or left out and what it
+did."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from simpletune.models.families import FAMILIES
+from simpletune.system.options import Json
+from simpletune.system.printable import printable
+
+T = TypeVar("T")
+Became = Literal["taken", "changed", "left out"]
+Scalar = str | int | float | bool
+Kind = Callable[[object], Scalar]
+SHOWN = 60  # characters of a value
+SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
+DIGITS = 6  # significant digits of a computed number
+
+
+@dataclass(frozen=True)
+class Line:
+    """Record of what became of one key.
+
+    Args:
+        became: taken unchanged, changed, or left out.
+        key: key of the other trainer, with its section.
+        value: value in the file.
+        path: our field; empty if left out.
+        new: its value.
+        why: the reason for a change, or what a left-out key did.
+        default: whether the value is the trainer's default, because the file does not set it.
+    """
+
+    became: Became
+    key: str
+    value: object
+    path: str = ""
+    new: object = None
+    why: str = ""
+    default: bool = False
+
+    def __str__(self) -> str:
+        source = f"{self.key} {shown(self.key, self.value)}" + (" (its default)" if self.default else "")
+        target = f" -> {self.path} {shown(self.path, self.new)}" if self.path else ""
+        return f"{source}{target}{': ' if self.why else ''}{self.why}"
+
+
+def shown(key: str, value: object) -> str:
+    """Format a value for a line of text, shortened; hides secrets."""
+    if SECRET.search(key):
+        return "(not shown)"
+    text = printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of a table: what a key means here.
+
+    Args:
+        key: the other trainer's key.
+        path: our field.
+        kind: converts its value.
+        values: our values by theirs, in lower case; None: use the value itself.
+        why: reasons by their value, for those whose meaning changes; ``*`` is a reason for all.
+        otherwise: our value for one that is not in ``values``, and the reason for it.
+    """
+
+    key: str
+    path: str
+    kind: Kind
+    values: Mapping[str, object] | None = None
+    why: Mapping[str, str] = field(default_factory=dict)
+    otherwise: tuple[object, str] | None = None
+
+
+class Translation:
+    """Translation of another trainer's settings to ours, in progress.
+
+    Args:
+        settings: settings in its file; empty values are dropped.
+        defaults: the trainer's defaults, where they differ from ours.
+        section: prefix of keys in messages, such as ``datasets[0].``.
+        place: prefix of our paths in messages, such as ``data.sources.0.``.
+    """
+
+    def __init__(
+        self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
+    ):
+        self.settings = {key: value for key, value in settings.items() if value not in (None, "", [])}
+        self.defaults = dict(defaults or {})
+        self.section, self.place = section, place
+        self.config: Json = {}
+        self.lines: list[Line] = []
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the file sets a key."""
+        return key in self.settings
+
+    def read(self, key: str, kind: Callable[[object], T]) -> T | None:
+        """Return the value of a key, the trainer's default or None, and mark the key as understood.
+
+        Leaves out a value of the wrong kind, with that as the reason.
+        """
+        self._read.add(key)
+        raw = self.settings.get(key, self.defaults.get(key))
+        if raw is None:
+            return None
+        try:
+            return kind(raw)
+        except (ValueError, TypeError):
+            self.leave(key, f"expected: {kind.__name__.replace('_', ' ')}")
+            return None
+
+    def take(self, key: str, path: str, value: object) -> None:
+        """Take a value unchanged."""
+        self._put(Line("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key)))
+        self.set(path, value)
+
+    def change(self, key: str, path: str, value: object, why: str) -> None:
+        """Take a value with a change.
+
+        Args:
+            key: the other trainer's key.
+            path: our field.
+            value: our value.
+            why: the reason for the change.
+        """
+        self._put(Line("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key)))
+        self.set(path, value)
+
+    def leave(self, key: str, why: str) -> None:
+        """Leave a key out.
+
+        Args:
+            key: the other trainer's key.
+            why: what it did, or why it cannot be kept.
+        """
+        self._read.add(key)
+        self._put(Line("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
+
+    def set(self, path: str, value: object) -> None:
+        """Set one of our fields without recording a line."""
+        *sections, leaf = path.split(".")
+        section = self.config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+
+    def get(self, path: str, default: object = None) -> object:
+        """Return one of our fields, as set so far."""
+        section: object = self.config
+        for name in path.split("."):
+            section = section.get(name) if isinstance(section, dict) else None
+        return default if section is None else section
+
+    def by_table(self, rows: Iterable[Row]) -> None:
+        """Translate those keys of a table that the file or the trainer's defaults set."""
+        for row in rows:
+            if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
+                continue
+            value = self.read(row.key, row.kind)
+            if value is not None:
+                self._by_row(row, value)
+
+    def _by_row(self, row: Row, value: Scalar) -> None:
+        name = str(value).lower()
+        if row.values is not None and name not in row.values:
+            if row.otherwise is None:
+                known = ", ".join(row.values)
+                return self.leave(row.key, f"simpletune has nothing like it, only {known}")
+            return self.change(row.key, row.path, *row.otherwise)
+        new = value if row.values is None else row.values[name]
+        why = row.why.get(name, row.why.get("*", ""))
+        if why:
+            return self.change(row.key, row.path, new, why)
+        return self.take(row.key, row.path, new)
+
+    def leave_by_table(self, table: Mapping[str, str]) -> None:
+        """Leave out keys that have no counterpart here; a pattern may end in ``*``.
+
+        Args:
+            table: what each key did.
+        """
+        for key in list(self.settings):
+            if key in self._read:
+                continue
+            why = table.get(key) or next(
+                (why for name, why in table.items() if name.endswith("*") and key.startswith(name[:-1])), None
+            )
+            if why is not None:
+                self.leave(key, why)
+
+    def leave_rest(self) -> None:
+        """Leave out keys that no table knows, with that as the reason."""
+        for key in self.settings:
+            if key not in self._read:
+                self.leave(key, "unknown to simpletune import")
+
+    def part(self, key: str, name: str, value: object) -> str:
+        """Register one of several values inside a key as a separate key: ``optimizer_args.weight_decay``."""
+        own = f"{key}.{name}"
+        self.settings[own] = value
+        self._read.add(own)
+        return own
+
+    def seen(self, *keys: str) -> None:
+        """Mark keys as understood without recording lines."""
+        self._read.update(keys)
+
+    def _put(self, line: Line) -> None:
+        self.lines.append(line)
+
+    def _raw(self, key: str) -> object:
+        return self.settings.get(key, self.defaults.get(key))
+
+
+def boolean(value: object) -> bool:
+    """Parse true and false as written in JSON, TOML, or on a command line."""
+    word = str(value).strip().lower()
+    if word in ("true", "1", "yes", "on", "i_know_what_i_am_doing"):
+        return True
+    if word in ("false", "0", "no", "off", "none"):
+        return False
+    raise ValueError
+
+
+def number(value: object) -> float:
+    """Parse a number, also from text: ``"1e-5"``."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int | float):
+        return value
+    found = float(str(value))
+    if found != found or abs(found) == float("inf"):
+        raise ValueError
+    return found
+
+
+def whole_number(value: object) -> int:
+    """Parse a whole number, also from text: ``"1000"``, ``"1e3"``."""
+    found = number(value)
+    if found != int(found):
+        raise ValueError
+    return int(found)
+
+
+def text(value: object) -> str:
+    """Return a text, or a number as text."""
+    if not isinstance(value, Scalar):
+        raise ValueError
+    return str(value)
+
+
+def rounded(value: float) -> float:
+    """Round a computed number to significant digits."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def pairs(value: object) -> dict[str, str]:
+    """Parse ``["a=1", "b=2"]`` or ``"a=1,b=2"`` to a dictionary; values may contain commas."""
+    parts = value if isinstance(value, list) else re.split(r"[,\s]+(?=[^,\s=]+=)", str(value))
+    found = {}
+    for part in parts:
+        name, equals, content = str(part).partition("=")
+        if not equals:
+            raise ValueError
+        found[name.strip().lstrip("-")] = content.strip().strip("'\"")
+    return found
+
+
+def multiple(general: Translation) -> int:
+    """Return the number that sides of pictures must be multiples of, by the family that the options name."""
+    family = general.get("model.family", FAMILIES[0].family)
+    return next((each.multiple for each in FAMILIES if each.family == family), FAMILIES[0].multiple)
+
+
+def side_of_area(width: float, height: float, step: int) -> int:
+    """Return the side of a square with this area, to the nearest multiple of ``step``, at least one."""
+    return max(step, int((width * height) ** 0.5 / step + 0.5) * step)

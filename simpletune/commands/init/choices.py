@@ -1,0 +1,304 @@
+"""Make the choices of a configuration one by one, each with its reason."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from simpletune.commands.init.answers import ABOUT, LENGTHS, Answers, What
+from simpletune.commands.init.defaults import (
+    CHECKPOINTS,
+    ENOUGH,
+    FROM,
+    GENERAL,
+    HELD_OUT,
+    KEPT,
+    LISTED,
+    NEAR,
+    SIDES,
+    STEPS,
+    TEMPLATES,
+    TINY,
+    TINY_SIDE,
+    Reason,
+    default_trigger,
+    guess_what,
+    profile_of,
+)
+from simpletune.commands.init.look import Look, read_captions, sizes_in_words, source_of
+from simpletune.config.load import read_json
+from simpletune.config.schema import DEMO
+from simpletune.data.sources.walk import printable
+from simpletune.data.split import split_pictures
+from simpletune.models.families import FAMILIES
+from simpletune.models.recognise import family_of
+from simpletune.models.shared.family import Family
+from simpletune.system.gpus import Card
+from simpletune.system.options import Json, UserError, plural, shortened
+
+ORDER = (
+    "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
+    "prior", "memory", "checkpoint", "validation",
+)  # fmt: skip
+WITHOUT_CARD = (
+    "no graphics card here, so use the tiny model that comes with simpletune, for trying out: it draws flat "
+    "figures of 64 px, no photos"
+)
+
+
+class Choices:
+    """A configuration under construction."""
+
+    def __init__(self, seen: Look, answers: Answers, device: Card | None):
+        self.seen, self.answers, self.device = seen, answers, device
+        self.captioned = read_captions(seen)
+        guess, by = guess_what(seen)
+        self.what: What = answers.what or guess
+        self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
+        self.trigger = answers.words or default_trigger(seen)
+        self.config: Json = {"name": seen.name}
+        self.reasons: list[Reason] = []
+        self.notes: list[str] = []
+        self.family: Family = FAMILIES[0]
+        self.tiny = False
+        self.shipped_steps = 0
+
+    def set(self, path: str, value: object, why: str = "") -> None:
+        """Set a field, with a reason if there is one to give."""
+        *sections, leaf = path.split(".")
+        section = self.config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+        if why:
+            self.reasons.append(Reason(path, value, why))
+
+    def base(self) -> None:
+        """Choose the model, and the settings of the shipped configuration closest to it."""
+        model, said = self.answers.model, self.answers.model is not None
+        if model is None:
+            model = TINY if self.device is None else FAMILIES[0].pretrained
+        self.tiny = model.startswith(DEMO)
+        if not self.tiny:
+            self.family = family_of(model) or FAMILIES[0]
+        kind = "tiny" if self.tiny else self.family.family
+        template = read_json(Path(TEMPLATES[kind][self.what]))
+        for section in KEPT:
+            if section in template:
+                self.config[section] = copy.deepcopy(template[section])
+        self.shipped_steps = self.config["train"].pop("steps")
+        for name in ("prompts", "every"):
+            self.config["validation"].pop(name, None)
+        why = "you named it" if said else WITHOUT_CARD
+        if self.device is not None and not said:
+            why = f"Stable Diffusion 3 Medium, for {self.device.name} ({self.device.gib:.1f} GiB)"
+        self.set("model.pretrained", model, why)
+        if not self.tiny:
+            self._device(kind)
+
+    def _device(self, kind: str) -> None:
+        if kind != FAMILIES[0].family:
+            self.set("model.family", kind)
+        if self.device is None and self.answers.on_cpu:
+            self.set("device", "cpu", "you asked for the CPU: seconds to minutes a step")
+            return
+        if self.device is None:
+            self.notes.append(
+                "no graphics card here: train on a machine with one, or set device=cpu and accept seconds "
+                "to minutes a step"
+            )
+        profile, why = profile_of(self.device)
+        self.set("memory.profile", profile, why)
+
+    def pictures(self) -> None:
+        """Choose the folder, the resolution, and what to do about unusable pictures."""
+        seen = self.seen
+        self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
+        self.reasons.append(
+            Reason(
+                "data.path",
+                str(seen.folder),
+                f"{plural(len(seen.pictures), 'usable picture')} of {sizes_in_words(seen)} px",
+            )
+        )
+        side = self._resolution()
+        small = 0 if self.tiny else sum(2 * picture < side for picture in seen.sides)
+        if small and small > len(seen.sides) * (1 - ENOUGH):
+            self.set(
+                "data.max_upscale",
+                None,
+                f"{plural(small, 'picture')} would be scaled up more than twice and become blurred: larger ones would "
+                "teach more",
+            )
+            small = 0
+        if seen.unusable or small:
+            names = [printable(each.name) for each in seen.report.rejected]
+            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})" * bool(
+                names
+            )
+            said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
+            self.set("data.on_error", "skip", f"{said}: they are left out. simpletune data lists them")
+        self._remarks()
+
+    def _resolution(self) -> int:
+        if self.tiny:
+            self.set("data.resolution", TINY_SIDE, "the tiny model's own size")
+            return 64
+        known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
+        large = {side: sum(each >= NEAR * side for each in self.seen.sides) for side in known}
+        side = next((side for side in known if large[side] >= ENOUGH * len(self.seen.sides)), known[-1])
+        why = f"{large[side]} of {plural(len(self.seen.sides), 'picture')} reach it, nearly or in full"
+        self.set("data.resolution", side, why)
+        return side
+
+    def _remarks(self) -> None:
+        report = self.seen.report
+        for groups, what in ((report.exact, "identical files"), (report.near, "nearly identical pictures")):
+            if groups:
+                count, names = plural(len(groups), "group"), [printable(name) for name in groups[0]]
+                self.notes.append(
+                    f"{count} of {what}, such as {shortened(names, LISTED)}: each copy counts. Keep one of each"
+                )
+        if report.left_alone:
+            listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.left_alone.items()))
+            self.notes.append(f"not read: {listed}. Convert them to jpg, png or webp to train on them")
+        if report.long:
+            self.notes.append(
+                f"{plural(len(report.long), 'caption')} longer than CLIP's 77 tokens. simpletune data lists them"
+            )
+        self.notes.extend(hint for hint in report.hints if not self.seen.kohya)
+
+    def captions(self) -> None:
+        """Choose one prompt, or the pictures' own captions with the trigger before them."""
+        seen, trigger = self.seen, self.trigger
+        if not self.captioned:
+            prompts = {
+                "subject": f"a photo of {trigger}",
+                "style": f"a picture in {trigger} style",
+                "general": f"a picture of {trigger}",
+            }
+            self.set(
+                "data.prompt",
+                prompts[self.what],
+                "no captions were found: a .txt beside each picture would teach what else is in it",
+            )
+            return
+        where = {
+            "texts": "texts beside the pictures",
+            "metadata": "metadata.jsonl",
+            "names": "the pictures' file names",
+        }
+        self.reasons.append(
+            Reason(
+                "data.captions",
+                self.config["data"].get("captions", "auto"),
+                f"captions from {where.get(seen.captions, 'the folders')}, such as {self.captioned[0][:60]!r}",
+            )
+        )
+        if not trigger:
+            return
+        having = sum(trigger.lower() in caption.lower() for caption in self.captioned)
+        if not having:
+            self.set("data.caption_prefix", f"{trigger},", "no caption has the trigger word")
+        elif having < len(self.captioned):
+            self.notes.append(
+                f"{trigger!r} is in {having} of {plural(len(self.captioned), 'caption')}: write it into the rest"
+            )
+
+    def method(self) -> None:
+        """Choose the adapter, and how to preserve the subject's class."""
+        self.reasons.append(
+            Reason(
+                "adapter.method",
+                f"{self.config['adapter']['method']}, rank {self.config['adapter'].get('rank')}",
+                f"{self.what} ({ABOUT[self.what]}): {self.by}",
+            )
+        )
+        if self.what == "general" and not self.tiny:
+            self.set("adapter.rank", 32, "many different subjects need more capacity")
+        if not self.tiny and self.what != "subject":
+            self.set("data.caption_dropout", 0.05, "helps guidance")
+        noun = self.answers.class_words
+        if self.what != "subject":
+            return
+        if noun is None:
+            self.notes.append(
+                "name the class too, as in --trigger 'sks dog', and the base keeps what it knows of it (prior.method)"
+            )
+            return
+        prompt = f"a photo of {'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+        prior = (
+            {"method": "base_prediction", "prompt": noun, "trigger": self.trigger}
+            if self.captioned
+            else {"method": "base_prediction", "prompt": prompt}
+        )
+        self.config["prior"] = prior
+        self.reasons.append(Reason("prior.method", "base_prediction", f"every {noun} would become yours otherwise"))
+        self.set("validation.class_prompt", prompt)
+
+    def length(self) -> None:
+        """Choose steps, warm-up and checkpoints."""
+        count, train = len(self.seen.pictures), self.config.setdefault("train", {})
+        batch = min(train.get("batch_size", 1), count)
+        each, least, most = STEPS[self.what]
+        normal = self.shipped_steps if self.tiny else min(max(each * count // batch, least), most)
+        steps = max(10, round(normal * LENGTHS[self.answers.length] / 10) * 10)
+        self.config["train"] = {"steps": steps, "batch_size": batch}
+        passes = steps * batch / count
+        self.reasons.append(
+            Reason(
+                "train.steps",
+                steps,
+                f"{self.answers.length}: each picture about {plural(max(1, round(passes)), 'time')}",
+            )
+        )
+        schedule = self.config.get("schedule", {})
+        if schedule.get("warmup_steps"):
+            schedule["warmup_steps"] = min(schedule["warmup_steps"], steps // 10)
+        self.set("checkpoint.every", -(-steps // CHECKPOINTS), f"{CHECKPOINTS} checkpoints to choose from")
+        self.set("checkpoint.keep_last", CHECKPOINTS)
+
+    def validation(self) -> None:
+        """Choose prompts to draw, and pictures to hold out."""
+        count = len(self.seen.pictures)
+        self.set("validation.every", self.config["checkpoint"]["every"])
+        self.set("validation.prompts", self._prompts(), "drawn by base and tuned model from the same noise")
+        if count < FROM:
+            return
+        split: float = HELD_OUT
+        try:
+            split_pictures(self.seen.pictures, split)
+        except UserError:  # by chance no hash lies below the share
+            split = max(1, round(HELD_OUT * count))
+        self.set(
+            "validation.split",
+            split,
+            f"{plural(count, 'picture')}: a tenth is held out, so that the loss on them "
+            "shows when the model only memorises",
+        )
+
+    def _prompts(self) -> list[str]:
+        prefix = self.config["data"].get("caption_prefix")
+        captions = list(dict.fromkeys(self.captioned))
+        chosen = [captions[0], captions[len(captions) // 2]] if captions else [self.config["data"]["prompt"]]
+        prompts = [f"{prefix} {caption}" if prefix else caption for caption in dict.fromkeys(chosen)]
+        if self.what == "subject" and self.trigger:
+            prompts.append(f"a photo of {self.trigger} on a beach at sunset")
+        elif self.trigger:
+            prompts.append(f"a lighthouse at dusk, {self.trigger} style" if self.what == "style" else GENERAL)
+        return list(dict.fromkeys([*prompts, *([] if self.what == "subject" else [GENERAL])]))
+
+    def describe(self) -> None:
+        """Describe what the configuration is for; put its sections in the order of the schema."""
+        count, model = plural(len(self.seen.pictures), "picture"), self.config["model"]["pretrained"]
+        teaches = f"A LoRA of {count} ({self.what}), written by simpletune init."
+        about = (
+            f"For trying out: {teaches} The tiny model draws flat figures of 64 px, no photos; on a machine with an "
+            "NVIDIA card, simpletune init writes one for Stable Diffusion 3 Medium."
+            if self.tiny
+            else f"{teaches} Base: {model}."
+        )
+        if self.tiny:
+            self.config["precision"] = {"weights": "int8", "compute": "fp32"}
+        self.config["about"] = about
+        self.config = {name: self.config[name] for name in ORDER if self.config.get(name)}

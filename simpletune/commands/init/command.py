@@ -1,0 +1,128 @@
+"""``simpletune init FOLDER``, and the configuration of ``simpletune train FOLDER``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.commands.init.answers import Answers, ask
+from simpletune.commands.init.defaults import Suggestion, default_trigger, guess_what
+from simpletune.commands.init.look import look
+from simpletune.commands.init.suggest import suggest
+from simpletune.config.load import read_config, validate
+from simpletune.config.schema import DEMO
+from simpletune.runs.outputs import require_new
+from simpletune.system.atomic import write_json
+from simpletune.system.console import say
+from simpletune.system.gpus import Card, card_of
+from simpletune.system.options import UserError, plural
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Arguments of the command line.
+
+    Args:
+        folder: folder of pictures.
+        out: file to write; None: beside the folder, named after it.
+        device: a card by name or memory, ``cpu``, or None for this machine's.
+        overwrite: whether to replace the file.
+        quiet: whether to ask no questions, even on a terminal.
+    """
+
+    folder: Path
+    out: Path | None = None
+    device: str | None = None
+    overwrite: bool = False
+    quiet: bool = False
+
+
+def file_for(folder: Path) -> Path:
+    """Return the file for a folder's configuration: beside the folder, named after it."""
+    whole = folder.resolve()
+    return whole.with_name(f"{whole.name or 'pictures'}.json")
+
+
+def init_command(wish: Wish, answers: Answers) -> Path:
+    """Examine the pictures, ask, suggest, predict, and write the configuration.
+
+    Raises:
+        UserError: no picture can be used, or the file cannot be written.
+    """
+    out = wish.out or file_for(wish.folder)
+    require_new(out, wish.overwrite)
+    card, why_none = _device(wish.device)
+    seen = look(wish.folder)
+    say(
+        f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
+        f"{plural(seen.unusable, 'unusable entry', 'unusable entries')}"
+    )
+    if not wish.quiet and sys.stdin.isatty() and sys.stdout.isatty():
+        answers = ask(answers, guess_what(seen)[0], default_trigger(seen))
+    suggestion = suggest(wish.folder, answers, card, seen)
+    model = suggestion.config["model"]["pretrained"]
+    if card is not None and not model.startswith(DEMO):
+        from simpletune.commands.init.machine import fitted
+
+        suggestion = fitted(suggestion, card)
+    validate(suggestion.config, str(out))
+    try:
+        write_json(out, suggestion.config)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}). Name another file with --out") from None
+    for line in _lines(suggestion, out, why_none):
+        say(line)
+    return out
+
+
+def _device(named: str | None) -> tuple[Card | None, str]:
+    """Return the card that is named, or this machine's; or None, and why there is none."""
+    if named is not None and named.lower() == CPU:
+        return None, ""
+    if named is not None:
+        return card_of(named), ""
+    from simpletune.commands.init.machine import card_here
+
+    return card_here()
+
+
+def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
+    from simpletune.commands.init.machine import model_findings
+
+    if why_none:
+        yield f"{'card':<10} none: {why_none}. simpletune doctor says more"
+    for reason in suggestion.reasons:
+        yield f"  {reason.path} {reason.value}: {reason.why}"
+    for note in suggestion.notes:
+        yield f"{'note':<10} {note}"
+    if not suggestion.config["model"]["pretrained"].startswith(DEMO):
+        for finding in model_findings(suggestion.config["model"]["pretrained"]):
+            for number, line in enumerate(finding.lines()):
+                yield f"{'model':<10} {line.strip()}" if number == 0 else f"{'':<10} {line.strip()}"
+    yield f"{'written':<10} {out}"
+    named = shlex.quote(str(out))
+    yield f"{'next':<10} simpletune check {named}; simpletune train {named}"
+
+
+def config_for(folder: Path) -> Path:
+    """Return the configuration of a folder: the one beside it, or a new one.
+
+    Raises:
+        UserError: no picture can be used, or the file beside the folder is not a configuration.
+    """
+    file = file_for(folder)
+    if not file.exists():
+        return init_command(Wish(folder), Answers())
+    config, _ = read_config(file)
+    if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
+        say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")
+        return file
+    raise UserError(
+        f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+        f"one: simpletune init {folder} --out FILE"
+    )

@@ -1,0 +1,96 @@
+"""The graphics card of this machine, the prediction of a configuration on it, and access to its model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from simpletune.commands.doctor.finding import OK, Finding
+from simpletune.commands.doctor.hub_checks import access, login
+from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.probe import Probe
+from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
+from simpletune.config.load import validate
+from simpletune.system.console import say, silent
+from simpletune.system.gpus import Card, card_named_by_driver
+from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.options import Json, UserError
+
+SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # signs of a driver; the last one in WSL
+
+
+def card_here() -> tuple[Card | None, str]:
+    """Return the first graphics card that torch can use, or None and the reason. Asks torch in a child process.
+
+    Without a sign of a driver, does not ask, because importing torch takes seconds.
+    """
+    if shutil.which("nvidia-smi") is None and not any(Path(sign).exists() for sign in SIGNS):
+        return None, "no NVIDIA driver was found"
+    with closing(Probe()) as probe:
+        facts = probe.ask("torch")
+    for device in facts.get("devices") or []:
+        return card_named_by_driver(device["name"], device["total"], tuple(device["capability"])), ""
+    return None, str(facts.get("refused") or facts.get("error") or "torch finds no card")
+
+
+def fitted(suggestion: Suggestion, card: Card) -> Suggestion:
+    """Return the suggestion with the largest profile whose predicted peak fits the card, and that prediction as a
+    reason.
+
+    Args:
+        suggestion: suggestion for this card.
+        card: card to train on.
+    """
+    config, memory = suggestion.config, dict(suggestion.config.get("memory", {}))
+    profile = memory.get("profile")
+    sizes = [name for name in reversed(PROFILES) if profile is None or int(name[:-2]) <= int(profile[:-2])]
+    for name in sizes if profile else [None]:
+        tried: Json = config | ({"memory": memory | {"profile": name}} if name else {})
+        try:
+            words, fits = _predicted(tried, card)
+        except UserError as error:
+            note = f"not predicted ({error}). simpletune estimate does it later"
+            return replace(suggestion, notes=(*suggestion.notes, note))
+        if fits:
+            reason = Reason("memory.profile", name or "none", f"predicted: {words}")
+            return replace(suggestion, config=tried, reasons=(*suggestion.reasons, reason))
+    note = (
+        f"predicted not to fit even with every lever of profile {PROFILES[0]}: {words}. Use a smaller data.resolution"
+    )
+    return replace(suggestion, notes=(*suggestion.notes, note))
+
+
+def _predicted(data: Json, card: Card) -> tuple[str, bool]:
+    """Describe the predicted peak on a card, and return whether it fits."""
+    from simpletune.config.compute import settle_compute
+    from simpletune.config.modulation import settle_modulation
+    from simpletune.config.resolve import require_model_rules, resolve_model_folder
+    from simpletune.estimate.predict import MIB, estimate
+
+    say(f"{'predict':<10} {data.get('memory', {}).get('profile') or 'memory'} on {card.name}")
+    with silent():
+        config = resolve_model_folder(validate(data, data["name"]))
+        require_model_rules(config)
+        config = settle_compute(settle_modulation(config, on_host=False), card.capability)
+    found = estimate(config, card.capability)
+    words = f"{found.needed() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances"
+    return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
+
+
+def model_findings(model: str) -> Iterator[Finding]:
+    """Report what prevents this machine from downloading a model from the hub: no login, no licence. Downloads nothing.
+
+    Args:
+        model: hub name, folder or file.
+    """
+    if not is_hub_name(model):
+        return
+    with closing(Probe()) as probe:
+        machine = Machine(probe)
+        found = [*login(machine), *access(model)]
+    whole = [each for each in found if each.level != OK]
+    if found[-1].level != OK:
+        yield from whole

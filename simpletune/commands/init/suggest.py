@@ -1,0 +1,41 @@
+"""Suggest a configuration for a folder of pictures and a device, with a reason for each choice. Prints and asks
+nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.choices import Choices
+from simpletune.commands.init.defaults import UNASKED, Suggestion
+from simpletune.commands.init.look import Look, look
+from simpletune.system.console import silent
+from simpletune.system.gpus import Card
+
+
+def suggest(
+    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: Look | None = None
+) -> Suggestion:
+    """Suggest a configuration.
+
+    Args:
+        folder: folder of pictures.
+        answers: the user's answers.
+        device: the card to train on; None: there is none.
+        seen: the folder's content, if it was examined already.
+
+    Raises:
+        UserError: no picture can be used, or the model's family is unknown.
+    """
+    if seen is None:
+        with silent():
+            seen = look(folder)
+    choices = Choices(seen, answers, device)
+    choices.base()
+    choices.pictures()
+    choices.captions()
+    choices.method()
+    choices.length()
+    choices.validation()
+    choices.describe()
+    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes))

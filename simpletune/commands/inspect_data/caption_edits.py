@@ -1,0 +1,183 @@
+"""Change many captions at once: preview the changes, then write exactly those."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from simpletune.data.sources.caption_files import CaptionFile, ChangedCaption, caption_file, write_caption
+from simpletune.data.sources.captions import one_line
+from simpletune.data.sources.source import Source, UnusablePicture
+from simpletune.data.sources.walk import is_text, readable, walk
+from simpletune.system.options import UserError
+
+LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A picture and its caption.
+
+    Args:
+        name: relative to the data folder.
+        file: the picture.
+        caption: its caption file; None if it cannot be read.
+        problem: why the caption cannot be read or written.
+    """
+
+    name: str
+    file: Path
+    caption: CaptionFile | None
+    problem: str = ""
+
+    @property
+    def text(self) -> str:
+        """The caption; empty without one."""
+        return "" if self.caption is None else self.caption.text
+
+
+def entries_of(root: Path, pictures: Iterable[Path]) -> list[Entry]:
+    """Read the caption of every picture without opening pictures."""
+    return [_entry(root, file) for file in pictures]
+
+
+def _entry(root: Path, file: Path) -> Entry:
+    name = file.relative_to(root).as_posix()
+    if not is_text(name):
+        return Entry(readable(name), file, None, "its file name is not UTF-8 text. Rename it")
+    try:
+        return Entry(name, file, caption_file(root, file))
+    except UnusablePicture as reason:
+        return Entry(name, file, None, str(reason))
+
+
+def pictures_of(root: Path, source: Source) -> list[Path]:
+    """Return the picture files of a folder, without masks."""
+    from simpletune.data.sources.folder import Folder
+    from simpletune.data.sources.masks import without_masks
+
+    assert isinstance(source, Folder)
+    masks = None if source.mask_path is None else Path(source.mask_path)
+    return without_masks(walk(root, source.links).pictures, source.mask, masks)[0]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change to every caption that it applies to.
+
+    Args:
+        kind: ``replace``: every occurrence of ``find``; ``prefix``: put ``text`` before captions that lack it.
+        find: exact, case-sensitive text.
+        text: the new text.
+    """
+
+    kind: Literal["replace", "prefix"]
+    find: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind == "replace" and not self.find:
+            raise UserError("Find is empty. Type the text to replace")
+        if self.kind == "prefix" and not self.text.strip():
+            raise UserError("The prefix is empty. Type the text to put before captions")
+
+    def apply(self, caption: str) -> str:
+        """Return the caption after the change."""
+        if self.kind == "replace":
+            return caption.replace(self.find, self.text).strip()
+        prefix = self.text.strip()
+        return caption if caption.startswith(prefix) else f"{prefix} {caption}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Effect of an edit on one caption."""
+
+    entry: Entry
+    after: str
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Effect that an edit would have.
+
+    Args:
+        changes: captions that would change.
+        emptied: names of captions that would become empty, which are left unchanged.
+        fingerprint: digest of the current text of all captions that would change.
+    """
+
+    changes: list[Change]
+    emptied: list[str]
+    fingerprint: str
+
+
+def preview(edit: Edit, entries: Sequence[Entry]) -> Preview:
+    """Determine what an edit would do, without writing."""
+    changes: list[Change] = []
+    emptied: list[str] = []
+    texts: set[Path] = set()
+    for entry in entries:
+        if entry.caption is None or not entry.text or entry.caption.file in texts:
+            continue  # if two pictures share a caption file, the first counts
+        texts.add(entry.caption.file)
+        after = edit.apply(entry.text)
+        if not after:
+            emptied.append(entry.name)
+        elif after != entry.text:
+            changes.append(Change(entry, after))
+    digest = hashlib.sha256()
+    for change in changes:
+        assert change.entry.caption is not None
+        digest.update(f"{change.entry.name}\0{change.entry.caption.digest}\0".encode())
+    return Preview(changes, emptied, digest.hexdigest())
+
+
+@dataclass
+class Applied:
+    """Outcome of an edit.
+
+    Args:
+        written: how many captions.
+        left: captions that changed during the edit or cannot be written, and why.
+    """
+
+    written: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+def apply(found: Preview, fingerprint: str) -> Applied:
+    """Write an edit that a person has previewed.
+
+    Args:
+        found: the current preview of the edit.
+        fingerprint: fingerprint of the preview that the person saw.
+
+    Raises:
+        ChangedCaption: captions have changed since then; nothing is written.
+        DiskFull: the disk is full; each caption is completely old or completely new.
+    """
+    if found.fingerprint != fingerprint:
+        raise ChangedCaption("Captions have changed since the preview, and nothing was written. Look again")
+    done = Applied()
+    for change in found.changes:
+        assert change.entry.caption is not None
+        try:
+            write_caption(change.entry.caption, change.after)
+            done.written += 1
+        except ChangedCaption as reason:
+            done.left.append(str(reason))
+    return done
+
+
+def tag_counts(captions: Iterable[str], separator: str = ",") -> list[tuple[str, int]]:
+    """Count the tags of captions, most frequent first: each at most once per caption, and no sentences."""
+    counts: Counter[str] = Counter()
+    for caption in captions:
+        parts = {part.strip() for part in one_line(caption).split(separator)}
+        counts.update(part for part in parts if part and len(part) <= LONGEST_TAG)
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))

@@ -1,0 +1,58 @@
+"""``simpletune data``: print the dataset report and write its files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+from simpletune.commands.inspect_data.contact_sheet import sheet
+from simpletune.commands.inspect_data.page import page
+from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
+from simpletune.commands.inspect_data.text import as_json, text
+from simpletune.config.resolve import resolve_data_folder
+from simpletune.config.schema import TrainConfig
+from simpletune.system.console import say, silent
+from simpletune.system.options import UserError
+
+PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
+
+
+def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
+    """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
+
+    Args:
+        config: the configuration, as the user gave it.
+        out: the folder to write to; None writes nothing.
+        as_figures: print only JSON.
+        shown: how many pictures the sheet and the page show.
+
+    Raises:
+        UserError: no picture is usable, or the folder cannot be written.
+    """
+    with silent() if as_figures else nullcontext():
+        found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
+    if as_figures:
+        print(json.dumps(as_json(found)))
+    else:
+        say(text(found))
+    if out is not None:
+        try:
+            written = _write(found, config.name, out)
+        except OSError as error:
+            raise UserError(f"--out: {out} cannot be written ({error}). Name another folder") from None
+        if not as_figures:
+            say(f"{'written':<10} {', '.join(str(file) for file in written)}")
+    if not found.usable:
+        raise UserError(f"data.path: {config.data.place} contains no usable pictures. Fix the problems listed above")
+    return found
+
+
+def _write(found: DatasetReport, title: str, out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PAGE).write_text(page(found, title), encoding="utf-8")
+    (out / FIGURES).write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")
+    if not any(seen.tile for seen in found.usable):
+        return [out / PAGE, out / FIGURES]
+    sheet(found).save(out / SHEET, optimize=True)
+    return [out / PAGE, out / SHEET, out / FIGURES]

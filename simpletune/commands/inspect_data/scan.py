@@ -1,0 +1,283 @@
+"""Scan a dataset: decode, compare and count. Memory holds one picture per thread and the tiles of shown pictures."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.thumbnails import tile
+from simpletune.commands.inspect_data.token_counts import LIMIT, token_counts
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Plan
+from simpletune.data.samples import View, without
+from simpletune.data.shares import SourceShare
+from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.several import scan_sources, source_notes, stopping, too_small
+from simpletune.data.sources.source import Picture, Rejected, UnusablePicture
+from simpletune.models.shared.buckets import Size, covering_size, upscaling
+from simpletune.stages.plan_data import make_plan
+from simpletune.system.console import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+THREADS = 2
+LARGE = 2**25  # pixels; a single thread decodes larger pictures: 128 MiB each, and another 128 MiB for a copy
+TILE = 144  # pixels of a tile's longer side
+LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
+
+
+@dataclass(frozen=True)
+class ScannedImage:
+    """A usable picture.
+
+    Args:
+        picture: the picture found by the data source.
+        bucket: the size it is cropped to.
+        hash: used to compare it with others.
+        tile: a thumbnail of the crop that training sees; None if it is not shown.
+    """
+
+    picture: Picture
+    bucket: Size
+    hash: PictureHash
+    tile: Image.Image | None = None
+
+    @property
+    def upscale(self) -> float:
+        """The factor by which it is scaled up; at most 1 if it is not."""
+        return upscaling(self.picture.size, self.bucket)
+
+    @property
+    def lost(self) -> float:
+        """Fraction of its pixels that the crop to its bucket removes."""
+        width, height = covering_size(self.picture.size, self.bucket)
+        return 1 - self.bucket[0] * self.bucket[1] / (width * height)
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A bucket: its pictures, its samples and batches in an epoch, and the fillers in its last batch."""
+
+    size: Size
+    pictures: int
+    samples: int
+    batches: int
+    fillers: int
+    lost: float
+
+
+@dataclass
+class DatasetReport:
+    """The findings about a dataset.
+
+    Args:
+        path: the path in the configuration.
+        captions: a description of where the captions come from.
+        usable: the usable pictures, sorted by name.
+        rejected: the unusable entries, with reasons.
+        left_alone: pictures of unsupported formats, counted by extension.
+        exact: groups of names of identical files.
+        near: groups of names of nearly identical pictures.
+        same_caption: names by caption, for captions shared by several pictures; empty with data.prompt.
+        long: (name, length) of captions that CLIP truncates.
+        tokens: whether lengths count tokens rather than characters.
+        buckets: the buckets, largest first.
+        steps: steps in an epoch.
+        batch: pictures in a step.
+        on_error: ``data.on_error``.
+        hints: sentences about data that may not be as the user intended.
+        held_out: names of pictures that validation.split holds out; buckets and epochs exclude them.
+        notes: sentences that explain how data was interpreted.
+        sources: contribution of each source to an epoch.
+    """
+
+    path: str
+    captions: str
+    usable: list[ScannedImage]
+    rejected: list[Rejected]
+    left_alone: dict[str, int]
+    exact: list[list[str]] = field(default_factory=list)
+    near: list[list[str]] = field(default_factory=list)
+    same_caption: dict[str, list[str]] = field(default_factory=dict)
+    long: list[tuple[str, int]] = field(default_factory=list)
+    tokens: bool = False
+    buckets: list[BucketRow] = field(default_factory=list)
+    steps: int = 0
+    batch: int = 1
+    resolution: int = 0
+    on_error: str = "stop"
+    hints: tuple[str, ...] = ()
+    held_out: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    sources: list[SourceShare] = field(default_factory=list)
+
+    @property
+    def across(self) -> list[list[str]]:
+        """Groups of near-duplicates that the split separates: some held out, some trained on."""
+        held = set(self.held_out)
+        return [group for group in self.near if 0 < len(held.intersection(group)) < len(group)]
+
+    @property
+    def small(self) -> list[ScannedImage]:
+        """Pictures that are scaled up, largest factor first."""
+        return sorted((seen for seen in self.usable if seen.upscale > 1), key=lambda seen: -seen.upscale)
+
+    @property
+    def uncaptioned(self) -> list[Rejected]:
+        """Entries rejected because of their caption."""
+        return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
+
+
+def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
+    """Scan a dataset.
+
+    Args:
+        config: configuration with the data's folder resolved.
+        shown: how many pictures get a tile.
+        names: what to call the sources instead of their folders.
+
+    Raises:
+        UserError: the data cannot be scanned at all.
+    """
+    if config.data.streamed:  # its split draws from all rows, not only from the examined ones
+        config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
+    scan = scan_sources(config.data)
+    small = too_small(scan.pictures, config.data, config.model.multiple)
+    pictures = _named(without(scan.pictures, small), config)
+    found = DatasetReport(
+        ", ".join(dict.fromkeys(names)) or config.data.place,
+        scan.captions,
+        [],
+        [*scan.rejected, *small],
+        dict(scan.left_alone),
+    )
+    found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
+    found.resolution, found.hints = config.data.resolution, scan.hints
+    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures))
+    if not pictures:
+        return found
+    plan = make_plan(config, pictures)
+    samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
+    firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
+    trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
+    ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
+    chosen = {_place(ordered[place].picture) for place in evenly_spaced(len(ordered), shown)}
+    with progress("look", len(firsts), "pictures") as advance:
+        for result in _scan_pictures(firsts.values(), chosen, advance):
+            (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
+    if found.usable:
+        _compare(found)
+        _read_captions(found, config)
+        plan = make_plan(config, [seen.picture for seen in found.usable])
+        _count(found, plan)
+        found.sources = plan.shares(names)
+    return found
+
+
+def _named(pictures: Sequence[Picture], config: TrainConfig) -> list[Picture]:
+    """Prefix pictures' names with their folder's, to distinguish several sources."""
+    paths = [source.path for source in config.data.members]
+    if len(set(paths)) == 1:
+        return list(pictures)
+    folders = Counter(Path(path).name for path in set(paths))
+    labels = [path if folders[Path(path).name] > 1 else Path(path).name for path in paths]
+    return [replace(picture, name=f"{labels[picture.source]}/{picture.name}") for picture in pictures]
+
+
+def _place(picture: Picture) -> tuple[int, str]:
+    """Identify a picture by source and name; the same folder may be listed twice."""
+    return picture.source, picture.name
+
+
+def evenly_spaced(count: int, room: int) -> list[int]:
+    """Return at most ``room`` evenly spaced indices from 0 to count - 1."""
+    return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
+
+
+def _scan_pictures(
+    views: Iterable[View], tiles: Collection[tuple[int, str]], advance: Callable[[], None]
+) -> Iterator[ScannedImage | Rejected]:
+    """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
+    with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
+        futures = deque(
+            (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
+                _scan_picture, view, _place(view.picture) in tiles, advance
+            )
+            for view in views
+        )
+        while futures:
+            yield futures.popleft().result()
+
+
+def _scan_picture(view: View, with_tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
+    """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
+    try:
+        image = decode(view.picture.read_same(), at_least=2 * TILE)
+    except UnusablePicture as reason:
+        return Rejected(view.picture.name, str(reason), source=view.picture.source)
+    finally:
+        advance()
+    shown = tile(image, view.bucket, (view.offset, view.flip), TILE) if with_tile else None
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown)
+
+
+def _compare(found: DatasetReport) -> None:
+    by_digest = defaultdict(list)
+    for seen in found.usable:
+        by_digest[seen.picture.digest].append(seen)
+    named = (list(dict.fromkeys(seen.picture.name for seen in group)) for group in by_digest.values())
+    found.exact = [names for names in named if len(names) > 1]
+    firsts = [group[0] for group in by_digest.values()]
+    groups = near_duplicates([seen.hash for seen in firsts])
+    found.near = [[firsts[place].picture.name for place in group] for group in groups]
+
+
+def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
+    names: dict[str, dict[str, None]] = defaultdict(dict)  # ordered, and each name once
+    prompted = {index for index, source in enumerate(config.data.members) if source.prompt is not None}
+    shared = set[str]()
+    for seen in found.usable:
+        for caption in seen.picture.captions:
+            names[caption][seen.picture.name] = None
+            shared |= set() if seen.picture.source in prompted else {caption}
+    found.same_caption = {
+        caption: list(group) for caption, group in names.items() if len(group) > 1 and caption in shared
+    }
+    counts = token_counts(config, list(names))
+    found.tokens = counts is not None
+    limit = LIMIT if found.tokens else LONG
+    lengths = dict(zip(names, counts or map(len, names), strict=True))
+    longest = {seen.picture.name: max(map(lengths.__getitem__, seen.picture.captions)) for seen in found.usable}
+    found.long = [(name, length) for name, length in longest.items() if length > limit]
+
+
+def _count(found: DatasetReport, plan: Plan) -> None:
+    lost: dict[Size, list[float]] = defaultdict(list)
+    found.held_out = [sample.picture.name for sample in plan.held_out]
+    held = set(found.held_out)
+    for seen in found.usable:
+        if seen.picture.name not in held:
+            lost[seen.bucket].append(seen.lost)
+    for size, members in plan.buckets.items():
+        batches = -(-len(members) // plan.batch_size)
+        shares: Sequence[float] = lost[size]
+        row = BucketRow(
+            size=size,
+            pictures=len(shares),
+            samples=len(members),
+            batches=batches,
+            fillers=batches * plan.batch_size - len(members),
+            lost=sum(shares) / len(shares),
+        )
+        found.buckets.append(row)
+    found.buckets.sort(key=lambda row: (-row.samples, row.size))
+    found.steps = plan.steps_per_epoch
+    found.batch = plan.batch_size * plan.accumulation

@@ -1,0 +1,73 @@
+"""Thumbnails of the crops that training sees, cached as files."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from simpletune.data.sources.pictures import cut, decode, picture_size
+from simpletune.data.sources.source import Source
+from simpletune.data.sources.walk import read_regular
+from simpletune.models.shared.buckets import Size, nearest_bucket
+from simpletune.system.atomic import atomic_file
+
+SIDE = 256  # pixels of a thumbnail's longer side
+AT_ONCE = threading.Semaphore(2)  # decoded pictures in memory
+QUALITY = 80
+
+
+def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
+    """Return a thumbnail of the crop that training sees.
+
+    Args:
+        image: RGB.
+        bucket: size that the picture is cropped to.
+        view: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
+        side: the thumbnail's longer side in pixels.
+    """
+    scale = side / max(bucket)
+    size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
+    pixels = cut(image, size, *view)
+    return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
+
+
+def bucket_of_size(size: Size, source: Source, step: int) -> Size:
+    """Return the bucket for a picture's size, as ``data.samples.bucket_of`` does."""
+    if source.aspect == "square":
+        return source.resolution, source.resolution
+    return nearest_bucket(size, source.resolution, source.max_aspect, step)
+
+
+def kept_thumbnail(file: Path, source: Source, step: int, folder: Path) -> Path:
+    """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
+
+    Shows the centre even if training crops at random.
+
+    Args:
+        file: the picture.
+        source: determines the bucket.
+        step: sides of buckets are multiples of this, in pixels.
+        folder: where thumbnails are kept; it may be removed at any time.
+
+    Raises:
+        UnusablePicture: the picture cannot be read.
+    """
+    status = file.stat()
+    cropped = (source.resolution, source.aspect, source.max_aspect, step, SIDE)
+    key = repr((str(file), status.st_mtime_ns, status.st_size, cropped))
+    name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    kept = folder / name[:2] / f"{name}.webp"
+    if kept.is_file():
+        return kept
+    with AT_ONCE:
+        data = read_regular(file)
+        bucket = bucket_of_size(picture_size(data), source, step)
+        small = tile(decode(data, at_least=2 * SIDE), bucket, ((0.5, 0.5), False), SIDE)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(kept, shared=True) as part:
+        small.save(part, "WEBP", quality=QUALITY, method=2)
+    return kept

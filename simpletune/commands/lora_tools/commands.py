@@ -1,0 +1,247 @@
+"""Verbs that write LoRA files or merged models: export, merge, mix, extract, resize."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.adapters.files.header import open_lora
+from simpletune.commands.lora_tools.metadata import SAID, base_fields, header_of, shared_fields, source_note
+from simpletune.commands.lora_tools.named_lora import NamedLora, named_lora
+from simpletune.models.lora_names import result_layout
+from simpletune.models.shared.text_layers import encoders_in, split_text
+from simpletune.runs.outputs import require_new
+from simpletune.system.console import progress, say
+from simpletune.system.options import UserError, plural, shortened
+
+if TYPE_CHECKING:
+    from simpletune.adapters.files.structured import AnyUpdates
+    from simpletune.adapters.files.updates import Update
+
+A1111 = "a1111"  # format of hypernetworks
+
+
+def export(args: argparse.Namespace) -> Path:
+    """Write a LoRA in another layout."""
+    from simpletune.adapters.files.read import updates_of
+
+    source = named_lora(args.lora)
+    if args.format == A1111:
+        from simpletune.commands.lora_tools.hypernetworks import export_hypernetwork
+
+        return export_hypernetwork(source, args)
+    header = open_lora(source.file)
+    out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
+    refuse_same(out, source.file)
+    require_new(out, args.overwrite)
+    updates: AnyUpdates = updates_of(header)
+    lost = None
+    if args.rank is not None or args.energy is not None:
+        updates, lost = approximated(updates, args)
+    metadata = base_fields(header) | header_of(updates, out.stem, source.config(header.metadata), source.steps)
+    said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
+    metadata |= shared_fields(source.run, source.step, header.metadata, said)
+    if not getattr(args, "thumbnail", True):
+        metadata.pop("modelspec.thumbnail", None)
+    written = write(updates, out, args, metadata)
+    if lost is not None:
+        say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
+            "(Frobenius norm)")  # fmt: skip
+    return written
+
+
+def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+    """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
+
+    Raises:
+        UserError: the updates are LoRA already, or the format does not hold LoRA.
+    """
+    from simpletune.adapters.files.updates import Update
+
+    require_rank_or_energy(args)
+    if args.format == "lycoris":
+        raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
+    if all(isinstance(update, Update) for update in updates.values()):
+        raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
+    return resized_all(updates, args)
+
+
+def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+    """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
+    from simpletune.adapters.files.factors import resized
+    from simpletune.adapters.files.structured import delta_of
+
+    changed = {layer: resized(update, args.rank, args.energy) for layer, update in updates.items()}
+    whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
+    lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
+    return {layer: update for layer, (update, _) in changed.items()}, lost
+
+
+def resize(args: argparse.Namespace) -> Path:
+    """Change the rank of a LoRA."""
+    from simpletune.adapters.files.read import updates_of
+
+    require_rank_or_energy(args)
+    source = named_lora(args.lora)
+    refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
+    header = open_lora(source.file)
+    old = updates_of(header)
+    new, lost = resized_all(old, args)
+    note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
+    metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
+    written = write(new, args.out, args, metadata | note)
+    say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
+    return written
+
+
+def mix(args: argparse.Namespace) -> Path:
+    """Combine several LoRAs into one."""
+    from simpletune.adapters.files.mix import PRUNING, Recipe
+    from simpletune.adapters.files.mix import mix as mixed
+    from simpletune.adapters.files.read import read_lora
+
+    sources = [named_lora(text, strength=True) for text in args.loras]
+    if len(sources) < 2:
+        raise UserError("mix needs at least two LoRAs, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
+    if args.rank and not args.method.endswith("svd"):
+        raise UserError(
+            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune resize instead"
+        )
+    for source in sources:
+        refuse_same(args.out, source.file)
+    require_new(args.out, args.overwrite)
+    recipe = Recipe(args.method, args.rank, args.density, args.seed)
+    updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
+    parts = [(source.name, source.weight) for source in sources]
+    details = {"loras": parts, "method": args.method}
+    details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
+    first = open_lora(sources[0].file)
+    metadata = base_fields(first) | header_of(updates, args.out.stem, None, None) | source_note("mix", details)
+    written = write(updates, args.out, args, metadata)
+    summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
+    say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
+    return written
+
+
+def merge(args: argparse.Namespace) -> Path:
+    """Merge LoRAs into the base."""
+    from simpletune.adapters.files.bases import Base
+    from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
+    from simpletune.adapters.files.read import read_lora
+
+    sources = [named_lora(text, strength=True) for text in args.loras]
+    single = args.format == "single-file" or (args.format is None and args.out.suffix == ".safetensors")
+    refuse_unfit_output(args.out, single)
+    base = Base(args.base or base_of(sources))
+    if single and base.file is not None:
+        refuse_same(args.out, base.file)
+    require_new(args.out, args.overwrite, folder=not single)
+    loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
+    if args.denoiser_only:
+        loras = [(split_text(updates)[0], weight) for updates, weight in loras]
+    merger = Merger(base, loras, args.dtype)
+    parts = [(source.name, source.weight * args.scale) for source in sources]
+    note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
+    with progress("merge", len(base.shapes), "tensors") as advance:
+        done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
+    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
+    types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
+    if merger.text:
+        say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
+    say(f"  changed {plural(done.layers, 'layer')}, written in {types}; rounding lost {done.lost:.2%} of the update")
+    return done.path
+
+
+def extract(args: argparse.Namespace) -> Path:
+    """Extract a LoRA from two models."""
+    import torch
+
+    from simpletune.adapters.files.bases import Base
+    from simpletune.adapters.files.extract import extract as extracted
+
+    require_rank_or_energy(args, both=True)
+    require_new(args.out, args.overwrite)
+    base, tuned = Base(args.base), Base(args.tuned)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with progress("extract", len(base.shapes), "tensors") as advance:
+        found = extracted(base, tuned, args.rank, args.energy, device, advance)
+    note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
+                                   "rank": args.rank, "energy": args.energy})  # fmt: skip
+    written = write(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
+    for row in sorted(found.rows, key=lambda row: -row.residual):
+        say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
+    say(
+        f"  total of {plural(len(found.rows), 'layer')}: residual {found.relative:.3%} of the difference "
+        "(Frobenius norm)"
+    )
+    if found.left_out:
+        names = sorted(found.left_out, key=lambda name: -found.left_out[name])
+        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({found.left_out_share:.3%} of the "
+            f"difference): {shortened(names)}")  # fmt: skip
+    return written
+
+
+def write(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+    """Write a LoRA file and describe it."""
+    from simpletune.adapters.files.write import has_one_encoder, write_lora
+
+    denoiser, _ = split_text(updates)
+    usual = "kohya" if has_one_encoder(updates, metadata) else "diffusers"
+    layout = args.format or (result_layout(denoiser).name if denoiser else usual)
+    written = write_lora(updates, out, layout, args.dtype, metadata)
+    size = written.stat().st_size / 2**20
+    say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
+    return written
+
+
+def ranks_of(updates: AnyUpdates) -> str:
+    """Format the rank, or the smallest and the largest."""
+    ranks = sorted({update.rank for update in updates.values()})
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def base_of(sources: list[NamedLora]) -> str:
+    """Return the base that the first LoRA's run trained on.
+
+    Raises:
+        UserError: the base is unknown or had random weights.
+    """
+    config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
+    if config is None:
+        raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
+    if config.model.init == "random":
+        raise UserError(f"--base: {sources[0].run} trained on random weights, which were not saved. Name another base")
+    return config.model.weights_from
+
+
+def refuse_same(out: Path, source: Path) -> None:
+    """Refuse to overwrite the input."""
+    if out.resolve() == source.resolve():
+        raise UserError(f"--out: {out} is the input file. Choose another name")
+
+
+def refuse_unfit_output(out: Path, single: bool) -> None:
+    """Refuse a file name that does not match the format."""
+    if single and out.suffix != ".safetensors":
+        raise UserError(
+            f"--out: {out} does not end in .safetensors. Name a .safetensors file, or use --format diffusers"
+        )
+    if not single and out.suffix == ".safetensors":
+        raise UserError(f"--out: {out} names a file, but --format diffusers writes a folder. Name a folder")
+
+
+def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:
+    """Require --rank or --energy, within their ranges.
+
+    Args:
+        both: accept both; the rank is then the maximum.
+    """
+    if args.rank is None and args.energy is None:
+        raise UserError("give --rank, such as --rank 16, or --energy, such as --energy 0.95")
+    if args.rank is not None and args.energy is not None and not both:
+        raise UserError("give --rank or --energy, not both")
+    if args.energy is not None and not 0 < args.energy <= 1:
+        raise UserError(f"--energy: {args.energy:g} is not a share between 0 and 1. Use a value such as 0.95")

@@ -1,0 +1,171 @@
+"""Build the header of an exported LoRA file: ``modelspec.*`` and ``ss_*`` fields, filled from its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune import __version__
+from simpletune.adapters.files.families import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
+from simpletune.adapters.files.kinds import DORA, LORA
+from simpletune.config.saved import read_saved
+from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.text_layers import split_text
+from simpletune.runs.folder import CONFIG
+from simpletune.runs.model_card import licence, public_name, shareable
+from simpletune.runs.sharing import tags_of, thumbnail, trained_at, trigger_of
+from simpletune.system.console import say
+from simpletune.system.options import Json
+
+if TYPE_CHECKING:
+    from simpletune.adapters.files.header import LoraHeader
+    from simpletune.adapters.files.structured import AnyUpdates
+
+BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
+SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
+EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
+MEDIUM_3 = SD3_WIDTHS[1536]
+SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
+
+
+def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
+    """Build the header's strings.
+
+    Args:
+        updates: updates by layer, for their ranks and scales.
+        title: title of the file.
+        config: configuration of the run, if known.
+        steps: number of training steps, if known.
+    """
+    common = {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": title,
+        "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+        "ss_training_comment": f"simpletune {__version__}",
+    }
+    denoiser, _ = split_text(updates)
+    family = family_of_updates({name: update.shape for name, update in denoiser.items()}) if denoiser else ""
+    if not denoiser and config is not None:
+        family = SD15 if config.model.denoiser == "unet" else MEDIUM_3
+    common |= model_fields(family)
+    if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
+        common["ss_network_module"] = "lycoris.kohya"
+        common["ss_network_args"] = json.dumps({"algo": min(kinds).lower()})
+    ranks = {update.dim or 1 for update in updates.values()}
+    alphas = {(update.dim or 1) * update.scale for update in updates.values()}
+    common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' term
+    common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
+    if config is None:
+        return common
+    return common | dict(_of_run(config, steps))
+
+
+SPEC = "modelspec."
+KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase", "usage_hint", "date", "resolution")
+"""Model spec fields that a converted file keeps."""
+
+
+def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
+    """Build the model spec fields that tell people what a file is.
+
+    Args:
+        run: folder of the run that made it, if known.
+        step: step of the run's checkpoint; None for its result.
+        known: header strings of the file to convert.
+        said: fields given by the user: ``title``, ``author``, ``description``, ``tags``.
+    """
+    fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
+    if run is not None:
+        found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
+        fields |= {SPEC + name: value for name, value in found.items() if value is not None}
+    return fields | {SPEC + name: value for name, value in said.items()}
+
+
+def model_fields(family: str) -> dict[str, str]:
+    """Name the model in sd-scripts' terms.
+
+    Args:
+        family: the model that the updates fit, judged by their layers and widths. They do not reveal which of SD 2's
+            architectures they fit, and some not even which U-Net.
+    """
+    if is_sd3(family):
+        model = SD3_MODELS.get(family, "m")
+        return {
+            "modelspec.architecture": f"stable-diffusion-3-{model}/lora",
+            "ss_network_module": "networks.lora_sd3",
+            "ss_base_model_version": f"sd3_{model}",
+        }
+    fields = {"ss_network_module": "networks.lora"} if family else {}
+    if family == SD15:
+        fields |= {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1"}
+    if family in (SD15, SD2):
+        fields["ss_v2"] = str(family == SD2)  # by which A1111 recognises SD 2
+    if family == SD2:
+        fields["ss_base_model_version"] = "sd_v2"
+    return fields
+
+
+def base_fields(header: LoraHeader) -> dict[str, str]:
+    """Return what a file's header and keys reveal about its base; for updates of text encoders only, which do not
+    reveal it themselves."""
+    found = {name: header.metadata[name] for name in BASE_FIELDS if name in header.metadata}
+    if any(name.startswith("lora_te_") for name in header.text):
+        found.setdefault("ss_base_model_version", "sd_v1")
+    return found if not header.modules else {}
+
+
+def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
+    """Return the configuration that made a LoRA: the run's, else the one in the file's header, else None."""
+    text: str | bytes | None = metadata.get(EMBEDDED)
+    if run is not None and (run / CONFIG).is_file():
+        text = (run / CONFIG).read_bytes()
+    if text is None:
+        return None
+    try:
+        return read_saved(text)
+    except ValueError:
+        say("this LoRA's configuration is from another version of simpletune: the header omits details of the run")
+        return None
+
+
+def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:
+    """Translate a run's configuration to sd-scripts' fields."""
+    public = shareable(config)
+    width, height = config.picture_size()
+    terms = licence(config)
+    base = public_name(config.model.weights_from)
+    train, adapter = config.train, config.adapter
+    yield "modelspec.resolution", f"{width}x{height}"
+    yield "modelspec.license", str(terms.get("license_name") or terms["license"])
+    if (trigger := trigger_of(config)) is not None:
+        yield "modelspec.trigger_phrase", trigger
+        yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
+    yield "modelspec.tags", ", ".join(tags_of(config))
+    yield "modelspec.description", f"LoRA for {base}, trained with simpletune {__version__}"
+    yield "ss_output_name", config.name
+    yield "ss_sd_model_name", base
+    yield "ss_network_dropout", f"{getattr(adapter, 'dropout', 0.0):g}"
+    yield "ss_learning_rate", f"{config.optimizer.lr:g}"
+    yield "ss_optimizer", config.optimizer.name
+    yield "ss_lr_scheduler", config.schedule.name
+    yield "ss_lr_warmup_steps", str(config.schedule.warmup_steps)
+    yield "ss_batch_size_per_device", str(train.micro_batch)
+    yield "ss_gradient_accumulation_steps", str(train.accumulation)
+    yield "ss_seed", str(train.seed)
+    yield "ss_resolution", f"({width}, {height})"
+    yield "ss_mixed_precision", {"fp32": "no"}.get(config.precision.settled, config.precision.settled)
+    yield "ss_gradient_checkpointing", str(config.memory.checkpointing != "none")
+    if steps is not None:
+        yield "ss_steps", str(steps)
+        yield "ss_max_train_steps", str(steps)
+    yield EMBEDDED, public.model_dump_json(by_alias=True)
+
+
+def source_note(what: str, sources: Json) -> dict[str, str]:
+    """Record in the header how a file was made from others; names them without their folders."""
+    return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}

@@ -1,0 +1,139 @@
+"""Decide on what and how often a run is evaluated, and name its evaluation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import stdev
+from typing import TYPE_CHECKING
+
+from simpletune.system.options import Json, plural
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+    from simpletune.config.validation import Validation
+    from simpletune.data.plan import Plan
+    from simpletune.data.samples import Draw
+
+LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
+SHARE = 0.02  # largest share of the run's forward passes
+TRAINED, CLASS, UNRELATED = "training", "class", "unrelated"
+_GROUPS = {TRAINED: "the captions", CLASS: "the class", UNRELATED: "unrelated prompts"}
+
+ON_TRAINING = "loss on training pictures at fixed noise"
+
+
+def loss_name(seen: int, held_out: int) -> str:
+    """Return the name that users see.
+
+    Args:
+        seen: number of held-out pictures that the loss is computed on.
+        held_out: number of held-out pictures; 0 without a split.
+    """
+    if not held_out:
+        return ON_TRAINING
+    of = f"{seen:,} of " if seen < held_out else ""
+    return f"validation loss ({of}{plural(held_out, 'held-out picture')})"
+
+
+def evaluated_on(plan: Plan, count: int) -> Json:
+    """Return the fields that describe the evaluation loss in the run's files.
+
+    Args:
+        plan: the plan of the run.
+        count: ``validation.eval_samples``.
+    """
+    held_out = len(plan.held_out)
+    return {"eval_loss_is": loss_name(min(count, held_out), held_out), "held_out_pictures": held_out}
+
+
+def drift_prompts(option: Validation) -> list[str]:
+    """Return the prompts besides the captions for which drift is measured."""
+    if option.eval_samples == 0:
+        return []
+    return [*([option.class_prompt] if option.class_prompt is not None else []), *option.unrelated_prompts]
+
+
+def drift_groups(option: Validation, draws: list[Draw]) -> dict[str, list[Draw]]:
+    """Return the draws of each group of prompts (captions, class, unrelated), with the same latents, levels and noise.
+
+    Args:
+        option: provides the prompts.
+        draws: draws of the evaluation loss.
+    """
+    groups = {TRAINED: draws}
+    if option.class_prompt is not None:
+        groups[CLASS] = [replace(draw, caption=option.class_prompt) for draw in draws]
+    if prompts := option.unrelated_prompts:
+        groups[UNRELATED] = [replace(draw, caption=prompts[n % len(prompts)]) for n, draw in enumerate(draws)]
+    return groups
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Whether an evaluation is due after ``step`` steps, before the last one."""
+    if config.validation.eval_samples == 0:
+        return False
+    return any(every is not None and step % every == 0 for every in (config.validation.every, config.checkpoint.every))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Extent of a run's evaluations.
+
+    Args:
+        samples: (picture, noise level, noise) samples of an evaluation; 0: no evaluation.
+        times: number of evaluations in the run.
+        share: share of the run's forward passes, counted in samples.
+    """
+
+    samples: int
+    times: int
+    share: float
+
+    def in_words(self) -> str:
+        """Describe the evaluation, and note if it takes more than its share."""
+        over = f": more than {SHARE:.0%}, because fewer samples say little" if self.samples == LEAST else ""
+        over = over if self.share > SHARE else ""
+        return f"{plural(self.samples, 'sample')} {self.times} times, {self.share:.1%} of the forward passes{over}"
+
+
+def settle_evaluation(
+    config: TrainConfig, samples_per_step: float, steps: int, before: int | None = None
+) -> Evaluation:
+    """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
+
+    Args:
+        config: configuration of the run.
+        samples_per_step: mean number of samples that a step trains on.
+        steps: number of steps of the run.
+        before: the number chosen when the run first started; a resumed run keeps it, because losses are paired only
+            then.
+    """
+    option = config.validation
+    periods = (option.every or steps, config.checkpoint.every or steps)
+    times = 2 + len({step for every in periods for step in range(every, steps, every)})
+    each = times * (1 + (option.class_prompt is not None) + bool(option.unrelated_prompts))
+    passes = samples_per_step * steps
+    asked = option.eval_samples if before is None else before
+    count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
+    return Evaluation(count, times if count else 0, count * each / passes)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean; 0 for a single value."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def drift_group(name: str) -> str:
+    """Name a group of prompts in words."""
+    return _GROUPS.get(name, name)
+
+
+def drift_words(drift: Json) -> str:
+    """Describe the drift: how much predictions changed, in percent of the base's."""
+    return ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in drift.items())
+
+
+def scalar_name(plan: Plan) -> str:
+    """Return the name in trackers, where runs with and without a split must not share a curve."""
+    return "validation_loss" if plan.held_out else "training_loss_fixed_noise"

@@ -1,0 +1,263 @@
+"""The index of a cache's shards: where each sample is, in memory and as ``index.parquet``.
+
+In memory a sample takes 40 bytes, without its key: a million samples take 40 MB. The file also has the keys. It saves
+reading all shards' headers; only the headers of shards that it lacks are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from simpletune.data.cache.shards.shard import Layout, Row
+from simpletune.system.atomic import atomic_file
+from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+INDEX = "index.parquet"
+RECENT = 2**15  # rows kept in a dictionary before they are sorted in
+BATCH = 2**16  # rows read or written together
+COLUMNS = ("name", "shard", "start", "size", "crc32", "tensors")
+COVERED = b"shards"  # key of the file's metadata
+FIELDS = {"high": "u8", "low": "u8", "shard": "u4", "start": "u8", "size": "u4", "crc32": "u4", "layout": "u4"}
+T = TypeVar("T", str, Layout)
+
+
+class Numbered(Generic[T]):
+    """Values numbered in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def number(self, value: T) -> int:
+        """Return a value's number; adds a new value."""
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return self._numbers[value]
+
+
+class Index:
+    """The samples of all shards by the names of their keys; of two samples with the same name, keeps the first."""
+
+    def __init__(self) -> None:
+        self._shards, self._layouts = Numbered[str](), Numbered[Layout]()
+        self._lost: set[str] = set()
+        self._sorted = {field: np.empty(0, kind) for field, kind in FIELDS.items()}
+        self._recent: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    @classmethod
+    def read(cls, file: Path) -> Index:
+        """Read an ``index.parquet``, without its keys.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
+        for batch in _batches(file, COLUMNS):
+            for field, column in index._columns(batch).items():
+                parts[field].append(column)
+        index._sort({field: np.concatenate(columns) for field, columns in parts.items()})
+        index.note(named_shards(file))
+        return index
+
+    @property
+    def shards(self) -> set[str]:
+        """The shards whose samples are known."""
+        return set(self._shards.values) - self._lost
+
+    def note(self, shards: Iterable[str]) -> None:
+        """Mark shards as known, even if none of their samples is in use."""
+        for shard in shards:
+            self._shards.number(shard)
+            self._lost.discard(shard)
+
+    def _columns(self, batch: RecordBatch) -> dict[str, np.ndarray]:
+        """A batch's columns, by the names of the fields in memory."""
+        names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
+        shards = _renumbered(batch.column("shard"), self._shards.number)
+        layouts = _renumbered(batch.column("tensors"), lambda text: self._layouts.number(parse_layout(text)))
+        found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
+        found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
+        return {field: found[field].astype(kind) for field, kind in FIELDS.items()}
+
+    def __len__(self) -> int:
+        return len(self._sorted["high"]) + len(self._recent)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all sorted samples, in bytes."""
+        return sum(column.nbytes for column in self._sorted.values())
+
+    def __contains__(self, name: str) -> bool:
+        own = numbers_of(name)
+        return own in self._recent or self._place(own, self._sorted) is not None
+
+    def find(self, name: str) -> Row | None:
+        """Where a sample is, as a row without its key; None if it is in no shard."""
+        own = numbers_of(name)
+        recent = self._recent.get(own)
+        if recent is not None:
+            return self._row(*own, *recent)
+        columns = self._sorted  # another thread may replace it
+        place = self._place(own, columns)
+        return None if place is None else self._row(*(int(column[place]) for column in columns.values()))
+
+    def _row(self, *numbers: int) -> Row:
+        high, low, shard, start, size, crc32, layout = numbers
+        name = f"{high:016x}{low:016x}"
+        return Row(name, self._shards.values[shard], start, size, crc32, self._layouts.values[layout])
+
+    @staticmethod
+    def _place(own: tuple[int, int], columns: dict[str, np.ndarray]) -> int | None:
+        highs, lows = columns["high"], columns["low"]
+        place = int(np.searchsorted(highs, np.uint64(own[0])))
+        while place < len(highs) and int(highs[place]) == own[0]:
+            if int(lows[place]) == own[1]:
+                return place
+            place += 1
+        return None
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add samples."""
+        for row in rows:
+            if row.name not in self:
+                shard, layout = self._shards.number(row.shard), self._layouts.number(row.layout)
+                self._recent[numbers_of(row.name)] = (shard, row.start, row.size, row.crc32, layout)
+            if len(self._recent) >= RECENT:
+                self._sort_in()
+
+    def _sort_in(self) -> None:
+        new = np.array([(*own, *rest) for own, rest in self._recent.items()], dtype=object).reshape(-1, len(FIELDS)).T
+        pairs = zip(self._sorted.items(), new, strict=True)
+        self._sort({field: np.concatenate([column, own.astype(column.dtype)]) for (field, column), own in pairs})
+        self._recent.clear()
+
+    def _sort(self, columns: dict[str, np.ndarray]) -> None:
+        order = np.lexsort((columns["low"], columns["high"]))
+        self._sorted = {field: column[order] for field, column in columns.items()}
+
+    def remove(self, shards: Iterable[str], samples: Iterable[tuple[str, str]] = ()) -> None:
+        """Forget all samples of some shards, and single samples, given as pairs of a name and its shard."""
+        gone, samples = set(shards), list(samples)
+        if not gone and not samples:
+            return
+        self._lost |= gone
+        self._sort_in()
+        numbers = [number for number, shard in enumerate(self._shards.values) if shard in gone]
+        keep = ~np.isin(self._sorted["shard"], numbers)
+        for name, shard in samples:
+            place = self._place(numbers_of(name), self._sorted)
+            if place is not None and self._shards.values[int(self._sorted["shard"][place])] == shard:
+                keep[place] = False
+        if not keep.all():
+            self._sorted = {field: column[keep] for field, column in self._sorted.items()}
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """Read the rows of an ``index.parquet`` with their keys, a part of the file at a time.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    for batch in _batches(file, ("key", *COLUMNS)):
+        for row in batch.to_pylist():
+            name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
+            yield Row(**row, name=name, layout=layout)
+
+
+def _batches(file: Path, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
+    """Read an ``index.parquet`` in parts.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file, read_dictionary=["shard", "tensors"]) as table:
+            yield from table.iter_batches(BATCH, columns=list(columns))
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(file, error) from None
+
+
+def named_shards(file: Path) -> list[str]:
+    """The shards that an ``index.parquet`` covers.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        about = pq.read_metadata(file).metadata or {}
+        return [str(shard) for shard in json.loads(about[COVERED])]
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:120]
+    return UserError(f"{file.name} is damaged ({reason}). Remove it: it is rebuilt from the shards")
+
+
+def write_rows(rows: Iterable[Row], file: Path, shards: Iterable[str]) -> None:
+    """Write an ``index.parquet``, whole or not at all.
+
+    Args:
+        rows: rows with their keys, each name once.
+        file: the target.
+        shards: the names of all shards that it covers.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    words = pa.dictionary(pa.int32(), pa.string())
+    whole = [("start", pa.int64()), ("size", pa.int64()), ("crc32", pa.int64())]
+    schema = pa.schema([("key", pa.string()), ("name", pa.binary(16)), ("shard", words), *whole, ("tensors", words)])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file, shared=True) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+        for portion in _portions(rows):
+            columns = {field: [getattr(row, field) for row in portion] for field in ("key", "shard", *dict(whole))}
+            columns["name"] = [bytes.fromhex(row.name) for row in portion]
+            columns["tensors"] = [json.dumps(row.layout) for row in portion]
+            arrays = [pa.array(columns[field.name], field.type) for field in schema]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        writer.add_key_value_metadata({COVERED: json.dumps(sorted(shards))})
+
+
+def _portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    portion = list[Row]()
+    for row in rows:
+        portion.append(row)
+        if len(portion) >= BATCH:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
+
+
+def _renumbered(column: object, number: Callable[[str], int]) -> np.ndarray:
+    """Map a dictionary column's words to numbers."""
+    words: list[str] = column.dictionary.to_pylist()  # type: ignore[attr-defined]
+    indices: np.ndarray = column.indices.to_numpy()  # type: ignore[attr-defined]
+    return np.array([number(word) for word in words], "u4")[indices]
+
+
+def parse_layout(text: str) -> Layout:
+    """Parse a sample's tensors as written by ``write_rows``."""
+    return tuple((str(name), str(kind), tuple(map(int, shape)), int(at)) for name, kind, shape, at in json.loads(text))
+
+
+def numbers_of(name: str) -> tuple[int, int]:
+    """Convert a name of 32 hexadecimal digits to two 64-bit numbers."""
+    return int(name[:16], 16), int(name[16:], 16)

@@ -1,0 +1,181 @@
+"""A shard: the cached samples of many keys in one safetensors file, which any reader of the format opens.
+
+A sample's tensors are called ``NAME/tensor``, where NAME is the hash of its key as in the cache of single files. They
+lie next to each other, so that one range of bytes holds the sample. The header's metadata maps each NAME to its CRC-32
+and key (``CRC32 KEY``), so that an index can always be rebuilt from the shards. A shard's own name is the start of the
+SHA-256 of its content, so the same samples always give the same shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.system.atomic import atomic_file
+from simpletune.system.failpoints import failpoint
+from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import TYPES, read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIX = ".safetensors"
+ALIGNED = 8  # bytes; the largest type of a tensor
+PADDING = "-"  # name of the padding after a sample whose size is not a multiple of ALIGNED
+HEADER_BYTES = 2**27  # at most
+
+TensorPlace = tuple[str, str, tuple[int, ...], int]
+"""A tensor of a sample: its name, safetensors type, shape, and offset in bytes from the sample's start."""
+Layout = tuple[TensorPlace, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a sample is stored.
+
+    Args:
+        name: the hash of its key, 32 hexadecimal digits.
+        shard: the shard's name.
+        start: its first byte in the shard.
+        size: its size in bytes, without padding.
+        crc32: the CRC-32 of its tensors (``data.cache.checksum``).
+        layout: its tensors.
+        key: the cache's key for it; empty if it was not read.
+    """
+
+    name: str
+    shard: str
+    start: int
+    size: int
+    crc32: int
+    layout: Layout
+    key: str = ""
+
+
+def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[str, Path]:
+    """Join single cached samples (``Cache.save``) into a shard.
+
+    Args:
+        files: the samples.
+        folder: the folder to write the shard to.
+        again: how many shards of the same samples are damaged; changes the name.
+
+    Returns:
+        The shard's name and its file.
+
+    Raises:
+        UserError: a sample's file is damaged.
+        DiskFull: the disk is full; no partial file remains.
+    """
+    entries, about, offset = dict[str, object](), {"format": "pt", **({"again": f"{again}"} if again else {})}, 0
+    for file in files:
+        header = read_header(file)
+        known = header.pop("__metadata__", None) or {}
+        if not {"key", "crc32"} <= set(known):
+            raise UserError(f"{file} is not a cached sample. Remove it")
+        name, end = file.stem, 0
+        about[name] = f"{known['crc32']} {known['key']}"
+        for tensor, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            entries[f"{name}/{tensor}"] = {**entry, "data_offsets": [offset + begin, offset + end]}
+        padding = -end % ALIGNED
+        if padding:
+            places = [offset + end, offset + end + padding]
+            entries[f"{name}/{PADDING}"] = {"dtype": "U8", "shape": [padding], "data_offsets": places}
+        offset += end + padding
+    text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    digest, target = hashlib.sha256(), folder / f"shard{SUFFIX}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(target, len(text) + offset, shared=True) as part, open(part, "wb") as out:
+        for chunk in (len(text).to_bytes(8, "little"), text, *map(_content, files)):
+            out.write(chunk)
+            digest.update(chunk)
+        failpoint("shard.written")
+    return digest.hexdigest()[:32], target
+
+
+def _content(file: Path) -> bytes:
+    """A file's content after its header, padded."""
+    with open(file, "rb") as handle:
+        handle.seek(8 + int.from_bytes(handle.read(8), "little"))
+        content = handle.read()
+    return content.ljust(len(content) + -len(content) % ALIGNED, b"\0")
+
+
+def rows_of(shard: str, header: Mapping[str, object], start: int) -> list[Row]:
+    """The samples of a shard.
+
+    Args:
+        shard: its name.
+        header: its safetensors header.
+        start: the first byte after the header.
+
+    Raises:
+        UserError: the header is not a shard's.
+    """
+    about = header.get("__metadata__")
+    places: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
+    try:
+        assert isinstance(about, dict)
+        for full, entry in header.items():
+            name, _, tensor = full.partition("/")
+            if full != "__metadata__" and tensor != PADDING:
+                assert isinstance(entry, dict)
+                begin, end = map(int, entry["data_offsets"])
+                places.setdefault(name, []).append((begin, end, tensor, entry["dtype"], tuple(entry["shape"])))
+        rows = []
+        for name, found in places.items():
+            crc32, _, key = about[name].partition(" ")
+            found.sort()
+            first, last = found[0][0], found[-1][1]
+            layout = tuple((tensor, kind, shape, begin - first) for begin, _, tensor, kind, shape in found)
+            rows.append(Row(name, shard, start + first, last - first, int(crc32, 16), layout, key))
+    except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"the shard {shard} is damaged: its header is not a shard's. Remove it") from None
+    return rows
+
+
+def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | int:
+    """Read a shard's header from its first bytes.
+
+    Returns:
+        The header and the first byte after it; or how many bytes are needed, if there are too few.
+
+    Raises:
+        UserError: this is not a safetensors file.
+    """
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or not 2 <= length <= HEADER_BYTES:
+        raise UserError(f"the shard {shard} is damaged: it does not start with a header. Remove it")
+    if len(content) < 8 + length:
+        return 8 + length
+    try:
+        header = json.loads(content[8 : 8 + length])
+    except ValueError:
+        raise UserError(f"the shard {shard} is damaged: its header is not JSON. Remove it") from None
+    return header, 8 + length
+
+
+def tensors_of(content: bytearray, layout: Iterable[TensorPlace]) -> dict[str, Tensor]:
+    """A sample's tensors, which share the memory of ``content``.
+
+    Raises:
+        ValueError: there are too few bytes, or the type is unknown.
+    """
+    import torch
+
+    found = {}
+    for name, kind, shape, offset in layout:
+        if kind not in TYPES:
+            raise ValueError(f"unknown type {kind}")
+        dtype, count = getattr(torch, TYPES[kind].torch), 1
+        for side in shape:
+            count *= side
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset) if count else torch.empty(0).to(dtype)
+        found[name] = flat.view(shape)
+    return found

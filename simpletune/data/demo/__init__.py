@@ -1,0 +1,86 @@
+"""Demo model and data that need no download: a trained tiny SD3 that ships with the tool, and small folders of
+captioned pictures, drawn when first used.
+
+Wherever a configuration takes a folder, a name that begins with `demo:` refers to them. May import system. Config, lora
+and the packages above may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.system.package import ASSETS
+
+if TYPE_CHECKING:
+    from simpletune.system.options import Json
+
+PREFIX = "demo:"
+TINY_SD3 = "demo:tiny-sd3"
+SHIPPED = ASSETS / "tiny_sd3"
+"""The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
+
+ENCODERS = {
+    f"{PREFIX}{name}": SHIPPED.parent / "tiny_encoders" / name.replace("-", "_") for name in ("tiny-dino", "tiny-clip")
+}
+"""Folders of the two encoders that know the tiny SD3's pictures, created by `make tiny-encoders`."""
+
+
+def resolve(name: str, cache: Path) -> Path:
+    """Locate a demo folder; draw its pictures if they are not cached.
+
+    Args:
+        name: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:pictures`, 32 striped pictures with
+            captions that name their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
+        cache: Parent of the cached `demo/` folders, whose names include the version of the generator.
+
+    Returns:
+        The folder. It is complete, because it is written under a temporary name and renamed.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name == TINY_SD3:
+        return SHIPPED
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, [TINY_SD3, *_MAKERS], n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join([TINY_SD3, *_MAKERS])}.")
+    version, make = _MAKERS[name]()
+    folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{version}"
+    if not folder.exists():
+        try:
+            make(folder)
+        except FileExistsError:  # another process created the same content first
+            pass
+    return folder
+
+
+def transformer_config() -> Json:
+    """Read the tiny SD3's transformer configuration."""
+    return json.loads((SHIPPED / "transformer" / "config.json").read_text())
+
+
+def _pictures() -> tuple[str, Callable[[Path], None]]:
+    from simpletune.data.demo import pictures
+
+    def make(folder: Path) -> None:
+        scenes = pictures.balanced_scenes(32, "striped")
+        pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
+
+    return str(pictures.VERSION), make
+
+
+def _subject() -> tuple[str, Callable[[Path], None]]:
+    from simpletune.data.demo import pictures
+
+    return str(pictures.VERSION), pictures.write_subject_folder
+
+
+_MAKERS: dict[str, Callable[[], tuple[str, Callable[[Path], None]]]] = {
+    "demo:pictures": _pictures,
+    "demo:subject": _subject,
+}

@@ -1,0 +1,109 @@
+"""Read and write the caption beside a picture; refuse to overwrite one that has changed in the meantime."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletune.data.sources.captions import MAX_BYTES, TEXTS, checked, one_line
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import OUTSIDE, is_outside, is_text, read_regular
+from simpletune.system.atomic import write_text
+from simpletune.system.options import UserError
+from simpletune.system.printable import STEERING
+
+
+class ChangedCaption(UserError):
+    """A caption file has changed since it was read."""
+
+
+@dataclass(frozen=True)
+class CaptionFile:
+    """Caption file of a picture.
+
+    Args:
+        file: NAME.txt or NAME.caption, which need not exist.
+        text: the caption with its line breaks; empty if there is none.
+        digest: SHA-256 of the file's bytes; empty if it does not exist.
+    """
+
+    file: Path
+    text: str = ""
+    digest: str = ""
+
+
+def caption_file(root: Path, picture: Path) -> CaptionFile:
+    """Read the caption file of a picture; if there is none, return where it would be.
+
+    Args:
+        root: the data folder; a file that links out of it is refused.
+        picture: the picture.
+
+    Raises:
+        UnusablePicture: there are two files, or the only one cannot be read as text.
+    """
+    found = [file for suffix in TEXTS if os.path.lexists(file := picture.with_suffix(suffix))]
+    if len(found) > 1:
+        raise UnusablePicture(f"has two caption files: {' and '.join(file.name for file in found)}. Keep one")
+    if not found:
+        return CaptionFile(picture.with_suffix(TEXTS[0]))
+    (file,) = found
+    if is_outside(file, root):
+        raise UnusablePicture(f"its caption {file.name} {OUTSIDE}")
+    data = read_regular(file, MAX_BYTES)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UnusablePicture(f"its caption {file.name} is not UTF-8 text") from None
+    return CaptionFile(file, text.replace("\r\n", "\n").strip(), digest_of(data))
+
+
+def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
+    """Write a caption atomically.
+
+    Args:
+        before: the file as it was read.
+        caption: the new text; surrounding space is dropped, and a line feed ends the file.
+
+    Returns:
+        The file as it is now.
+
+    Raises:
+        ChangedCaption: the file was changed, created or deleted since it was read; it is left unchanged.
+        UserError: the text is empty, too long, or contains control characters.
+    """
+    try:
+        text = checked(caption.replace("\r\n", "\n"), "the caption")
+    except UnusablePicture as reason:
+        raise UserError(f"{before.file.name}: {reason}. Nothing was written") from None
+    content = f"{text}\n"
+    if not is_text(content) or len(content.encode()) > MAX_BYTES:
+        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
+    if _digest_now(before.file) != before.digest:
+        raise ChangedCaption(
+            f"{before.file.name} was changed by something else since it was read, and is left unchanged. Look at it "
+            "again"
+        )
+    write_text(before.file, content, shared=True)
+    return CaptionFile(before.file, text, digest_of(content.encode()))
+
+
+def digest_of(data: bytes) -> str:
+    """Return the SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def plain_line(text: str) -> str:
+    """Turn a model's text into one line: without control and direction characters, with single spaces."""
+    return " ".join(one_line(STEERING.sub(" ", text)).split())
+
+
+def _digest_now(file: Path) -> str:
+    if not os.path.lexists(file):
+        return ""
+    try:
+        return digest_of(read_regular(file, MAX_BYTES))
+    except UnusablePicture:
+        return "unreadable"

@@ -1,0 +1,204 @@
+"""Captions of pictures in a folder, from text files, metadata.jsonl or file names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from simpletune.data.sources.folder_names import MissingCaption
+from simpletune.data.sources.source import Picture, Rejected, UnusablePicture
+from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
+from simpletune.system.options import UserError, plural
+
+METADATA = "metadata.jsonl"
+TEXTS = (".txt", ".caption")  # extensions of caption files
+MAX_BYTES = 2**20  # bytes of a caption file
+
+
+def checked(caption: str, what: str) -> str:
+    """Strip and validate a caption.
+
+    Args:
+        caption: the text as read.
+        what: the subject of the error message, such as ``its caption 001.txt``.
+
+    Raises:
+        UnusablePicture: it is empty, or contains control characters, which could drive a terminal.
+    """
+    for place, character in enumerate(caption):
+        if unicodedata.category(character) == "Cc" and not character.isspace():
+            raise UnusablePicture(f"{what} contains the control character U+{ord(character):04X} at {place + 1}")
+    if not caption.strip():
+        raise UnusablePicture(f"{what} is empty")
+    return caption.strip()
+
+
+def one_line(caption: str) -> str:
+    """Join a caption's lines with spaces; the CLIP and T5 tokenizers treat a line break as a space."""
+    return " ".join(line.strip() for line in re.split("[\r\n]", caption) if line.strip())
+
+
+def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> tuple[list[Picture], str]:
+    """Join the lines of every caption, or take each line as a caption; add to the description how many captions had
+    several lines, or how many pictures have several captions.
+
+    Args:
+        pictures: the pictures with their captions as read.
+        described: where the captions come from.
+        several: whether each line is a separate caption.
+    """
+    settled = [
+        replace(picture, caption=lines[0], more=lines[1:])
+        for picture in pictures
+        if (lines := _lines(picture, several))
+    ]
+    if several or any(picture.more for picture in settled):
+        count = sum(bool(picture.more) for picture in settled)
+        return settled, f"{described} ({plural(count, 'picture')} with several captions)" if count else described
+    count = sum(new.caption != old.caption for new, old in zip(settled, pictures, strict=True))
+    many = f" ({plural(count, 'caption')} of several lines, joined with spaces)" if count else ""
+    return settled, described + many
+
+
+def _lines(picture: Picture, several: bool) -> tuple[str, ...]:
+    """Return the distinct captions of a picture, each on one line."""
+    if not several:
+        return tuple(dict.fromkeys(map(one_line, picture.captions)))
+    lines = (line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption))
+    return tuple(dict.fromkeys(line for line in lines if line))
+
+
+def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
+    """Read the caption beside a picture from NAME.txt or NAME.caption.
+
+    Raises:
+        UnusablePicture: there is no usable caption, or the two files differ.
+    """
+    files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
+    if not files:
+        raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
+    captions = [_read_text(root, links, text_file) for text_file in files]
+    if len(set(captions)) > 1:
+        raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
+    return (captions[0],)
+
+
+def endings_of_texts(files: Sequence[Path]) -> list[str]:
+    """Return the extensions of caption files found beside pictures."""
+    return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
+
+
+def _read_text(root: Path, links: Links, text_file: Path) -> str:
+    what = f"its caption {text_file.name}"
+    if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
+        raise UnusablePicture(f"{what} {OUTSIDE}")
+    try:
+        caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
+    except UnusablePicture as reason:
+        raise UnusablePicture(f"{what} {reason}") from None
+    except UnicodeDecodeError:
+        raise UnusablePicture(f"{what} is not UTF-8 text") from None
+    return checked(caption.replace("\r\n", "\n"), what)
+
+
+def filename_caption(file: Path) -> tuple[str, ...]:
+    """Turn a file name into a caption.
+
+    Raises:
+        UnusablePicture: the name contains no words.
+    """
+    caption = " ".join(file.stem.replace("_", " ").replace("-", " ").split())
+    if not any(character.isalpha() for character in caption):
+        raise UnusablePicture(
+            f"has no caption, and its file name has no words. Set data.prompt or add {file.with_suffix('.txt').name}"
+        )
+    return (checked(caption, "its file name"),)
+
+
+def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
+    """Look up a picture's captions in metadata.jsonl.
+
+    Raises:
+        UnusablePicture: there is no usable caption.
+    """
+    name = file.relative_to(path).as_posix()
+    if name not in captions:
+        raise MissingCaption(f"has no line in {METADATA}")
+    return tuple(checked(caption, f"its text in {METADATA}") for caption in captions[name])
+
+
+@dataclass
+class Metadata:
+    """The content of a metadata.jsonl.
+
+    Args:
+        captions: captions by relative file name.
+        lines: line numbers by relative file name.
+        rejected: unusable lines.
+    """
+
+    captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Reject a line."""
+        self.rejected.append(Rejected(f"{METADATA}:{number}", reason, "line"))
+
+    def unmatched(self, root: Path, names: Collection[str]) -> list[Rejected]:
+        """Return the lines that match none of the found pictures, with the reason."""
+        left = []
+        for name, number in self.lines.items():
+            if name in names:
+                continue
+            there = os.path.exists(root / name)
+            why = f"which is hidden or not a {', '.join(SUFFIXES)} file" if there else "which does not exist"
+            left.append(Rejected(f"{METADATA}:{number}", f"names {name!r}, {why}", "line"))
+        return left
+
+
+def read_metadata(file: Path) -> Metadata:
+    """Read a metadata.jsonl (the Hugging Face imagefolder convention).
+
+    Rejects a line, with its number, if it is not a JSON object with ``file_name`` and ``text``, names a file outside
+    the folder, or repeats a file (the first line wins).
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        text = read_regular(file).decode("utf-8-sig")
+    except (UnusablePicture, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.captions: {file} cannot be read as UTF-8 text ({error}). Fix the file, or set data.captions"
+        ) from None
+    found = Metadata()
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold U+2028: not splitlines
+        if line.strip():
+            _read_line(line, number, found)
+    return found
+
+
+def _read_line(line: str, number: int, found: Metadata) -> None:
+    try:
+        row = json.loads(line)
+        name, text = row["file_name"], row["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return found.refuse(number, 'is not a JSON object with "file_name" and "text"')
+    texts = text if isinstance(text, list) and text else [text]
+    if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
+        return found.refuse(number, "file_name must be a string, and text a string or a list of them")
+    if not is_text("".join([name, *texts])):
+        return found.refuse(number, "contains a lone surrogate, which is not valid text")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return found.refuse(number, f"file_name {name!r} is outside the folder. Use paths inside it")
+    name = path.as_posix()
+    if name in found.captions:
+        return found.refuse(number, f"repeats {name!r} from line {found.lines[name]}. Keep one")
+    found.captions[name], found.lines[name] = tuple(texts), number

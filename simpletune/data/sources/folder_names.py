@@ -1,0 +1,86 @@
+"""Folder names as in kohya's scripts: ``10_sks dog`` holds pictures of "sks dog", each repeated ten times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import printable
+from simpletune.system.options import shortened
+
+KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_holiday
+
+
+def folder_of(root: Path, name: str) -> str:
+    """Return the folder whose name applies to a picture: the first below the data folder, or the data folder itself.
+
+    Args:
+        root: the data folder.
+        name: the picture's name, relative to it.
+    """
+    return name.split("/")[0] if "/" in name else root.name
+
+
+def meaning(folder: str) -> tuple[int, str] | None:
+    """Parse repeats and words (class tokens) of a folder's name; None if it has another form or repeats 0 times."""
+    match = KOHYA.fullmatch(folder)
+    if match is None or not match[2].strip() or not int(match[1]):
+        return None
+    return int(match[1]), " ".join(match[2].split())
+
+
+def with_words(root: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> Callable[[Path], tuple[str, ...]]:
+    """Wrap a caption reader: a picture without a caption of its own gets the words of its folder's name."""
+
+    def read(file: Path) -> tuple[str, ...]:
+        known = meaning(folder_of(root, file.relative_to(root).as_posix()))
+        try:
+            return caption_of(file)
+        except MissingCaption:
+            if known is None:
+                raise
+            return (known[1],)
+
+    return read
+
+
+class MissingCaption(UnusablePicture):
+    """A picture has no caption at all, rather than an unusable one."""
+
+
+def described(root: Path, names: Sequence[str]) -> list[str]:
+    """Return sentences that explain how folder names were interpreted.
+
+    Args:
+        root: the data folder.
+        names: names of the pictures in it.
+    """
+    folders = dict.fromkeys(folder_of(root, name) for name in names)
+    known = {folder: found for folder in folders if (found := meaning(folder)) is not None}
+    if not known:
+        return [
+            "data.folder_names=kohya finds no folder like '10_sks dog' here: pictures appear data.repeats times",
+        ]
+    each = [f"{printable(folder)} ({repeats} repeats of {words!r})" for folder, (repeats, words) in known.items()]
+    plain = [printable(folder) for folder in folders if folder not in known]
+    rest = f"; once: {shortened(plain, 3)}" if plain else ""
+    return [f"folder names read as kohya's: {shortened(each, 6)}{rest}"]
+
+
+def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
+    """Point to ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats.
+
+    Args:
+        root: the data folder.
+        names: names of the pictures in it.
+    """
+    folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
+    numbers = [folder for folder in folders if (found := meaning(folder)) is not None and found[0] > 1]
+    if numbers:
+        yield (
+            f"{printable(shortened(numbers, 3))}: the repeat count in a folder's name is ignored, unlike in kohya's "
+            "scripts. Set data.folder_names=kohya to repeat its pictures as often, and to caption those without a "
+            "caption by its words"
+        )

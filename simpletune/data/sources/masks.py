@@ -1,0 +1,157 @@
+"""Masks of the parts of pictures to learn from, as files or by the picture's opacity, and their crops in latents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from simpletune.data.sources.pictures import cut, decode_mask, has_alpha, picture_size
+from simpletune.data.sources.source import Mask, UnusablePicture, same_bytes
+from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
+from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.system.options import plural
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from simpletune.data.samples import View
+
+LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
+VERSION = 1  # increment when the crop of a mask changes
+SHAPE_TOLERANCE = 0.02  # largest relative difference of the aspect ratios of mask and picture
+
+Kind = Literal["alpha", "files"]
+
+
+def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None) -> tuple[list[Path], list[str]]:
+    """Return the files to train on, and a hint at masks among them if masks are not in use.
+
+    Args:
+        files: files found in the data folder.
+        kind: ``data.mask``.
+        folder: the folder of the masks; None: beside the pictures.
+    """
+    stems = {file.with_suffix("") for file in files}
+    beside = [file for file in files if file.stem.endswith(LABEL) and _base(file) in stems]
+    if kind != "files":
+        found = f"{plural(len(beside), 'file is', 'files are')} named like a mask (NAME{LABEL}.png) and trained on"
+        return list(files), [f"{found} as pictures. Set data.mask=files to use them as masks"] if beside else []
+    if folder is None:
+        masks = set(beside)
+        return [file for file in files if file not in masks], []
+    return [file for file in files if is_outside(file, folder)], []
+
+
+def _base(mask: Path) -> Path:
+    """Return the path of the picture that a mask beside it belongs to, without extension."""
+    return mask.with_name(mask.stem.removesuffix(LABEL))
+
+
+def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
+    """Return the mask given by a picture's opacity.
+
+    Raises:
+        UnusablePicture: the picture has no transparency.
+    """
+    require_alpha(data)
+    return Mask("alpha", digest, read)
+
+
+def require_alpha(data: bytes) -> None:
+    """Check that a picture has transparency.
+
+    Raises:
+        UnusablePicture: it has none.
+    """
+    if not has_alpha(data):
+        raise UnusablePicture("has no transparency, which data.mask=alpha reads. Add an alpha channel")
+
+
+def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: Size) -> Mask:
+    """Find and check the mask of a picture in a separate file.
+
+    Args:
+        root: the data folder.
+        folder: the folder of the masks, where it has the picture's relative name; None: NAME-masklabel.png beside it.
+        links: ``data.links``.
+        file: the picture.
+        size: size of the picture in pixels.
+
+    Raises:
+        UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the picture's.
+    """
+    target = file.with_name(file.stem + LABEL) if folder is None else folder / file.relative_to(root).with_suffix("")
+    place = next(_existing(target), None)
+    if place is None:
+        raise UnusablePicture(f"has no mask: {target.name}.png is missing{'' if folder is None else f' in {folder}'}")
+    what = f"its mask {place.name}"
+    if links == "inside" and place.is_symlink() and is_outside(place, folder or root):
+        raise UnusablePicture(f"{what} {OUTSIDE}")
+    read = partial(read_regular, place)
+    try:
+        data = read()
+        width, height = picture_size(data)
+    except UnusablePicture as reason:
+        raise UnusablePicture(f"{what} {reason}") from None
+    if abs(width * size[1] / (height * size[0]) - 1) > SHAPE_TOLERANCE:
+        raise UnusablePicture(
+            f"{what} is {width}x{height}, another shape than the picture's {size[0]}x{size[1]}. Draw it on the picture"
+        )
+    return Mask("file", hashlib.sha256(data).hexdigest(), read)
+
+
+def _existing(target: Path) -> Iterator[Path]:
+    """Return the existing files of this name with a picture's extension, PNG first."""
+    for suffix in sorted(SUFFIXES, key=lambda suffix: suffix != ".png"):
+        for name in (target.name + suffix, target.name + suffix.upper()):
+            if os.path.lexists(place := target.with_name(name)):
+                yield place
+
+
+def latent_mask(view: View) -> np.ndarray:
+    """Return a crop's mask at the latents' resolution, cropped and mirrored like the picture.
+
+    Args:
+        view: crop of a picture with a mask.
+
+    Returns:
+        uint8 [1, h/8, w/8]: the mean brightness or opacity of each place, 0 to 255.
+
+    Raises:
+        UnusablePicture: the mask cannot be read, has changed since the scan, or is black everywhere.
+    """
+    import numpy as np
+    from PIL import Image
+
+    mask = view.picture.mask
+    assert mask is not None
+    try:
+        image = decode_mask(same_bytes(mask), mask.kind)
+    except OSError as error:
+        raise UnusablePicture(f"its mask cannot be read ({error.strerror or error})") from None
+    if not image.getextrema()[1]:
+        raise UnusablePicture("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
+    if mask.kind == "file" and image.size != view.picture.size:
+        image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
+    pixels = (cut(image.convert("RGB"), view.bucket, view.offset, view.flip)[0] + 1) * 127.5  # [h, w]
+    height, width = pixels.shape
+    places = pixels.reshape(height // DOWNSAMPLING, DOWNSAMPLING, width // DOWNSAMPLING, DOWNSAMPLING).mean((1, 3))
+    return np.asarray(places.round()[None], dtype=np.uint8)
+
+
+def mask_key(view: View) -> str:
+    """Return everything that a crop's mask depends on."""
+    mask = view.picture.mask
+    assert mask is not None
+    cut_as = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "size": view.picture.size}
+    return json.dumps({"mask": mask.digest, "kind": mask.kind, **cut_as, "version": VERSION}, sort_keys=True)
+
+
+def masked(views: Iterable[View]) -> list[View]:
+    """Select the crops of pictures with a mask."""
+    return [view for view in views if view.picture.mask is not None]

@@ -1,0 +1,218 @@
+"""Read one picture: size, orientation, colours, and the crop to its bucket. Needs only Pillow and NumPy."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.truncation import has_text_after_pixels, seems_complete
+from simpletune.models.shared.buckets import Size, covering_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+EXIF_ORIENTATION = 0x0112
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # excludes formats that start other programs, such as EPS
+MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
+STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
+MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
+DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, including EXIF
+
+
+def _damaged(error: Exception) -> UnusablePicture:
+    return UnusablePicture(f"is damaged ({error})")
+
+
+def _too_many_pixels() -> UnusablePicture:
+    return UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down")
+
+
+def _open(data: bytes) -> Image.Image:
+    """Open without decoding.
+
+    Raises:
+        UnusablePicture: the file is empty, not a picture, or too large.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise UnusablePicture("the file is empty")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise UnusablePicture("is not a picture that Pillow can read") from None
+    except Image.DecompressionBombError:
+        raise _too_many_pixels() from None
+    except DAMAGE as error:
+        raise _damaged(error) from None
+    return image
+
+
+def picture_size(data: bytes) -> Size:
+    """Return (width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
+
+    Raises:
+        UnusablePicture: the file is not a picture, damaged, or too large.
+    """
+    image = _open(data)
+    try:
+        turned = _exif(image, data).get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    except DAMAGE as error:
+        raise _damaged(error) from None
+    if not seems_complete(data, image.format):
+        decode(data)
+    return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def _exif(image: Image.Image, data: bytes) -> Image.Exif:
+    """Read the EXIF. Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none."""
+    from PIL import Image
+
+    if image.format == "PNG" and not has_text_after_pixels(data):
+        return Image.Image.getexif(image)
+    return image.getexif()
+
+
+def decode(data: bytes, at_least: int | None = None) -> Image.Image:
+    """Decode to RGB: apply EXIF rotation, put transparent parts on white, take an animation's first frame.
+
+    Args:
+        data: the file's bytes.
+        at_least: if set, a JPEG may be decoded at a fraction (a power of two) of its size as long as no side gets
+            shorter than this.
+
+    Raises:
+        UnusablePicture: the file is damaged or truncated.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        image = _open(data)
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)  # without in_place, copies even an unrotated image
+        image = _to_srgb(image)
+        if image.mode == "F":
+            raise UnusablePicture("has floating-point pixels, whose range is undefined. Save it as PNG")
+        if image.mode.startswith("I"):
+            return _in_strips(image, _from_16_bit)
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            return _in_strips(image, _on_white)
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except Image.DecompressionBombError:
+        raise _too_many_pixels() from None
+    except DAMAGE as error:
+        raise _damaged(error) from None
+
+
+def has_alpha(data: bytes) -> bool:
+    """Whether a picture has an alpha channel or a transparent colour; reads only its header."""
+    image = _open(data)
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def decode_mask(data: bytes, kind: str) -> Image.Image:
+    """Decode a mask to 8-bit grey, with EXIF rotation.
+
+    Args:
+        data: the file's bytes.
+        kind: ``alpha``: the picture's opacity; ``file``: the brightness.
+
+    Raises:
+        UnusablePicture: the file is damaged or truncated.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        image = _open(data)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        if kind == "alpha":
+            return image.convert("RGBA").getchannel("A")
+        return (_in_strips(image, _from_16_bit) if image.mode.startswith("I") else image).convert("L")
+    except Image.DecompressionBombError:
+        raise _too_many_pixels() from None
+    except DAMAGE as error:
+        raise _damaged(error) from None
+
+
+def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Convert a picture to RGB in strips, so that no temporary is as large as the picture."""
+    from PIL import Image
+
+    result = Image.new("RGB", image.size)
+    rows = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        result.paste(to_rgb(strip), (0, top))
+    return result
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Composite onto white."""
+    from PIL import Image
+
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
+
+
+def _to_srgb(image: Image.Image) -> Image.Image:
+    """Convert colours to sRGB if the picture embeds an ICC profile. Ignores a damaged profile."""
+    profile = image.info.get("icc_profile")
+    if not profile or image.mode not in ("RGB", "CMYK", "L"):
+        return image
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError):
+        return image
+    return image if converted is None else converted
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """Scale 16-bit grey to RGB (convert() would clip at 255); turn the transparent level white."""
+    import numpy as np
+    from PIL import Image
+
+    levels = np.array(image.convert("I")).clip(0, 65535)
+    levels[levels == image.info.get("transparency", -1)] = 65535
+    return Image.fromarray((levels // 257).astype(np.uint8)).convert("RGB")
+
+
+def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False) -> np.ndarray:
+    """Scale a picture to cover its bucket (Lanczos), crop it, and mirror it if asked.
+
+    Args:
+        image: RGB.
+        bucket: (width, height) in pixels.
+        offset: position of the crop within the excess width and height, 0 to 1.
+        flip: mirror left to right.
+
+    Returns:
+        float32 [3, height, width] in -1..1.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    width, height = covering_size(image.size, bucket)
+    left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
+    kept = (left, top, left + bucket[0], top + bucket[1])
+    if width * height <= MAX_SPARE * bucket[0] * bucket[1]:
+        scaled = image if (width, height) == image.size else image.resize((width, height), Image.Resampling.LANCZOS)
+        image = scaled.crop(kept)
+    else:  # scale only the cropped part: scaling a whole 1x10000 picture would take gigabytes
+        x, y = image.width / width, image.height / height
+        box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
+        image = image.resize(bucket, Image.Resampling.LANCZOS, box)
+    if flip:
+        image = ImageOps.mirror(image)
+    pixels = np.asarray(image, dtype=np.float32) / 127.5 - 1.0
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))

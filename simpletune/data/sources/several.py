@@ -1,0 +1,192 @@
+"""Several data sources in one run, mixed by one plan; each picture follows the fields of its own source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.data.prompts import prompt_of, prompts_vary
+from simpletune.data.samples import bucket_of
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.source import Picture, Rejected, Scan, Source
+from simpletune.data.sources.stream import Stream
+from simpletune.data.sources.table import Table
+from simpletune.models.shared.buckets import STEP, upscaling
+from simpletune.system.options import Option, Problem, UserError
+
+One = Annotated[Folder | Table, Field(discriminator="source")]
+
+
+class Several(Option):
+    """Several sources of pictures, mixed in every epoch."""
+
+    source: Literal["several"] = "several"
+    """Several sources; needs data.sources, and may be left out where that is set."""
+    sources: Annotated[list[One], Field(min_length=1, max_length=64)]
+    """Sources (concepts, subsets, backends) with fields of their own: repeats, weight, prompt, resolution, aspect,
+    captions. The same folder may be listed more than once, as for a bucketed and a square copy. An override of
+    data.FIELD sets the field in every source, of data.sources.0.FIELD in the first."""
+
+    streamed: ClassVar[bool] = False
+    """Whether rows are read when they are needed; no such source mixes with others."""
+
+    @property
+    def members(self) -> tuple[Source, ...]:
+        """The sources in their order."""
+        return tuple(self.sources)
+
+    @property
+    def place(self) -> str:
+        """Distinct paths, for messages."""
+        return ", ".join(dict.fromkeys(source.path for source in self.sources))
+
+    @property
+    def resolution(self) -> int:
+        """Largest resolution in pixels: the default size of validation pictures, and the size that memory must hold."""
+        return max(source.resolution for source in self.sources)
+
+    @property
+    def prompt(self) -> str | None:
+        """Prompt of all pictures but those for regularization; None if they have captions or different prompts."""
+        prompts = {source.prompt for source in self.sources if not source.regularization}
+        return prompts.pop() if len(prompts) == 1 else None
+
+
+def subjects(data: Source | Several) -> list[Source]:
+    """Return the sources that are not for regularization."""
+    return [source for source in data.members if not source.regularization]
+
+
+def field_of(data: Source | Several, index: int, name: str) -> str:
+    """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
+
+
+def source_rules(data: Source | Several) -> Iterator[Problem]:
+    """Check what concerns all sources together."""
+    if not subjects(data):
+        yield Problem(
+            field_of(data, 0, "regularization"),
+            "true in every source, so nothing would be learned. Set it to false where the subject or style is",
+        )
+
+
+def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> Iterator[str]:
+    """Yield what a user should know about the caption options.
+
+    Args:
+        data: one or several sources.
+        pictures: those of all sources, if they were scanned.
+    """
+    for index, source in enumerate(data.members):
+        most = max((len(picture.captions) for picture in pictures if picture.source == index), default=1)
+        if source.variants == 1 and prompts_vary(source, most):
+            yield (
+                f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
+                "order of its tags. Use 4 or more to vary it"
+            )
+
+
+def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Iterator[Problem]:
+    """Check every source without reading its pictures.
+
+    Args:
+        data: one or several sources.
+        paths: where they are; None skips one.
+    """
+    for index, (source, path) in enumerate(zip(data.members, paths, strict=True)):
+        for problem in source.problems(path) if path is not None else ():
+            yield replace(problem, path=field_of(data, index, problem.path.removeprefix("data.")))
+
+
+def scan_sources(data: Source | Several) -> Scan:
+    """Scan every source, in order; record the source of each picture and unusable entry.
+
+    Args:
+        data: one or several sources, with ``demo:`` names resolved.
+
+    Raises:
+        UserError: one cannot be scanned at all.
+    """
+    if isinstance(data, Source):
+        return data.scan(Path(data.path))
+    scans = [_scan(data, index, source) for index, source in enumerate(data.members)]
+    by_captions: dict[str, list[str]] = {}
+    for index, scan in enumerate(scans):
+        by_captions.setdefault(scan.captions, []).append(str(index))
+    return Scan(
+        [replace(picture, source=index) for index, scan in enumerate(scans) for picture in scan.pictures],
+        [replace(each, source=index) for index, scan in enumerate(scans) for each in scan.rejected],
+        "; ".join(f"{text} (source {', '.join(indices)})" for text, indices in by_captions.items()),
+        sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
+        tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
+        tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
+    )
+
+
+def _scan(data: Several, index: int, source: Source) -> Scan:
+    try:
+        return source.scan(Path(source.path))
+    except UserError as error:
+        name = str(error).removeprefix("data.")
+        raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
+
+
+def with_paths(
+    data: Folder | Table | Stream | Several, change: Callable[[str], str]
+) -> Folder | Table | Stream | Several:
+    """Return the same sources with other paths of pictures and masks.
+
+    Args:
+        data: one or several sources.
+        change: function from a path to its replacement.
+    """
+    if isinstance(data, Several):
+        return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
+    masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
+    return data.model_copy(update={"path": change(data.path), **masks})
+
+
+def example_prompt(data: Source | Several, seed: int) -> str:
+    """Return the prompt of the first picture that is not for regularization.
+
+    Args:
+        data: one or several sources, with ``demo:`` names resolved.
+        seed: ``train.seed``.
+
+    Raises:
+        UserError: there is no such picture, or a source cannot be scanned.
+    """
+    for picture in scan_sources(data).pictures:
+        if not data.members[picture.source].regularization:
+            return prompt_of(picture, data.members[picture.source], seed, 0)
+    raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
+
+
+def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
+    """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
+    return [each for each in rejected if data.members[each.source].on_error == "stop"]
+
+
+def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = STEP) -> list[Rejected]:
+    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
+
+    Args:
+        step: sides of buckets are multiples of this, in pixels.
+    """
+    rejected = []
+    for picture in pictures:
+        source = data.members[picture.source]
+        scale = upscaling(picture.size, bucket_of(picture, source, step))
+        if source.max_upscale is None or scale <= source.max_upscale:
+            continue
+        size = f"{picture.size[0]}x{picture.size[1]}"
+        limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
+        reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
+        rejected.append(Rejected(picture.name, reason, source=picture.source))
+    return rejected

@@ -1,0 +1,234 @@
+"""Interface of data sources: usable pictures with captions, and the reasons why others are rejected."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from simpletune.models.shared.buckets import STEP, Size
+from simpletune.system.options import Option, Problem
+
+
+class UnusablePicture(Exception):
+    """A picture cannot be used, for the reason given."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Mask of the parts of a picture to learn from. Its bytes are read on demand.
+
+    Args:
+        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a separate file.
+        digest: SHA-256 of the bytes.
+        read: returns the bytes.
+        by_row: whether the digest identifies the row rather than the bytes; reading then verifies the bytes by other
+            means.
+    """
+
+    kind: Literal["alpha", "file"]
+    digest: str
+    read: Callable[[], bytes] = field(compare=False, repr=False)
+    by_row: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A usable picture. Its bytes are read on demand.
+
+    Args:
+        name: a path relative to the source; messages show it, and samples are sorted by it.
+        caption: its prompt.
+        size: (width, height) in pixels, after EXIF rotation.
+        digest: SHA-256 of its bytes.
+        read: returns its bytes.
+        source: the index of its source in ``data.sources``.
+        more: its other captions, if it has several.
+        repeats: how often its folder's name repeats it, beside ``data.repeats``.
+        mask: mask of the parts to learn from; None: all of the picture.
+        by_row: whether the digest identifies a row of a data set in shards, known without reading the picture, rather
+            than the bytes; reading then verifies the bytes by other means.
+    """
+
+    name: str
+    caption: str
+    size: Size
+    digest: str
+    read: Callable[[], bytes] = field(compare=False, repr=False)
+    source: int = 0
+    more: tuple[str, ...] = ()
+    repeats: int = 1
+    mask: Mask | None = None
+    by_row: bool = False
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All its captions."""
+        return self.caption, *self.more
+
+    def read_same(self) -> bytes:
+        """Read the picture again and verify its digest.
+
+        Raises:
+            UnusablePicture: it cannot be read, or has changed since the scan.
+        """
+        return same_bytes(self)
+
+
+def same_bytes(picture: Picture | Mask) -> bytes:
+    """Read a picture or a mask again and verify its digest.
+
+    Raises:
+        UnusablePicture: it cannot be read, or has changed since the scan.
+    """
+    data = picture.read()
+    if not picture.by_row and hashlib.sha256(data).hexdigest() != picture.digest:
+        raise UnusablePicture("has changed since the folder was scanned. Restart")
+    return data
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An entry that cannot be used, and why.
+
+    Args:
+        name: the name of the picture, the folder or the line (``metadata.jsonl:3``).
+        reason: the predicate of a sentence whose subject is the name.
+        kind: the kind of the entry.
+        source: the index of its source in ``data.sources``.
+    """
+
+    name: str
+    reason: str
+    kind: Literal["picture", "folder", "line"] = "picture"
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The result of scanning a data source.
+
+    Args:
+        pictures: the usable pictures, sorted by name.
+        rejected: the unusable entries.
+        captions: a description of where the captions come from.
+        left_alone: pictures of unsupported formats, counted by file extension.
+        hints: sentences about data that may not be as the user intended.
+        notes: sentences that explain how data was interpreted.
+    """
+
+    pictures: list[Picture]
+    rejected: list[Rejected]
+    captions: str
+    left_alone: Mapping[str, int] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _multiple_of_step(resolution: int) -> int:
+    if resolution % STEP:
+        low = resolution // STEP * STEP
+        raise ValueError(f"{resolution} is not a multiple of {STEP}. Use {low or STEP} or {low + STEP}")
+    return resolution
+
+
+def _named(path: str) -> str:
+    if not path.strip():
+        raise ValueError(
+            f"{path!r} is empty. Give the folder that holds the pictures, or demo:pictures, which is built in"
+        )
+    return path
+
+
+class Source(Option):
+    """Fields shared by all data sources."""
+
+    if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
+        source: str
+        mask: str | None
+
+    streamed: ClassVar[bool] = False
+    """Whether its rows are found by number and read when they are needed, instead of listed before the run."""
+
+    path: Annotated[str, AfterValidator(_named)]
+    """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """A single prompt for all pictures, instead of captions."""
+    resolution: Annotated[int, Field(ge=32, le=4096), AfterValidator(_multiple_of_step)] = 1024
+    """Side in pixels of a square with the area that every picture is scaled to; a multiple of 16 for SD3, of 64 for
+    SD 1.5 and 2. Default: 1024 for SD3, 512 for SD 1.5 and 2."""
+    aspect: Literal["buckets", "square"] = "buckets"
+    """Keep the pictures' aspect ratios (sides in steps of 16 px for SD3, 64 for SD 1.5 and 2), or crop all pictures to
+    squares."""
+    max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0
+    """Largest ratio of a bucket's longer to its shorter side; longer pictures are cropped."""
+    max_upscale: Annotated[float, Field(ge=1)] | None = 2.0
+    """Reject a picture that would have to be scaled up by more than this factor to fill its bucket; null: no limit."""
+    crop: Literal["center", "random"] = "center"
+    """Which part of a picture to keep when cropping it to its bucket."""
+    flip: bool = False
+    """Mirror half of the presentations left to right."""
+    variants: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many crops, flips and prompts of each picture to draw and cache; training cycles through them."""
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 1
+    """How often each picture appears in an epoch."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of its pictures' loss; for a regularization source the prior loss weight."""
+    regularization: bool = False
+    """Use the pictures for prior preservation, as a class that the model must not forget. They are trained on like all
+    others, but never held out or evaluated, and their captions are never the validation prompt. At least one source
+    must not set it."""
+    caption_lines: Literal["join", "several"] = "join"
+    """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
+    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
+    caption_prefix: str = ""
+    """Text before every caption, such as a trigger word; a space is added."""
+    caption_suffix: str = ""
+    """Text after every caption; a space is added unless it starts with punctuation."""
+    shuffle_tags: bool = False
+    """Shuffle the tags of a caption (shuffle_caption), once for each variant."""
+    tag_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of dropping a tag from a caption (caption_tag_dropout_rate), drawn once for each variant."""
+    keep_tags: Annotated[int, Field(ge=0)] = 0
+    """How many tags at the start of a caption to neither shuffle nor drop (keep_tokens)."""
+    tag_separator: Annotated[str, Field(min_length=1, max_length=8)] = ","
+    """Text between tags."""
+    unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor of the loss outside a picture's mask (unmasked share); 0: learn nothing from there."""
+    caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do if pictures are unusable: stop and list them, or continue without them."""
+
+    @property
+    def members(self) -> tuple[Source, ...]:
+        """This source alone, in the form of a list of several sources."""
+        return (self,)
+
+    @property
+    def place(self) -> str:
+        """The path as the configuration names it, for messages."""
+        return self.path
+
+    def problems(self, path: Path) -> Iterator[Problem]:
+        """Check a source without reading its pictures.
+
+        Args:
+            path: where it is, with ``demo:`` names resolved.
+        """
+        raise NotImplementedError
+
+    def scan(self, path: Path) -> Scan:
+        """Find the usable pictures and their captions.
+
+        Args:
+            path: where they are, with ``demo:`` names resolved.
+
+        Raises:
+            UserError: the source cannot be read at all.
+        """
+        raise NotImplementedError

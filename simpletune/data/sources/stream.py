@@ -1,0 +1,222 @@
+"""Data sets in shards, parquet or MDS; a run reads only the rows that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.data.sources.captions import MAX_BYTES, checked, settle_lines
+from simpletune.data.sources.masks import require_alpha
+from simpletune.data.sources.pictures import picture_size
+from simpletune.data.sources.source import Mask, Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.sources.walk import too_large
+from simpletune.data.streaming.columns import Columns
+from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.system.options import Problem, UserError, plural
+
+if TYPE_CHECKING:
+    from simpletune.data.streaming.rows import ShardedRows
+
+LOOKED_AT = 1024  # rows that a scan examines as an example
+BLOCKS = 16  # parts of the data set that these rows come from
+
+
+class Stream(Source):
+    """Rows of a data set in shards, found by its own index and read when they are needed."""
+
+    source: Literal["stream"] = "stream"
+    """Parquet files or an MDS data set (mosaicml-streaming) of any number of rows: a folder, a pattern (x/*.parquet), a
+    URL (s3://, gs://, az://), or hf://datasets/OWNER/NAME. Only the rows that the run uses are read and encoded."""
+    format: Literal["auto", "parquet", "mds"] = "auto"
+    """Kind of shards. auto: mds if there is an index.json, else parquet."""
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """Text in the names of the parquet files to use, such as train; for MDS the folder with index.json. null: all."""
+    image_column: Annotated[str, Field(min_length=1)] = "image"
+    """Column of the pictures: bytes, or Hugging Face's {bytes, path}; in MDS bytes, jpeg or png."""
+    caption_column: Annotated[str, Field(min_length=1)] = "text"
+    """Column of the captions: strings, or lists of strings; unused if data.prompt is set."""
+    width_column: Annotated[str, Field(min_length=1)] = "width"
+    """Column of the pictures' widths in pixels, which data.aspect=buckets needs; unused with square."""
+    height_column: Annotated[str, Field(min_length=1)] = "height"
+    """Column of the pictures' heights in pixels."""
+    shuffle_window: Annotated[int, Field(ge=1)] = 8192
+    """How many rows are shuffled with each other. An epoch visits the row groups (in MDS the shards) in random order
+    and shuffles their rows in windows of this size, so a short run reads few of them. A larger window mixes better."""
+    local_gib: Annotated[float, Field(gt=0)] = 16.0
+    """Room in GiB in output.cache for shards of an MDS data set in an object store or on the hub, which are fetched
+    whole; the least recently used are removed first. Parquet files are read in ranges."""
+    mask: Literal["alpha"] | None = None
+    """Learn only, or mostly, from the opaque parts of the pictures (masked training); null: from all of them."""
+
+    streamed: ClassVar[bool] = True
+
+    def scan(self, path: Path) -> Scan:
+        """Examine only some rows: at most ``LOOKED_AT``, from blocks spread over the data set.
+
+        Raises:
+            UserError: the data set is missing or damaged.
+        """
+        rows = self.rows()
+        pictures, rejected = list[Picture](), list[Rejected]()
+        chosen = example_rows(rows)
+        for row in chosen:
+            try:
+                pictures.append(self._scanned(rows, row))
+            except UnusablePicture as reason:
+                rejected.append(Rejected(rows.name(row), str(reason)))
+        looked = (
+            f"{plural(len(chosen), 'row')} of {len(rows):,} were examined, from up to {BLOCKS} parts of the data set"
+        )
+        notes = (*([looked] if len(chosen) < len(rows) else []), *rows.notes())
+        return Scan(sorted(pictures, key=lambda picture: picture.name), rejected, self.captions_from, notes=notes)
+
+    def problems(self, path: Path) -> Iterator[Problem]:
+        """Check the index without reading a row; the index at a URL is checked only when the run starts."""
+        if self.repeats != 1:
+            yield Problem(
+                "data.repeats",
+                f"{self.repeats} is not possible with data.source stream, the only source of a run. Use 1 and more "
+                "train.epochs",
+            )
+        if "://" in self.path:
+            return
+        try:
+            self.rows()
+        except UserError as error:
+            field, _, message = str(error).partition(": ")
+            yield Problem(field, message)
+
+    def rows(self, local: Path | None = None) -> ShardedRows:
+        """Open the data set and read its index.
+
+        Args:
+            local: where to keep shards that are fetched whole; None: a temporary folder.
+
+        Raises:
+            UserError: the data set is missing or damaged, or lacks a column.
+        """
+        from simpletune.data.streaming.opening import Form, open_rows
+
+        return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
+
+    @property
+    def columns(self) -> Columns:
+        """Return the columns to read."""
+        size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
+        return Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
+
+    @property
+    def captions_from(self) -> str:
+        """Describe where captions come from."""
+        if self.prompt is not None:
+            return f"one prompt for all pictures: {self.prompt!r}"
+        return f"the column {self.caption_column}"
+
+    def bucket(self, size: Size, step: int) -> Size:
+        """Return the size in pixels that a picture is cropped to.
+
+        Args:
+            size: size of the picture.
+            step: sides of buckets are multiples of this.
+        """
+        if self.aspect == "square":
+            return self.resolution, self.resolution
+        return nearest_bucket(size, self.resolution, self.max_aspect, step)
+
+    def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
+        """Return a row as a picture, without reading its bytes yet.
+
+        Args:
+            rows: the data set.
+            row: number of the row.
+            size: size given by the columns; with squares, that of the square.
+            step: sides of buckets are multiples of this.
+
+        Raises:
+            UnusablePicture: its caption cannot be used.
+            UserError: its shard is damaged.
+        """
+        first, *more = [self.prompt] if self.prompt is not None else self._texts(rows.caption(row))
+        digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
+        mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
+        found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
+        return settle_lines([found], "", self.caption_lines == "several")[0][0] if self.prompt is None else found
+
+    def _scanned(self, rows: ShardedRows, row: int) -> Picture:
+        """Return a row as a picture, with the size found in its bytes.
+
+        Raises:
+            UnusablePicture: it cannot be used.
+        """
+        data = _bytes(rows, row)
+        size = picture_size(data)
+        found = self.picture(rows, row, size, STEP)
+        if found.mask is not None:
+            require_alpha(data)
+        read = partial(_bytes, rows, row)
+        return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
+
+    def _texts(self, value: object) -> list[str]:
+        """Return the captions in a cell: a string, or a list of strings.
+
+        Raises:
+            UnusablePicture: there is none, or one cannot be used.
+        """
+        what = f"its {self.caption_column}"
+        cells: list[object] = value if isinstance(value, list) and value else [value]
+        if any(isinstance(text, bytes) for text in cells):
+            raise UnusablePicture(f"{what} is not UTF-8 text")
+        texts = [text for text in cells if isinstance(text, str) and text.strip()]
+        if len(texts) < len(cells):
+            raise UnusablePicture(f"{what} is empty or not a string")
+        size = sum(len(text.encode()) for text in texts)
+        if size > MAX_BYTES:
+            raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
+        return [checked(text, what) for text in texts]
+
+    def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
+        """Read a row's picture, and make the checks that other sources make while scanning.
+
+        Raises:
+            UnusablePicture: the picture is missing, damaged or too small, or its aspect ratio differs from its columns.
+            UserError: its shard is damaged.
+        """
+        value = _bytes(rows, row)
+        size = picture_size(value)
+        if self.bucket(size, step) != bucket:
+            raise UnusablePicture(f"is {size[0]}x{size[1]}, and its columns say another shape. Fix the columns")
+        scale = upscaling(size, bucket)
+        if self.max_upscale is not None and scale > self.max_upscale:
+            limit = f"the limit is data.max_upscale={self.max_upscale:g}"
+            raise UnusablePicture(f"is too small: {size[0]}x{size[1]} would be scaled up {scale:.1f} times; {limit}")
+        if self.mask == "alpha":
+            require_alpha(value)
+        return value
+
+
+def _bytes(rows: ShardedRows, row: int) -> bytes:
+    """Return the bytes in a row's cell: plain, or in {bytes, path}.
+
+    Raises:
+        UnusablePicture: there are none.
+        UserError: its shard is damaged.
+    """
+    value = rows.picture(row)
+    if isinstance(value, dict):
+        value = value.get("bytes")
+    if not isinstance(value, bytes) or not value:
+        raise UnusablePicture("its cell contains no picture, or only a path. Write the pictures' bytes")
+    return value
+
+
+def example_rows(rows: ShardedRows) -> list[int]:
+    """Return the numbers of at most ``LOOKED_AT`` rows, from ``BLOCKS`` evenly spread blocks."""
+    count = len(rows.starts) - 1
+    blocks = sorted({place * count // min(BLOCKS, count) for place in range(min(BLOCKS, count))})
+    each = LOOKED_AT // len(blocks)
+    return [row for b in blocks for row in range(rows.starts[b], min(rows.starts[b] + each, rows.starts[b + 1]))]

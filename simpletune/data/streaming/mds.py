@@ -1,0 +1,302 @@
+"""Rows of MDS data sets, the format of mosaicml-streaming: index.json and shards, plain or compressed, with hashes.
+
+A shard consists of uint32 n, uint32 offsets[n + 1], the columns as JSON, then n samples. A sample has a uint32 length
+for each column of variable size, then the columns' values, in the index's order. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from simpletune.data.streaming.columns import Columns, require_columns
+from simpletune.data.streaming.compression import decompressed
+from simpletune.data.streaming.files import Files
+from simpletune.data.streaming.rows import Block, Held, Shard, ShardedRows
+from simpletune.system.options import Json, UserError, plural
+from simpletune.system.printable import reason_of
+
+INDEX = "index.json"
+MOST_INDEX = 2**28  # bytes
+PIECE = 2**22  # bytes to hash at once
+PROBES, PROBE = 16, 4096  # number of places that the digest of a shard without hashes covers, and bytes at each
+ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
+PICTURES = ("bytes", "jpeg", "png")
+CAPTIONS = ("str", "json")
+SIZES = {name: np.dtype(name) for kind in ("int", "uint") for name in (f"{kind}{bits}" for bits in (8, 16, 32, 64))}
+SIZES["int"] = np.dtype("int64")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file that the index lists.
+
+    Args:
+        name: its path relative to the index.
+        bytes: its length in bytes.
+        hashes: by algorithm, in hexadecimal digits.
+    """
+
+    name: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard in the index.
+
+    Args:
+        raw: its content.
+        zipped: its compressed file; None: the content is stored as it is.
+        compression: how it is compressed, such as ``zstd:3``.
+        samples: the number of samples.
+        columns: (name, encoding, fixed size or None) in their order.
+    """
+
+    raw: Stored
+    zipped: Stored | None
+    compression: str
+    samples: int
+    columns: tuple[tuple[str, str, int | None], ...]
+
+    @property
+    def file(self) -> Stored:
+        """The stored file: the compressed one, if any."""
+        return self.zipped or self.raw
+
+
+class MDSRows(ShardedRows):
+    """The rows of an MDS data set, in the order of its index.
+
+    Args:
+        files: where they are.
+        columns: the columns to read.
+        split: the folder that holds index.json; None: the data set's own.
+
+    Raises:
+        UserError: the index is missing or damaged, a shard has the wrong length, or a column is missing or has an
+            unsupported kind.
+    """
+
+    def __init__(self, files: Files, columns: Columns, split: str | None = None):
+        self._files, self._folder = files, "" if split is None else f"{split}/"
+        self._lock = threading.Lock()
+        self._raw: Held[bytes] = Held()
+        self._offsets: dict[int, np.ndarray] = {}
+        listed = files.sizes("")
+        index = f"{self._folder}{INDEX}"
+        if index not in listed:
+            raise UserError(f"data.path: {files.place} has no {index}. Name the folder of an MDS data set")
+        self._entries = entries_of(files.read(index, 0, min(listed[index], MOST_INDEX)), f"{files.place}/{index}")
+        for entry in self._entries:
+            self._require(entry, listed, columns)
+        shards = [Shard(entry.file.name, entry.samples, self._digest(entry, columns)) for entry in self._entries]
+        blocks = [Block(place, 0, entry.samples, entry.raw.bytes) for place, entry in enumerate(self._entries)]
+        super().__init__(files.place, shards, blocks, columns)
+
+    def notes(self) -> list[str]:
+        """Notes for the user: hashes that are not verified."""
+        hashes = {name for entry in self._entries for name in entry.file.hashes}
+        bare = sum(not verifiable(entry.file.hashes) for entry in self._entries)
+        if not bare:
+            return []
+        why = f"unsupported kinds: {', '.join(sorted(hashes))}" if hashes else "the index has none"
+        return [f"{plural(bare, 'shard')} of {self.place} without hashes to verify ({why}): only lengths are checked"]
+
+    def _require(self, entry: Entry, listed: dict[str, int], columns: Columns) -> None:
+        """Check that a shard exists in full length, with columns of supported kinds."""
+        name = self._folder + entry.file.name
+        if name not in listed:
+            raise UserError(f"data.path: {name} is missing, which {INDEX} lists. Fetch it, or write the data set again")
+        if listed[name] != entry.file.bytes:
+            raise UserError(
+                f"data.path: {name} has {listed[name]:,} bytes, and {INDEX} says {entry.file.bytes:,}. Fetch it again"
+            )
+        kinds = {column: kind for column, kind, _ in entry.columns}
+        require_columns(columns, list(kinds), name)
+        for field, column in columns.named().items():
+            known = {"image_column": PICTURES, "caption_column": CAPTIONS}.get(field, tuple(SIZES))
+            if kinds[column] not in known:
+                raise UserError(
+                    f"data.{field}: the column {column!r} of {name} is of the kind {kinds[column]!r}, which is not "
+                    f"read. Write it as {' or '.join(known[:3])}"
+                )
+
+    def _digest(self, entry: Entry, columns: Columns) -> str:
+        """Identify a shard's content by its hashes, or, if it has none, by its length and the bytes at some places."""
+        file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
+        about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
+        name = self._folder + file.name
+        if not hashes and (version := self._files.version(name)):
+            about["version"] = version
+        elif not hashes:
+            last = max(0, file.bytes - PROBE)
+            places = sorted({place * last // (PROBES - 1) for place in range(PROBES)})
+            probes = [self._files.read(name, start, min(file.bytes, start + PROBE)) for start in places]
+            about["probes"] = hashlib.sha256(b"".join(probes)).hexdigest()
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+    def _sample(self, block: int, row: int) -> dict[str, bytes]:
+        """The columns of a sample.
+
+        Raises:
+            UserError: the shard is damaged.
+        """
+        shard = int(self._shard_of[block])
+        entry, offsets = self._entries[shard], self._offsets_of(shard)
+        start, end = int(offsets[row]), int(offsets[row + 1])
+        data = self._bytes(entry, start, end)
+        variable = sum(size is None for _, _, size in entry.columns)
+        lengths = iter(np.frombuffer(data[: 4 * variable], "<u4").tolist() if len(data) >= 4 * variable else ())
+        found, place = {}, 4 * variable
+        for name, _, size in entry.columns:
+            wide = next(lengths, -1) if size is None else size
+            if not 0 <= wide <= len(data) - place:
+                raise damaged(entry, f"sample {row} is shorter than its columns")
+            found[name] = data[place : place + wide]
+            place += wide
+        return found
+
+    def _caption(self, block: int, row: int) -> object:
+        name, entry = self.columns.caption, self._entries[int(self._shard_of[block])]
+        assert name is not None
+        data = self._sample(block, row)[name]
+        try:
+            text = data.decode()
+            return json.loads(text) if dict((n, kind) for n, kind, _ in entry.columns)[name] == "json" else text
+        except ValueError:  # not UTF-8, or not JSON
+            return data
+
+    def _picture(self, block: int, row: int) -> object:
+        return self._sample(block, row)[self.columns.picture]
+
+    def _sizes(self, block: int) -> np.ndarray:
+        assert self.columns.size is not None
+        entry = self._entries[int(self._shard_of[block])]
+        kinds = {name: SIZES[kind] for name, kind, _ in entry.columns if name in self.columns.size}
+        found = np.empty((entry.samples, 2), dtype=np.int64)
+        for row in range(entry.samples):
+            sample = self._sample(block, row)
+            found[row] = [np.frombuffer(sample[name], kinds[name])[0] for name in self.columns.size]
+        return found
+
+    def _bytes(self, entry: Entry, start: int, end: int) -> bytes:
+        """Bytes of a shard's verified content."""
+        if entry.zipped is None:
+            return self._files.read(self._folder + entry.raw.name, start, end)
+        return self._raw.get(entry.raw.name, lambda: (self._unzipped(entry), entry.raw.bytes))[start:end]
+
+    def _unzipped(self, entry: Entry) -> bytes:
+        assert entry.zipped is not None
+        stored = self._files.read(self._folder + entry.zipped.name, 0, entry.zipped.bytes)
+        verify(entry.zipped, [stored])
+        raw = decompressed(stored, entry.compression, entry.raw.bytes, entry.zipped.name)
+        verify(entry.raw, [raw])
+        return raw
+
+    def _offsets_of(self, shard: int) -> np.ndarray:
+        """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        with self._lock:
+            if shard not in self._offsets:
+                self._offsets[shard] = self._verified(self._entries[shard])
+            return self._offsets[shard]
+
+    def _verify_stored(self, entry: Entry) -> None:
+        """Verify the hashes of a shard that is stored as it is, piece by piece."""
+        name, end = self._folder + entry.raw.name, entry.raw.bytes
+        if verifiable(entry.raw.hashes):
+            verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
+
+    def _verified(self, entry: Entry) -> np.ndarray:
+        if entry.zipped is None:
+            self._verify_stored(entry)
+        head = 4 * (entry.samples + 2)
+        numbers = np.frombuffer(self._bytes(entry, 0, min(head, entry.raw.bytes)), "<u4")
+        offsets = numbers[1:].astype(np.int64)
+        if len(offsets) != entry.samples + 1 or numbers[0] != entry.samples:
+            raise damaged(entry, f"its head does not list {entry.samples:,} samples, as {INDEX} does")
+        if offsets[0] < head or (np.diff(offsets) < 0).any() or offsets[-1] != entry.raw.bytes:
+            raise damaged(entry, "its offsets do not follow each other up to its end")
+        return numbers[1:]
+
+
+def verifiable(hashes: Mapping[str, str]) -> list[str]:
+    """The algorithms of a file's hashes that Python supports."""
+    return sorted(ALGORITHMS.intersection(hashes))
+
+
+def verify(stored: Stored, pieces: Iterable[bytes]) -> None:
+    """Compare a file's hashes with those in the index.
+
+    Args:
+        stored: the file.
+        pieces: its content.
+
+    Raises:
+        UserError: a hash differs.
+    """
+    running = {name: hashlib.new(name) for name in verifiable(stored.hashes)}
+    for piece in pieces:
+        for each in running.values():
+            each.update(piece)
+    for name, each in running.items():
+        if each.hexdigest() != stored.hashes[name].lower():
+            raise UserError(
+                f"data.path: {stored.name} is damaged: its {name} is {each.hexdigest()}, and {INDEX} says "
+                f"{stored.hashes[name]}. Fetch it again"
+            )
+
+
+def damaged(entry: Entry, why: str) -> UserError:
+    """Make the error for a shard whose content violates its format."""
+    return UserError(f"data.path: {entry.file.name} is damaged: {why}. Fetch or write it again")
+
+
+def entries_of(data: bytes, place: str) -> list[Entry]:
+    """Read an index.
+
+    Args:
+        data: its JSON.
+        place: where it is, for messages.
+
+    Raises:
+        UserError: it is not the index of an MDS data set.
+    """
+    try:
+        return [_entry(shard) for shard in json.loads(data)["shards"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"data.path: {place} is not the index of an MDS data set ({reason_of(error)})") from None
+
+
+def _entry(shard: Json) -> Entry:
+    if (shard["format"], shard["version"]) != ("mds", 2):
+        raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
+    zipped = _stored(shard["zip_data"]) if shard.get("compression") else None
+    columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
+    checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
+    return Entry(_stored(shard["raw_data"]), zipped, shard.get("compression") or "", _number(shard["samples"]), checked)
+
+
+def _stored(entry: Json) -> Stored:
+    name = PurePosixPath(entry["basename"])
+    if name.is_absolute() or ".." in name.parts:
+        raise ValueError(f"{str(name)!r} is outside the data set")
+    hashes = {str(algorithm): str(value) for algorithm, value in (entry.get("hashes") or {}).items()}
+    return Stored(name.as_posix(), _number(entry["bytes"]), hashes)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**32:  # offsets in a shard have 32 bits
+        raise ValueError(f"{value!r} is no length")
+    return value

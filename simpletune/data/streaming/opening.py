@@ -1,0 +1,74 @@
+"""Open a data set in shards, of the configured kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from simpletune.data.streaming.columns import Columns
+from simpletune.data.streaming.files import LocalFiles
+from simpletune.data.streaming.mds import INDEX, MDSRows
+from simpletune.data.streaming.parquet import ParquetRows
+from simpletune.data.streaming.remote_files import HUB, HubFiles, KeptFiles, StoreFiles
+from simpletune.data.streaming.rows import ShardedRows
+from simpletune.system.options import UserError
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a data set in shards.
+
+    Args:
+        kind: the kind of its shards; ``auto``: mds if there is an index.json.
+        split: text in the names of the parquet files, or the folder with index.json.
+        local_gib: GiB of disk space for shards that are fetched whole.
+    """
+
+    kind: Literal["auto", "parquet", "mds"] = "auto"
+    split: str | None = None
+    local_gib: float = 16.0
+
+
+NO_FORM = Form()
+
+
+def open_rows(place: str, columns: Columns, form: Form = NO_FORM, local: Path | None = None) -> ShardedRows:
+    """Open a data set and read its index.
+
+    Args:
+        place: where it is: a file, a folder, a pattern, or a URL of one of them.
+        columns: the columns to read.
+        form: the data set's form.
+        local: the folder for shards that are fetched whole; None: a temporary folder.
+
+    Raises:
+        UserError: it is missing or damaged, or lacks a column.
+    """
+    files, kind = files_at(place), form.kind
+    if kind == "auto":
+        index = INDEX if form.split is None else f"{form.split}/{INDEX}"
+        kind = "mds" if index in files.sizes(INDEX) else "parquet"
+    if kind == "parquet":
+        return ParquetRows(files, columns, form.split)
+    kept = files if isinstance(files, LocalFiles) else KeptFiles(files, local, int(form.local_gib * 2**30))
+    return MDSRows(kept, columns, form.split)
+
+
+def files_at(place: str) -> LocalFiles | StoreFiles | HubFiles:
+    """The files at a place.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    if place.startswith(HUB):
+        return HubFiles(place)
+    if "://" in place:
+        return StoreFiles(place)
+    files = LocalFiles(place)
+    if not files.root.exists():
+        raise UserError(
+            f"data.path: {place} does not exist. Give a parquet file, a folder or a pattern ({Path.cwd()}), a URL "
+            f"such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
+        )
+    return files

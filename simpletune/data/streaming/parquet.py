@@ -1,0 +1,149 @@
+"""Rows of parquet files. Footers locate the row groups; a row group is read when one of its rows is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simpletune.data.streaming.columns import Columns, require_columns
+from simpletune.data.streaming.files import Files
+from simpletune.data.streaming.rows import MAX_BLOCK, Block, Held, Shard, ShardedRows
+from simpletune.system.options import UserError
+from simpletune.system.printable import reason_of
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
+    from pyarrow.parquet import FileMetaData, ParquetFile
+
+SUFFIX = ".parquet"
+MOST_CAPTIONS = 2**26  # bytes of captions in memory
+OPEN = 16  # files
+
+
+class ParquetRows(ShardedRows):
+    """The rows of parquet files, in the order of their names.
+
+    Args:
+        files: where they are.
+        columns: the columns to read.
+        split: text that the files' names must contain.
+
+    Raises:
+        UserError: there is no file, one is damaged, or a column is missing.
+    """
+
+    def __init__(self, files: Files, columns: Columns, split: str | None = None):
+        sizes = {name: size for name, size in files.sizes(SUFFIX).items() if split is None or split in name}
+        if not sizes:
+            of = "" if split is None else f" with {split!r} in its name"
+            raise UserError(f"data.path: {files.place} contains no {SUFFIX} file{of}. Name a folder with one")
+        self._files, self._lock = files, threading.Lock()
+        self._open = lru_cache(maxsize=OPEN)(self._opened)
+        self._pictures: Held[ChunkedArray] = Held()
+        self._captions: Held[ChunkedArray] = Held(MOST_CAPTIONS)
+        shards, blocks = list[Shard](), list[Block]()
+        for name, size in sizes.items():
+            footer, digest = self._footer(name, size, columns)
+            shards.append(Shard(name, footer.num_rows, digest))
+            blocks += [_block(footer, shards, number, columns) for number in range(footer.num_row_groups)]
+        super().__init__(files.place, shards, blocks, columns)
+
+    def _footer(self, name: str, size: int, columns: Columns) -> tuple[FileMetaData, str]:
+        """A file's footer, and a digest of the footer, the file's length and the pictures' column."""
+        with reading(name, "its footer"):
+            opened = self._opened(name)
+            if opened.metadata.num_rows:
+                require_columns(columns, opened.schema_arrow.names, name)
+            tail = self._files.read(name, size - 8, size)
+            footer = self._files.read(name, size - 8 - int.from_bytes(tail[:4], "little"), size)
+            about = json.dumps([size, hashlib.sha256(footer).hexdigest(), columns.picture])
+            found = opened.metadata
+            opened.close()
+        return found, hashlib.sha256(about.encode()).hexdigest()
+
+    def _opened(self, name: str) -> ParquetFile:
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(self._files.open(name), page_checksum_verification=True)
+
+    def _column(self, block: int, names: list[str]) -> tuple[list[ChunkedArray], int]:
+        """A row group's columns, and their size in memory in bytes."""
+        name, number = self.shards[self._shard_of[block]].name, int(self._number_of[block])
+        with self._lock, reading(name, f"its row group {number}"):
+            table = self._open(name).read_row_group(number, columns=names, use_threads=False)
+        return [table[column] for column in names], table.nbytes
+
+    def _one(self, block: int, name: str) -> tuple[ChunkedArray, int]:
+        (column,), size = self._column(block, [name])
+        return column, size
+
+    def _caption(self, block: int, row: int) -> object:
+        name = self.columns.caption
+        assert name is not None
+        return _value(self._captions.get(block, lambda: self._one(block, name)), row)
+
+    def _picture(self, block: int, row: int) -> object:
+        return _value(self._pictures.get(block, lambda: self._one(block, self.columns.picture)), row)
+
+    def _sizes(self, block: int) -> np.ndarray:
+        assert self.columns.size is not None
+        found, _ = self._column(block, list(self.columns.size))
+        with reading(self.shards[self._shard_of[block]].name, f"its columns {self.columns.size}"):
+            return np.stack([column.cast("int64").fill_null(0).to_numpy() for column in found], axis=1)
+
+
+@contextmanager
+def reading(name: str, what: str) -> Iterator[None]:
+    """Name the damaged file if reading it fails.
+
+    Args:
+        name: the file's name.
+        what: what is read.
+
+    Raises:
+        UserError: instead of pyarrow's error.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"data.path: {name} is damaged: {what} cannot be read ({reason_of(error)[:200]}). Fetch or write it again"
+        ) from None
+
+
+def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Columns) -> Block:
+    """Make the block of a row group in the last shard, with the uncompressed size of its pictures.
+
+    Raises:
+        UserError: its captions are too large to read.
+    """
+    group, sizes = footer.row_group(number), Counter[str]()
+    for place in range(group.num_columns):
+        column = group.column(place)
+        sizes[column.path_in_schema.partition(".")[0]] += column.total_uncompressed_size
+    if columns.caption is not None and sizes[columns.caption] > MAX_BLOCK:
+        raise UserError(
+            f"data.path: {shards[-1].name}: row group {number} has {sizes[columns.caption]:,} bytes of captions; "
+            f"the limit is {MAX_BLOCK:,}. Write smaller row groups"
+        )
+    return Block(len(shards) - 1, number, group.num_rows, sizes[columns.picture])
+
+
+def _value(column: ChunkedArray, row: int) -> object:
+    """A cell as a Python value; bytes for text that is not UTF-8."""
+    cell = column[row]
+    try:
+        value: object = cell.as_py()
+    except UnicodeDecodeError:
+        return bytes(cell.as_buffer())
+    return value

@@ -1,0 +1,212 @@
+"""Rows of a data set in shards, addressed by number: arrays locate each row, which is read when needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import IO, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from simpletune.data.streaming.columns import Columns
+from simpletune.system.options import UserError
+
+HELD = 2**28  # bytes of blocks in memory; always holds at least one block
+MAX_BLOCK = 2**30  # limit in bytes of an uncompressed block: a row group's pictures, or a shard of an MDS data set
+
+Value = TypeVar("Value")
+
+
+class Shard(NamedTuple):
+    """A file of a data set.
+
+    Args:
+        name: its path relative to the data set.
+        rows: how many it has.
+        digest: SHA-256 of what identifies its content: its hashes in the index, or its footer and length.
+    """
+
+    name: str
+    rows: int
+    digest: str
+
+
+class Block(NamedTuple):
+    """Rows that are read together: a row group, or a whole shard.
+
+    Args:
+        shard: the number of its shard.
+        number: its number within the shard.
+        rows: how many it has.
+        bytes: memory that its pictures take.
+    """
+
+    shard: int
+    number: int
+    rows: int
+    bytes: int
+
+
+class Held(Generic[Value]):
+    """The most recently read blocks, up to a number of bytes. Thread-safe; only one thread reads a block at a time."""
+
+    def __init__(self, most: int = HELD):
+        self._most, self._lock = most, threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+
+    def get(self, key: Hashable, read: Callable[[], tuple[Value, int]]) -> Value:
+        """Return a block's value, reading it if it is not held.
+
+        Args:
+            key: the block's key.
+            read: returns the value and its size in bytes.
+        """
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = read()
+            self._values.move_to_end(key)
+            while len(self._values) > 1 and sum(size for _, size in self._values.values()) > self._most:
+                self._values.popitem(last=False)
+            return self._values[key][0]
+
+
+class Notes:
+    """JSON values by row in a temporary file, so that nothing is read from the shards twice.
+
+    Args:
+        rows: the number of rows.
+    """
+
+    def __init__(self, rows: int):
+        self._places = np.full(rows, -1, dtype=np.int64)
+        self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def get(self, row: int, read: Callable[[], object]) -> object:
+        """Return a row's value, reading and storing it if it is unknown. Does not store what JSON cannot represent."""
+        if (place := int(self._places[row])) >= 0:
+            return self._noted(place)
+        value = read()
+        try:
+            text = json.dumps(value).encode()
+        except (TypeError, ValueError):
+            return value
+        with self._lock:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="simpletune-")
+            self._places[row] = self._file.seek(0, 2)
+            self._file.write(len(text).to_bytes(4, "little") + text)
+        return value
+
+    def _noted(self, place: int) -> object:
+        with self._lock:
+            assert self._file is not None
+            self._file.seek(place)
+            return json.loads(self._file.read(int.from_bytes(self._file.read(4), "little")))
+
+
+class ShardedRows:
+    """The rows of a data set in shards. A format extends it and reads the cells.
+
+    Args:
+        place: where the data set is, for messages.
+        shards: its files, in order.
+        blocks: their blocks, in order; skips empty ones.
+        columns: the columns to read.
+
+    Raises:
+        UserError: it has no rows, or a block is too large to hold.
+    """
+
+    def __init__(self, place: str, shards: Sequence[Shard], blocks: Sequence[Block], columns: Columns):
+        self.place, self.shards, self.columns = place, list(shards), columns
+        blocks = [block for block in blocks if block.rows]
+        if not blocks:
+            raise UserError(f"data.path: {place} has no rows. Name a data set with pictures")
+        for block in blocks:
+            if block.bytes > MAX_BLOCK:
+                raise UserError(
+                    f"data.path: {self.shards[block.shard].name}: block {block.number} has {block.bytes:,} bytes of "
+                    f"pictures; the limit is {MAX_BLOCK:,}. Write smaller row groups or shards"
+                )
+        self._shard_of = np.array([block.shard for block in blocks], dtype=np.int64)
+        self._number_of = np.array([block.number for block in blocks], dtype=np.int64)
+        self.block_bytes = np.array([block.bytes for block in blocks], dtype=np.int64)
+        self.starts = np.cumsum([0, *(block.rows for block in blocks)], dtype=np.int64)
+        """The first row of each block, then the number of all rows."""
+        self._shard_starts = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
+        self._notes = Notes(len(self))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def notes(self) -> list[str]:
+        """Notes for the user about the data set."""
+        return []
+
+    def blocks_of(self, rows: np.ndarray) -> np.ndarray:
+        """The block of each row."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+    def name(self, row: int) -> str:
+        """A row's name for messages: its shard and its number there."""
+        shard, within = self._in_shard(row)
+        return f"{self.shards[shard].name}#{within:08d}"
+
+    def key(self, row: int) -> str:
+        """SHA-256 of a row's shard and its number there, which needs no reading of the row."""
+        shard, within = self._in_shard(row)
+        return hashlib.sha256(f"{self.shards[shard].digest}:{within}".encode()).hexdigest()
+
+    def caption(self, row: int) -> object:
+        """A row's caption cell; None if there is one prompt for all."""
+        if self.columns.caption is None:
+            return None
+        return self._notes.get(row, lambda: self._caption(*self._in_block(row)))
+
+    def picture(self, row: int) -> object:
+        """A row's picture cell.
+
+        Raises:
+            UserError: its shard is damaged.
+        """
+        return self._picture(*self._in_block(row))
+
+    def sizes(self) -> np.ndarray:
+        """The pictures' (width, height) from the size columns: int64 [rows, 2].
+
+        Raises:
+            UserError: a shard is damaged, or a size is not a positive number.
+        """
+        found = np.concatenate([self._sizes(block) for block in range(len(self.block_bytes))])
+        bad = np.flatnonzero((found <= 0).any(axis=1))
+        if len(bad):
+            raise UserError(
+                f"data.width_column: {self.name(int(bad[0]))} has the size {tuple(map(int, found[bad[0]]))}; sizes are "
+                "at least 1. Fix the columns, or use data.aspect=square, which needs none"
+            )
+        return found
+
+    def _in_shard(self, row: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._shard_starts, row, side="right")) - 1
+        return shard, row - int(self._shard_starts[shard])
+
+    def _in_block(self, row: int) -> tuple[int, int]:
+        block = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return block, row - int(self.starts[block])
+
+    def _caption(self, block: int, row: int) -> object:
+        """The caption cell in a row of a block."""
+        raise NotImplementedError
+
+    def _picture(self, block: int, row: int) -> object:
+        """The picture cell in a row of a block."""
+        raise NotImplementedError
+
+    def _sizes(self, block: int) -> np.ndarray:
+        """The sizes of a block's pictures: int64 [rows, 2]."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""How are tensors stored, multiplied and updated? Knows no diffusion."""

@@ -1,0 +1,175 @@
+"""Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from torch import distributed, nn
+
+from simpletune.engine.fsdp.files import SavedStates, restore_states, state_by_name, write_index, write_parts
+from simpletune.engine.fsdp.shards import Sharding, held_parameters, sharding_of
+from simpletune.engine.optim.ema import Average
+from simpletune.engine.optim.optimizer import OptimizerOption
+from simpletune.engine.optim.place import Place
+from simpletune.engine.tensors import trained_parameters
+from simpletune.system.failpoints import failpoint
+from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.safetensors_file import WeightReader
+
+LISTED = 4
+WEIGHTS, STATES, AVERAGES = "trainable", "optimizer", "ema"
+
+
+def write_together(
+    folder: Path,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    metadata: dict[str, str],
+) -> None:
+    """Write every process's parts in that process; the first process then writes the indices.
+
+    Args:
+        folder: the checkpoint's folder, under its temporary name; all processes see it.
+        sharding: the model's sharding.
+        optimizer: the optimizer of the parts.
+        average: the average of the parts, if enabled.
+        metadata: strings for the headers of the weights.
+
+    Raises:
+        UserError: in the first process, if any process failed.
+    """
+    written: Json = {}
+    try:
+        bad = nonfinite(sharding)
+        written = {"bad": bad} if bad else _write_own(folder, sharding, optimizer, average, metadata)
+    except (OSError, UserError) as error:
+        written = {"error": str(error), "code": error.code if isinstance(error, UserError) else 1}
+    every: list[Json] = gather_object([written])
+    if sharding.rank:
+        return
+    require_written(every, folder)
+    for kind in every[0]:
+        write_index(folder, kind, [each[kind] for each in every], sharding.shards)
+
+
+def nonfinite(sharding: Sharding) -> list[str]:
+    """The names of the parameters with NaN or infinity in this process's parts."""
+    held = sharding.held
+    peaks = [torch.linalg.vector_norm(part.detach(), torch.inf).float() for part in held.values()]
+    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
+    return [name for name, fine in zip(held, finite, strict=True) if not fine]
+
+
+def _write_own(
+    folder: Path,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    metadata: dict[str, str],
+) -> Json:
+    """Write this process's files; return their names and checksums by kind."""
+    held, of = sharding.held, (sharding.rank, sharding.processes)
+    written: Json = {WEIGHTS: write_parts(folder, WEIGHTS, held, metadata, of)}
+    failpoint("checkpoint.part")
+    states, values = state_by_name(optimizer, list(held))
+    written[STATES] = write_parts(folder, STATES, states, values, of)
+    if average is not None:
+        written[AVERAGES] = write_parts(folder, AVERAGES, average.tensors(), {}, of)
+    return written
+
+
+def require_written(every: list[Json], folder: Path) -> None:
+    """Check that all processes have written their parts.
+
+    Raises:
+        UserError: lists the processes that have not, and why.
+    """
+    bad = list(dict.fromkeys(name for each in every for name in each.get("bad", [])))
+    if bad:
+        raise NonFinite(bad)
+    failed = {rank: each for rank, each in enumerate(every) if "error" in each}
+    if failed:
+        rank, each = next(iter(failed.items()))
+        raise UserError(f"process {rank} could not write its part of {folder.name}: {each['error']}", each["code"])
+
+
+class NonFinite(UserError):
+    """Reports parameters that are not finite, in any process.
+
+    Args:
+        names: the parameters' names.
+    """
+
+    def __init__(self, names: list[str]):
+        super().__init__(f"{len(names)} trained parameters are non-finite ({shortened(names, LISTED)})")
+        self.names = names
+
+
+def restore_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption, files: tuple[Path, Path], scalars: Json
+) -> None:
+    """Restore weights and optimizer state that any number of processes has written.
+
+    Args:
+        model: the model, sharded or not.
+        optimizer: the optimizer of what ``held_parameters`` returns.
+        option: built the optimizer.
+        files: the files of the weights and of the state: the indices, or the one file.
+        scalars: other values of the state, for a checkpoint in one file.
+    """
+    held, whole = held_parameters(model), trained_parameters(model)
+    with torch.no_grad():
+        for name, rows in held_rows(model, WeightReader([files[0]])):
+            held[name].copy_(rows)
+    sizes = {name: parameter.numel() for name, parameter in whole.items()}
+    restore_states(option, optimizer, places_of(model), SavedStates(files[1], sizes, scalars))
+
+
+def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load this process's rows of each trained parameter, one after the other."""
+    sharding = sharding_of(model)
+    for name, parameter in held_parameters(model).items():
+        if sharding is None:
+            yield name, reader.get(name)
+        else:
+            first = sharding.shards[name].place.start // (parameter.numel() // len(parameter))
+            yield name, reader.rows(name, first, first + len(parameter))
+
+
+def places_of(model: nn.Module) -> dict[str, Place]:
+    """The places, in the whole parameters, of the parts that this process updates, by name."""
+    sharding = sharding_of(model)
+    if sharding is not None:
+        return dict(zip(sharding.held, sharding.places, strict=True))
+    parameters = trained_parameters(model).items()
+    return {name: Place(number, 0, parameter.numel()) for number, (name, parameter) in enumerate(parameters)}
+
+
+def require_shared(folder: Path, sharding: Sharding) -> None:
+    """Check that all processes see the run's folder, into which each writes its part of a checkpoint.
+
+    Args:
+        folder: the run's folder, which exists in the first process.
+        sharding: the model's sharding.
+
+    Raises:
+        UserError: a process does not see it.
+    """
+    mark = folder / ".sharding.part"
+    if sharding.rank == 0:
+        mark.touch()
+    distributed.barrier()
+    seen: list[bool] = gather_object([mark.exists()])
+    if sharding.rank == 0:
+        mark.unlink()
+    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise UserError(
+            f"train.sharding: every process writes its part of a checkpoint into {folder}, which process "
+            f"{shortened(blind, LISTED)} does not see. Put output.runs into a folder that all machines share, or use "
+            "train.sharding none"
+        )

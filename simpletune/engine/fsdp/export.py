@@ -1,0 +1,53 @@
+"""Write a sharded model as one file, parameter by parameter, so that no process ever holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from simpletune.engine.fsdp.leading import Leading
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.model_folder import NAMES
+from simpletune.system.safetensors_file import TYPES, SafetensorsWriter
+
+NAME_OF = {f"torch.{about.torch}": name for name, about in TYPES.items()}
+
+
+def write_divided_folder(
+    model: nn.Module, leading: Leading, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
+) -> Path:
+    """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads.
+
+    Args:
+        model: the model; call within ``own_class``.
+        leading: tells the other processes what to gather.
+        folder: the result's folder.
+        metadata: strings for the header.
+        instead: tensors that replace the model's own of the same names.
+    """
+    state: dict[str, Tensor] = {**model.state_dict(), **instead}
+    entries = {name: (NAME_OF[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in state.items()}
+    with atomic_folder(folder) as part:
+        model.save_config(part)  # type: ignore[operator]
+        with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
+            for name, tensor in state.items():
+                if name not in leading.sharding.shards:
+                    writer.write(name, tensor)
+            for name, tensor in leading.whole_tensors():
+                writer.write(name, tensor)
+    return folder
+
+
+@contextmanager
+def own_class(model: nn.Module) -> Iterator[None]:
+    """Restore a sharded model's own class within this context; torch replaces it by one with another name."""
+    divided = type(model)
+    own = next((kind for kind in divided.__mro__ if kind.__module__.partition(".")[0] != "torch"), divided)
+    model.__class__ = own
+    try:
+        yield
+    finally:
+        model.__class__ = divided

@@ -1,0 +1,177 @@
+"""Shard a model's parameters over processes with torch's ``fully_shard`` (FSDP2; arXiv:2304.11277), block by block.
+
+Each process holds some rows of every parameter, its gradient and its optimizer state. A block's whole weights exist
+only while it computes: they are gathered before its forward pass and again before its backward pass, after which its
+gradients are summed in fp32 and scattered to the processes.
+
+torch holds the rows in a ``DTensor``. Optimizers, averages and checkpoints get them as plain tensors in the same
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from simpletune.engine.optim.place import Place
+from simpletune.engine.tensors import trained_parameters
+
+KEY = "_simpletune_sharding"
+CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A process's part of a parameter: a contiguous range of its elements, made of whole rows.
+
+    Args:
+        whole: the model's parameter, a ``DTensor`` with the whole shape.
+        held: this process's rows, in the same memory; it may have none.
+        starts: the first element of each process's part, then the total number of elements.
+        place: the place of this process's part.
+    """
+
+    whole: nn.Parameter
+    held: nn.Parameter
+    starts: tuple[int, ...]
+    place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return tuple(self.whole.shape)
+
+
+class Sharding:
+    """A model whose parameters are sharded over all processes of the default group.
+
+    Args:
+        model: all of its parameters must train; changed in place. They may be in host memory: each unit is moved to the
+            device only while it is sharded.
+        units: modules whose weights are gathered together, in the order of the forward pass.
+        device: the device that the model will run on.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], device: torch.device):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.processes, self.rank = distributed.get_world_size(), distributed.get_rank()
+        with _disable_current_modes():  # the mesh consists of real tensors, even in a simulation
+            mesh = init_device_mesh(device.type, (self.processes,))
+        self.group = mesh.get_group()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self.units = [*units, model]
+        for unit in self.units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first unit to be gathered is the root
+        self.shards = {
+            name: self._shard(number, parameter)
+            for number, (name, parameter) in enumerate(trained_parameters(model).items())
+        }
+        self.device = device
+        model.__dict__[KEY] = self
+
+    def _shard(self, number: int, whole: nn.Parameter) -> Shard:
+        """Describe this process's part of a parameter."""
+        starts = starts_of(tuple(whole.shape), self.processes)
+        with torch.no_grad():
+            held = nn.Parameter(local(whole).detach())
+        return Shard(whole, held, starts, Place(number, starts[self.rank], starts[-1]))
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        """This process's parts of parameters by name, without empty ones."""
+        return {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
+
+    @property
+    def places(self) -> list[Place]:
+        """The places of these parts."""
+        return [shard.place for shard in self.shards.values() if shard.held.numel()]
+
+    def take_gradients(self) -> list[nn.Parameter]:
+        """Move the gradients, summed over the processes, to this process's parts.
+
+        Returns:
+            The whole parameters that have a gradient; the same in all processes.
+        """
+        found = []
+        for shard in self.shards.values():
+            gradient, shard.whole.grad = shard.whole.grad, None
+            shard.held.grad = None if gradient is None or not shard.held.numel() else local(gradient)
+            found += [] if gradient is None else [shard.whole]
+        return found
+
+    def norms(self, trained: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The fp32 norms of whole parameters' gradients, computed with one exchange.
+
+        Args:
+            trained: the parameters that ``take_gradients`` returned.
+        """
+        held = {shard.whole: shard.held for shard in self.shards.values()}
+        own = [held[parameter].grad for parameter in trained]
+        there = [gradient for gradient in own if gradient is not None]
+        found = iter(torch._foreach_norm(there, 2, dtype=torch.float32))
+        none = torch.zeros((), device=self.device)
+        squares = torch.stack([none if gradient is None else next(found) for gradient in own]).square_()
+        distributed.all_reduce(squares, group=self.group)
+        return list(squares.sqrt_())
+
+    def clip_each(self, trained: Sequence[nn.Parameter], norms: Sequence[Tensor], limit: float) -> None:
+        """Clip each parameter's gradient to a norm; every process holds only a part of the gradient.
+
+        Args:
+            trained: the whole parameters that have a gradient.
+            norms: the norms of their gradients.
+            limit: the largest norm.
+        """
+        held = {shard.whole: shard.held for shard in self.shards.values()}
+        for parameter, norm in zip(trained, norms, strict=True):
+            gradient = held[parameter].grad
+            if gradient is not None:
+                gradient.mul_((limit / (norm + CLIP_EPS)).clamp(max=1.0))
+
+    def reshard(self) -> None:
+        """Free gathered weights, and forget passes without a backward pass, so that the next one ignores their
+        order."""
+        for unit in self.units:
+            unit.reshard()  # type: ignore[operator]
+        self.units[-1].reset_iter_state()  # type: ignore[operator]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's rows of a ``DTensor``."""
+    from torch.distributed.tensor import DTensor  # takes half a second
+
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def starts_of(shape: Sequence[int], processes: int) -> tuple[int, ...]:
+    """The first element of each process's part of a parameter, then the total number of elements. All parts have
+    equally many rows, except the last ones, which may have fewer or none."""
+    each, width = -(-shape[0] // processes), math.prod(shape[1:])
+    return tuple(min(number * each, shape[0]) * width for number in range(processes + 1))
+
+
+def parts_of(starts: Sequence[int]) -> list[tuple[int, int]]:
+    """The first element of each process's part and the element after its last one."""
+    return list(pairwise(starts))
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """A model's ``Sharding``; None if it is not sharded."""
+    found: Sharding | None = model.__dict__.get(KEY)
+    return found
+
+
+def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters that this process updates, by name: for a sharded model, its parts."""
+    sharding = sharding_of(model)
+    return trained_parameters(model) if sharding is None else sharding.held

@@ -1,0 +1,221 @@
+"""The memory levers, each in a small module that is exact or documents what it changes, and memory accounting by kind.
+
+May import options, tensors and system. Models, profiling and the packages above may import this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from simpletune.engine.memory.profiles import Name
+from simpletune.system.options import Option, Problem, plural
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from simpletune.engine.memory.block_offload import BlockOffload
+    from simpletune.engine.memory.checkpointing import Parts
+
+
+class Memory(Option):
+    """Options that save device memory, mostly at the cost of time."""
+
+    profile: Name | None = None
+    """A preset of options for a card of this size, for LoRA or full fine-tuning. Explicit values override the preset;
+    the run's config.json and docs/memory.md list its values."""
+    checkpointing: Literal["all", "none", "feed_forward", "auto"] | Annotated[int, Field(ge=1)] = "all"
+    """Gradient checkpointing. all: every block recomputes its activations instead of storing them, which is about a
+    third slower and takes several times less memory; none: every block stores them; feed_forward: only those inside of
+    feed-forward networks are recomputed; a number: only this many blocks, from the first, recompute theirs; auto: the
+    smallest number predicted to fit into budget_gib, or into the free memory of the card. Exact."""
+    keep_attention: Literal["all", "none", "auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Checkpointed blocks that keep the output of attention, so that its products are not computed a second time. all:
+    every one; a number: only this many, the last ones; auto: the most that fit if checkpointing is auto, otherwise
+    none. Takes as much memory as a block's input: 13 MiB a block of SD3 Medium at 1024 px. Exact."""
+    feed_forward: Literal["auto", "block", "alone"] | Annotated[int, Field(ge=64)] = "auto"
+    """How checkpointed blocks recompute their feed-forward networks. block: with the block; alone: each by itself,
+    later. Where the modulation carries no gradient, as with LoRA on attention, its second product is then not
+    recomputed at all, and its inner activations are never in memory together with the block's. A number: alone, in
+    tiles of this many tokens, which takes less memory. auto: alone if checkpointing is auto and this saves time,
+    otherwise block. block and alone are exact; tiles add in another order inside of some kernels and in gradients of
+    the network's weights."""
+    budget_gib: Annotated[float, Field(gt=0)] | None = None
+    """Device memory in GiB for checkpointing auto and train.batch_size auto, excluding the CUDA context. null: the
+    memory that is free at the start, less allowances for the context and for fragmentation."""
+    offload_checkpoint_inputs: bool = False
+    """Store the inputs of checkpointed blocks, and the outputs that keep_attention keeps, in pinned host memory, and
+    fetch them one block ahead in the backward pass. At 1024 px with batch size 1 the inputs take 311 MiB. Exact."""
+    resident_blocks: Annotated[int, Field(ge=0)] | None = None
+    """Block offload: how many blocks keep their weights on the device. The weights of the others stay in pinned host
+    memory and are copied to the device, one block ahead, for every forward and backward pass; two such blocks are on
+    the device at a time. null: all blocks stay on the device. Needs checkpointing all. Exact."""
+    crop_positions: bool = True
+    """Crop the position table to the part that the run's pictures need: 12 MiB instead of 108 for SD3 Medium in bf16 at
+    1024 px. Exact; a full model is exported with the whole table."""
+    modulation: Literal["auto", "resident", "plan"] = "auto"
+    """Where the adaLN modulation weights, a third of SD3 Medium, are kept. resident: on the device; plan: in host
+    memory, and modulations are computed several steps ahead, for adapters that do not train these weights. Exact except
+    for the last bits, because one product computes the rows of several steps. auto: plan for such an adapter on a GPU,
+    otherwise resident; generate, compare and serve treat auto as resident."""
+    modulation_window: Annotated[int, Field(ge=1, le=1024)] = 16
+    """How many steps' modulations to compute at once. For SD3 Medium each step takes 0.9 MB per sample in bf16, and
+    each window copies the modulation weights to the device once."""
+    cache_quantised: bool = True
+    """Cache the quantised base under output.cache, so that the next start neither reads nor quantises the
+    full-precision weights. It takes as much disk space as the quantised weights take device memory. Exact."""
+    optimizer_in_backward: bool = False
+    """Update each parameter and free its gradient during the backward pass, so that the gradients never exist all at
+    once. Saves full fine-tuning 2 bytes per parameter in bf16, 4 in fp32. Exact. Needs gradient_accumulation 1, one
+    process, and train.clip per_parameter (or clip_norm null)."""
+    vae_tile: Annotated[int, Field(ge=128, multiple_of=64)] | None = None
+    """Encode and decode larger pictures in overlapping, blended tiles with sides of this many pixels, using the memory
+    of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
+    AutoencoderTiny needs little memory and always processes whole pictures."""
+
+    def streamed(self, blocks: int) -> list[int]:
+        """The indices of the streamed blocks. Resident blocks are spread evenly between them, so that their computation
+        overlaps with copies."""
+        if self.resident_blocks is None:
+            return []
+        stay = {(2 * number + 1) * blocks // (2 * self.resident_blocks) for number in range(self.resident_blocks)}
+        return [index for index in range(blocks) if index not in stay]
+
+    def on_host(self, units: Sequence[str]) -> Callable[[str], bool]:
+        """Return a predicate: whether the module of a given name stays in host memory when the model loads.
+
+        Args:
+            units: the names of the model's units, in order.
+        """
+        prefixes = tuple(f"{units[index]}." for index in self.streamed(len(units)))
+        return lambda name: f"{name}.".startswith(prefixes)
+
+    def attach(
+        self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False, last: bool = False
+    ) -> BlockOffload | None:
+        """Wrap the blocks' forward passes for checkpointing and streaming. Attach the adapter first.
+
+        Args:
+            blocks: the blocks of the loaded transformer, in order; changed in place.
+            device: where it runs.
+            trained: whether to stream trained weights too (see ``BlockOffload``).
+            last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
+
+        Returns:
+            The block offload; None if all blocks are resident.
+        """
+        from simpletune.engine.memory.block_offload import BlockOffload
+        from simpletune.engine.memory.checkpointing import set_passes
+        from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+
+        streamed = self.streamed(len(blocks))
+        streaming = BlockOffload(blocks, streamed, device, trained) if streamed else None
+        inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
+        set_passes(blocks, self.checkpointed(len(blocks)), inputs, streaming, self._parts(len(blocks), last))
+        return streaming
+
+    def _parts(self, blocks: int, last: bool) -> Parts:
+        """How parts of blocks are recomputed."""
+        from simpletune.engine.memory.checkpointing import Parts
+
+        alone = self.feed_forward not in ("auto", "block")
+        which: Literal["checkpointed", "all", "none"] = "checkpointed" if alone else "none"
+        if self.checkpointing == "feed_forward":
+            which = "all"
+        tile = self.feed_forward if isinstance(self.feed_forward, int) else None
+        return Parts(self.keeping_attention(blocks), which, tile, last)
+
+    def checkpointed(self, blocks: int) -> int:
+        """The number of checkpointed blocks."""
+        if isinstance(self.checkpointing, int):
+            return self.checkpointing
+        assert self.checkpointing != "auto", "resolve it with estimate.auto_checkpointing first"
+        return blocks if self.checkpointing == "all" else 0
+
+    def keeping_attention(self, blocks: int) -> int:
+        """The number of checkpointed blocks that keep the output of attention."""
+        if isinstance(self.keep_attention, int):
+            return self.keep_attention
+        return self.checkpointed(blocks) if self.keep_attention == "all" else 0
+
+    @property
+    def recomputes_parts(self) -> bool:
+        """Whether less than whole blocks are recomputed, by what is set; auto is not."""
+        fields = (self.keep_attention not in ("auto", "none"), self.feed_forward not in ("auto", "block"))
+        return self.checkpointing == "feed_forward" or any(fields)
+
+    def rules(self) -> Iterator[Problem]:
+        """Report incompatible levers."""
+        if self.resident_blocks is not None and self.checkpointing != "all":
+            yield Problem(
+                "memory.checkpointing",
+                f"{self.checkpointing} with memory.resident_blocks: blocks without checkpointing need their weights in "
+                "the backward pass, when these have left the device. Use checkpointing all, or resident_blocks null",
+            )
+        if self.offload_checkpoint_inputs and self.checkpointing in ("none", "feed_forward"):
+            yield Problem(
+                "memory.offload_checkpoint_inputs",
+                f"true needs checkpointed blocks, and memory.checkpointing is {self.checkpointing}. Use checkpointing "
+                "all or a number, or offload_checkpoint_inputs false",
+            )
+        yield from self._part_rules()
+
+    def _part_rules(self) -> Iterator[Problem]:
+        """Report values of keep_attention and feed_forward that do not fit checkpointing."""
+        keep, checkpointing = self.keep_attention, self.checkpointing
+        if keep not in ("auto", "none") and checkpointing in ("none", "feed_forward"):
+            yield Problem(
+                "memory.keep_attention",
+                f"{keep} needs checkpointed blocks, and memory.checkpointing is {checkpointing}: every block keeps the "
+                "output of attention. Use keep_attention auto, or checkpointing all or a number",
+            )
+        elif isinstance(keep, int) and checkpointing == "auto":
+            yield Problem(
+                "memory.keep_attention",
+                f"{keep} with memory.checkpointing auto, which may checkpoint fewer blocks. Use auto, all or none",
+            )
+        elif isinstance(keep, int) and isinstance(checkpointing, int) and keep > checkpointing:
+            yield Problem(
+                "memory.keep_attention",
+                f"{keep} is more than the {plural(checkpointing, 'block')} that memory.checkpointing names. Use all",
+            )
+        if self.feed_forward not in ("auto", "block") and checkpointing == "none":
+            yield Problem(
+                "memory.feed_forward",
+                f"{self.feed_forward}, but memory.checkpointing none recomputes nothing. Use feed_forward auto, or "
+                "checkpointing feed_forward",
+            )
+        if self.feed_forward == "block" and checkpointing == "feed_forward":
+            yield Problem(
+                "memory.feed_forward",
+                "block, but memory.checkpointing feed_forward recomputes the networks alone. Use auto or alone",
+            )
+
+    def model_rules(self, blocks: int, has_modulation: bool) -> Iterator[Problem]:
+        """Report levers that the model does not have, and numbers of blocks beyond its own.
+
+        Args:
+            blocks: the number of the model's units.
+            has_modulation: whether it has modulations to plan.
+        """
+        if self.modulation == "plan" and not has_modulation:
+            yield Problem("memory.modulation", "plan, but the model has no adaLN modulations. Use auto or resident")
+        if isinstance(self.checkpointing, int) and self.checkpointing > blocks:
+            yield Problem(
+                "memory.checkpointing",
+                f"{self.checkpointing} is more than the model's {plural(blocks, 'block')}. Use all",
+            )
+        if isinstance(self.keep_attention, int) and self.keep_attention > blocks:
+            yield Problem(
+                "memory.keep_attention",
+                f"{self.keep_attention} is more than the model's {plural(blocks, 'block')}. Use all",
+            )
+        if self.resident_blocks is not None and self.resident_blocks >= blocks:
+            yield Problem(
+                "memory.resident_blocks",
+                f"{self.resident_blocks} leaves none of the model's {plural(blocks, 'block')} to offload. "
+                "Use fewer, or null",
+            )

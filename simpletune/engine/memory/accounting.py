@@ -1,0 +1,320 @@
+"""Account for live tensor bytes by kind, and find the peak and where it occurs. Needs no GPU.
+
+A dispatch mode sees every operation, including those of the backward pass, of recomputation and of autograd Functions.
+It counts each new storage until the storage is freed, holding only a weak reference. Sizes are rounded up to 512 bytes
+as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors count alike.
+
+It cannot see what a kernel allocates internally; device_terms.py adds that.
+
+torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here: it raises for frozen
+parameters and at a second micro-batch, has neither adapter nor plan among its kinds, and counts host memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.engine.memory import fake
+from simpletune.engine.memory.repeating import Repeating
+from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, rounded
+from simpletune.engine.memory.watching import Watching
+from simpletune.engine.tensors import is_wrapper, plain_tensors
+
+ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
+
+DEVICE = torch.ops.prim.device.default
+_RANGES = {
+    id(torch.ops.profiler._record_function_enter_new.default): "enter",
+    id(torch.ops.profiler._record_function_exit._RecordFunction): "exit",
+}
+
+Temporaries = Mapping[OpOverload, Callable[..., int]]
+"""Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
+Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
+Layouts = Callable[[OpOverload, Sequence[Any], object], object]
+Resize = Callable[[torch.UntypedStorage, int], object]
+
+
+@dataclass
+class _Storage:
+    """A live storage."""
+
+    bytes: int
+    kind: str
+    visit: int  # the visit to a phase during which it was allocated
+    alive: weakref.ref
+
+
+class Accounting(TorchDispatchMode, Watching, Repeating):
+    """Counts live tensor bytes while the context is active.
+
+    Args:
+        temporaries: what kernels allocate within a call, by operation.
+        keep: whether to record every snapshot, not only the largest.
+        layouts: changes how results lie in memory to how another device's kernels write them.
+    """
+
+    def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
+        super().__init__()
+        Repeating.__init__(self)  # torch's mode ends the chain
+        Watching.__init__(self)
+        self._layouts = layouts
+        self._temporaries = {id(op): size for op, size in (temporaries or {}).items()}  # their own hash is slow
+        self._storages: dict[int, _Storage] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = 0
+        self._kinds: list[str] = []
+        self.peak = MemorySnapshot()
+        """The largest snapshot so far; the last of equal ones, because optimizer states then have their kind."""
+        self.peaks: dict[str, MemorySnapshot] = {}
+        """The largest snapshot of each phase."""
+        self.snapshots: list[MemorySnapshot] | None = [] if keep else None
+        """All snapshots since the last ``forget_snapshots``, in order."""
+        self.last_key: object = None
+        """Everything that the last operation's result and work depend on; None if it may depend on more."""
+        self.observer: Observer | None = None
+        """Called with every operation, its arguments and its output."""
+        self.limit: int | None = None
+        """The number of live bytes above which ``OutOfMemory`` is raised; None: no limit."""
+
+    def __enter__(self) -> Accounting:
+        _ACTIVE.append(self)
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        _ACTIVE.remove(self)
+        super().__exit__(*error)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled in this context, so dynamo need not be disabled around every operation."""
+        return False
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
+    ) -> object:
+        """Run one operation and count the storages of its outputs."""
+        if op is DEVICE:
+            return args[0]._fake_device  # type: ignore[attr-defined]  # a shortcut: autograd asks for it constantly
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
+        name = _RANGES.get(id(op), "")
+        if name == "exit":
+            self._leave_phase()
+        mode = fake.active()
+        kwargs = kwargs or {}
+        output = op(*args, **kwargs) if mode is None else mode.run(op, args, kwargs)
+        self.last_key = None if mode is None else fake.RESULTS.last
+        if self._layouts is not None:
+            output = self._layouts(op, args, output)
+        if self.observer is not None:
+            self.observer(op, args, kwargs, output)
+        if name == "enter":
+            self._enter_phase(str(args[0]))
+        grown = False
+        for leaf in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(leaf, Tensor) and _device(leaf).type != "meta":  # meta tensors take no memory
+                grown |= self._see(leaf.untyped_storage())
+        temporary = self._temporaries.get(id(op))
+        if temporary is not None:
+            self._look(temporary(*args, **kwargs))
+        elif grown:
+            self._look()
+        return output
+
+    @property
+    def current(self) -> MemorySnapshot:
+        """A snapshot of the live bytes."""
+        by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+        return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
+
+    def forget_peak(self) -> None:
+        """Reset the peaks, at the start of another stage."""
+        self.peak, self.peaks = MemorySnapshot(), {}
+        self._look()
+
+    def forget_snapshots(self) -> None:
+        """Discard the recorded snapshots, at the start of another step."""
+        if self.snapshots is not None:
+            self.snapshots = [self.current]
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is registered as host memory."""
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.kind == HOST
+
+    def storages(self) -> dict[int, object]:
+        """Each live storage by its address; a new object when another storage takes the address."""
+        return dict(self._storages)
+
+    @property
+    def host_bytes(self) -> int:
+        """The live bytes registered as host memory."""
+        return self._bytes[HOST]
+
+    def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Assign a kind to tensors, whether or not they have been counted before.
+
+        Args:
+            tensors: wrapper subclasses count by their inner tensors; None is skipped.
+            kind: one of ``KINDS``, or ``HOST``.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        require_known(kind)
+        for tensor in tensors:
+            for plain in plain_tensors(tensor) if tensor is not None else ():
+                storage = plain.untyped_storage()
+                self._see(storage)
+                self._move(self._storages[storage._cdata], kind)
+        self._look()
+
+    @contextmanager
+    def allocating(self, kind: str) -> Iterator[None]:
+        """Assign a kind to everything allocated in this context.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        require_known(kind)
+        self._kinds.append(kind)
+        try:
+            yield
+        finally:
+            self._kinds.pop()
+
+    def _leave_phase(self) -> None:
+        """Leave a phase. Whatever was allocated in the optimizer's phase and outlives it is optimizer state."""
+        left, visit = self._phases.pop()
+        if visit:
+            self._module = ""
+        if visit and left == "optimizer":
+            for storage in self._storages.values():
+                if storage.visit >= visit and storage.kind == "workspace":
+                    self._move(storage, "optimizer")
+
+    def _kind(self) -> str:
+        if self._kinds:
+            return self._kinds[-1]
+        return "activations" if self._phase() in ACTIVATION_PHASES else "workspace"
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage, and return whether the total has grown."""
+        key, size = storage._cdata, rounded(storage.nbytes())
+        known = self._storages.get(key)
+        if known is not None:
+            grown, known.bytes = size - known.bytes, size
+            if grown:
+                self._add(known.kind, grown)
+            return grown > 0
+        alive = weakref.ref(storage, lambda _: self._die(key))
+        self._storages[key] = _Storage(size, self._kind(), self._visit, alive)
+        self._add(self._storages[key].kind, size)
+        return size > 0
+
+    def _move(self, storage: _Storage, kind: str) -> None:
+        self._add(storage.kind, -storage.bytes)
+        storage.kind = kind
+        self._add(kind, storage.bytes)
+
+    def _die(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self._add(storage.kind, -storage.bytes)
+
+    def _add(self, kind: str, size: int) -> None:
+        self._bytes[kind] += size
+        if kind != HOST:
+            self._total += size
+
+    def _look(self, temporary: int = 0) -> None:
+        """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
+        temporary = rounded(temporary)
+
+        def by_kind() -> dict[str, int]:
+            kinds = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+            return kinds | {"workspace": kinds.get("workspace", 0) + temporary} if temporary else kinds
+
+        self._record(self._total + temporary, by_kind)
+
+    def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
+        """Record a snapshot if it is the largest so far.
+
+        Raises:
+            OutOfMemory: it exceeds the limit.
+        """
+        if self.limit is not None and total > self.limit:
+            raise OutOfMemory(total)
+        watched, name = self._watched, self._snapshot_name()
+        if watched is not None and total >= watched.top[0]:
+            watched.top = total, by_kind()
+        before = self.peaks.get(name)
+        larger = before is None or total >= before.bytes or total >= self.peak.bytes
+        if not larger and self.snapshots is None:
+            return
+        snapshot = MemorySnapshot(total, by_kind(), name, self._module)
+        if self.snapshots is not None:
+            self.snapshots.append(snapshot)
+        if larger:
+            self.peaks[name] = snapshot
+            self.peak = max(snapshot, self.peak, key=lambda snapshot: snapshot.bytes)
+
+    def _resized(self, resize: Resize) -> Resize:
+        """Wrap ``UntypedStorage.resize_``, which a dispatch mode does not see."""
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if storage._cdata in self._storages:
+                self._see(storage)
+                self._look()
+            return storage
+
+        return resize_
+
+
+def _device(tensor: Tensor) -> torch.device:
+    """A tensor's device; for a fake tensor, without a detour through the dispatcher."""
+    found = tensor.__dict__.get("_fake_device") if type(tensor) is FakeTensor else None
+    return tensor.device if found is None else found
+
+
+_ACTIVE: list[Accounting] = []
+
+
+def active() -> Accounting | None:
+    """The active accounting, if there is one."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
+def register(tensors: Iterable[Tensor | None], kind: str) -> None:
+    """Register tensors with the active accounting, if there is one, as its ``register`` does."""
+    for accounting in _ACTIVE[-1:]:
+        accounting.register(tensors, kind)
+
+
+def allocating(kind: str) -> AbstractContextManager[None]:
+    """Assign a kind to everything allocated in this context, if an accounting is active.
+
+    Args:
+        kind: one of ``KINDS``, or ``HOST``.
+    """
+    return _ACTIVE[-1].allocating(kind) if _ACTIVE else nullcontext()
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Count what runs in this context as recomputation, if an accounting is active."""
+    return _ACTIVE[-1].recomputing() if _ACTIVE else nullcontext()

@@ -1,0 +1,219 @@
+"""Block offload: blocks' weights stay in host memory and are on the device only during their block's passes.
+
+Two device buffers (slots) of the largest block's size are filled alternately, one block ahead, while the device
+computes. Outside the passes every tensor points at host memory, so saving, exporting and loading work unchanged.
+
+A slot is refilled only once the computation has finished with it. In the forward pass that is after the block. In the
+backward pass, autograd functions have saved references to the weight tensors, not to the memory they pointed at. So a
+block's weights are fetched again for its recomputation, and stay until the previous block's recomputation starts; by
+then all of the block's gradients exist, because autograd processes later nodes first. Without checkpointing nothing
+would fetch the weights again, and a weight still pointing at a slot would silently read another block's values
+(bitsandbytes issue 2034).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.engine.memory import accounting
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
+from simpletune.engine.memory.host_block import HostBlock, own_plain_tensors, shared_tensors
+
+SLOTS = 2
+SMALL_STATE = 4096  # bytes; smaller optimizer state is not moved
+POISON = 255  # a byte that makes NaN in every floating type
+
+
+class Slot:
+    """A device buffer for one block at a time."""
+
+    def __init__(self, homes: Mapping[int, HostBlock], device: torch.device):
+        size = max((home.nbytes for home in homes.values()), default=0)
+        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.views = {index: home.views(self.flat) for index, home in homes.items()}
+        self.holds: int | None = None
+        self.filled: CopyEvent = None
+
+
+class BlockOffload:
+    """Streams blocks' weights. Run every block's passes, streamed or resident, in the contexts ``forward`` and
+    ``recomputation`` (see ``checkpointing.set_passes``).
+
+    Args:
+        blocks: all blocks, in the order of the forward pass; the streamed ones move to host memory one by one.
+        streamed: the indices of the streamed blocks.
+        device: where the model runs.
+        trained: whether to stream trained weights too, which must then be updated during the backward pass within
+            ``updating``. Otherwise they stay on the device.
+        queues: the queues of copies to the device and to the host; None creates them for the device.
+        poison: fill a slot with NaN as soon as its block is done, to expose uses at the wrong time.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        streamed: Collection[int],
+        device: torch.device,
+        trained: bool = False,
+        queues: tuple[Copies, Copies] | None = None,
+        poison: bool = False,
+    ):
+        self.device, self._poison = device, poison
+        self._in, self._out = queues or (copies_for(device), copies_for(device))
+        self.homes: dict[int, HostBlock] = {}
+        shared = shared_tensors(blocks)
+        for index in sorted(streamed):
+            own = [tensor for tensor in own_plain_tensors(blocks[index], trained) if id(tensor) not in shared]
+            self.homes[index] = HostBlock(own, device)
+            for parameter in blocks[index].parameters():
+                if id(parameter) in shared or (parameter.requires_grad and not trained):
+                    parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
+        self._slots = [Slot(self.homes, device) for _ in range(SLOTS)]
+        accounting.register([slot.flat for slot in self._slots], "weights")
+        self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
+        self._current: int | None = None
+        self._in_use: Slot | None = None
+        self._last = -1
+        self._in_backward = False
+        self._written: CopyEvent = None
+        self._state_homes: dict[tuple[int, str], Tensor] = {}
+        for slot in self._slots:
+            self._give_up(slot)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the streamed blocks take."""
+        return sum(home.nbytes for home in self.homes.values())
+
+    @contextmanager
+    def forward(self, index: int) -> Iterator[None]:
+        """Hold a block's weights on the device during its forward pass."""
+        if self._in_backward or index <= self._last:
+            self._finish()  # the previous pass had no backward pass, or one that failed
+        self._last = index
+        self._bring(index, [number for number in self.homes if number > index])
+        try:
+            yield
+        finally:
+            self._leave()
+            if torch.is_autocast_enabled(self.device.type):
+                torch.clear_autocast_cache()  # it would retain casts of every block's trained weights
+
+    @contextmanager
+    def recomputation(self, index: int) -> Iterator[None]:
+        """Bring a block's weights to the device for its recomputation. They stay until another block's recomputation
+        starts, or the backward pass ends."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._leave()
+        self._bring(index, [number for number in reversed(self.homes) if number < index])
+        yield
+
+    @contextmanager
+    def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
+        """The context for one parameter's update in the backward pass, once its gradient is ready.
+
+        Brings its optimizer state from host memory and sends it back; copies its new value to host memory while the
+        computation continues. Does nothing for a parameter that is not streamed.
+
+        Args:
+            parameter: the parameter, on the device in its block's slot.
+            state: ``optimizer.state[parameter]``, changed in place; its tensors are in host memory outside the context.
+        """
+        index = self._streams.get(id(parameter))
+        if index is None:
+            yield
+            return
+        if index != self._current or not self._in_backward:
+            raise RuntimeError(f"a weight of block {index} was updated outside that block's backward pass")
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
+                state[name] = value.to(self.device, non_blocking=True, copy=True)
+        yield
+        self.keep_state(parameter, state)
+        home, value = self.homes[index].value_of(parameter), parameter.detach()
+        self._written = self._out.run(lambda: home.copy_(value, non_blocking=True), [self._out.mark()])
+
+    @torch.no_grad()
+    def keep_state(self, parameter: nn.Parameter, state: dict[str, object]) -> None:
+        """Move a streamed parameter's optimizer state to host memory; does nothing for one that is not streamed.
+
+        Args:
+            parameter: the parameter.
+            state: ``optimizer.state[parameter]``, changed in place.
+        """
+        if id(parameter) not in self._streams:
+            return
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
+                state[name] = self._state_home(parameter, name, value).copy_(value, non_blocking=True)
+
+    def _state_home(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        key = (id(parameter), name)
+        if key not in self._state_homes:
+            self._state_homes[key] = host_like(value, self.device)
+        return self._state_homes[key]
+
+    def _bring(self, index: int, ahead: list[int]) -> None:
+        """Point a block's weights at the slot that contains them, and start to fill free slots for the next blocks.
+
+        Args:
+            index: the block.
+            ahead: the streamed blocks after this one, in order.
+        """
+        if index in self.homes:
+            slot = self._slot_of(index) or self._fill(self._free_slots([])[0], index)
+            self._in.wait(slot.filled)
+            self._current, self._in_use = index, slot
+            self.homes[index].point_at(slot.views[index])
+        wanted = ahead[: SLOTS - (self._in_use is not None)]
+        free = self._free_slots(wanted)
+        for number, slot in zip([n for n in wanted if self._slot_of(n) is None], free, strict=False):
+            self._fill(slot, number)
+
+    def _leave(self) -> None:
+        """Point the current block's weights at host memory again, once all its work is queued."""
+        if self._current is not None and self._in_use is not None:
+            self.homes[self._current].point_at_host()
+            if self._poison:
+                self._give_up(self._in_use)
+        self._current = self._in_use = None
+
+    def _slot_of(self, index: int) -> Slot | None:
+        return next((slot for slot in self._slots if slot.holds == index), None)
+
+    def _free_slots(self, keep: list[int]) -> list[Slot]:
+        """The slots that contain neither the current block nor one of those to keep."""
+        return [slot for slot in self._slots if slot is not self._in_use and slot.holds not in keep]
+
+    def _fill(self, slot: Slot, index: int) -> Slot:
+        """Queue the copy of a block into a slot, after the computation on the slot and pending writes to the host.
+
+        Returns:
+            The slot.
+        """
+        home = self.homes[index]
+        after = [self._in.mark(), self._written]
+        slot.filled = self._in.run(lambda: home.copy_to(slot.flat), after)
+        slot.holds = index
+        return slot
+
+    def _give_up(self, slot: Slot) -> None:
+        """Mark a slot as free."""
+        slot.holds = None
+        if self._poison:
+            slot.filled = self._in.run(lambda: slot.flat.fill_(POISON), [self._in.mark(), self._written])
+
+    def _finish(self) -> None:
+        """End the pass: point all weights at host memory, and wait until the updated ones have been copied there."""
+        self._leave()
+        self._in_backward, self._last = False, -1
+        for slot in self._slots:
+            self._give_up(slot)  # host weights may change before the next pass
+        if self._written is not None:
+            self._out.join(self._written)  # and for the optimizer's states, whose copies precede it

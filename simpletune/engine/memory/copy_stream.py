@@ -1,0 +1,146 @@
+"""Asynchronous copies between host and device, and pinned host memory for them.
+
+An event represents queued work and completes with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from simpletune.engine.memory import accounting
+from simpletune.engine.memory.snapshot import HOST
+
+CopyEvent = torch.cuda.Event | None
+"""A CUDA event; None for completed work."""
+
+
+class Copies(Protocol):
+    """An ordered queue of copies that overlap with the computation."""
+
+    def mark(self) -> CopyEvent:
+        """Return an event that completes with everything queued on the computation so far."""
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Queue copies that start after the given events."""
+
+    def wait(self, event: CopyEvent) -> None:
+        """Make later work of the computation wait for an event."""
+
+    def join(self, event: CopyEvent) -> None:
+        """Block the host until an event completes."""
+
+
+class HostCopies:
+    """Synchronous copies for the CPU."""
+
+    def mark(self) -> CopyEvent:
+        """Return None: the computation is synchronous."""
+        return None
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Run the copies immediately."""
+        with torch.no_grad():
+            work()
+        return None
+
+    def wait(self, event: CopyEvent) -> None:
+        """Do nothing."""
+
+    def join(self, event: CopyEvent) -> None:
+        """Do nothing."""
+
+
+class CudaCopies:
+    """Copies on a side stream of a CUDA device; the computation is the caller's current stream.
+
+    Args:
+        device: the CUDA device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> CopyEvent:
+        """Record an event on the current stream."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Queue the copies on the side stream."""
+        for earlier in after:
+            if earlier is not None:
+                self._stream.wait_event(earlier)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            work()
+            return self._stream.record_event()
+
+    def wait(self, event: CopyEvent) -> None:
+        """Make the current stream, but not the host, wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def join(self, event: CopyEvent) -> None:
+        """Block the host until the event completes."""
+        if event is not None:
+            event.synchronize()
+
+
+_recorded: Callable[[], Copies] | None = None
+"""Makes recorded queues in a simulation that predicts time."""
+
+
+def copies_for(device: torch.device) -> Copies:
+    """Create a queue of copies for a device."""
+    if _recorded is not None:
+        return _recorded()
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+class PinnedPages(mmap.mmap):
+    """Mapped pages that stay pinned for a CUDA device while any tensor uses them."""
+
+    pinned_at: int | None = None
+    """Their address once pinned."""
+
+    def pin(self, address: int, count: int) -> None:
+        """Pin the first bytes.
+
+        Args:
+            address: where the pages begin.
+            count: how many bytes.
+
+        Raises:
+            RuntimeError: the system or the driver does not allow it.
+        """
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, count, 0))
+        self.pinned_at = address
+
+    def __del__(self) -> None:
+        if self.pinned_at is not None and not sys.is_finalizing():  # at exit the driver unpins all pages
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
+    """Allocate uninitialised host memory, pinned for a CUDA device so that copies overlap with the computation.
+
+    Pins the pages in place, because PyTorch's pinned allocator rounds up to a power of two and may waste half.
+    """
+    if device.type != "cuda" or count == 0:
+        buffer = torch.empty(count, dtype=torch.uint8)
+        accounting.register([buffer], HOST)
+        return buffer
+    pages = PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    pages.pin(buffer.data_ptr(), count)
+    return buffer
+
+
+def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Allocate uninitialised host memory for a tensor's values (see ``host_bytes``)."""
+    return host_bytes(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,107 @@
+"""Fake tensors for simulating the project's own code: shapes, dtypes and storage sizes without values or memory.
+
+Every replacement that fake tensors need is here, with its reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from simpletune.engine.memory.fake_results import FakeResults
+
+DEVICE, SCALAR = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
+RESULTS = FakeResults()
+_active: Fake | None = None
+
+
+class Fake(FakeTensorMode):
+    """Fake tensors that the host may read as numbers: each is 1.
+
+    The step core reads nothing from the device. Optimizers read only their own step counters, which torch keeps in host
+    memory, and whose value does not affect memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_enabled = False  # torch's own cache of results: ours has answered before
+
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Return 1 for a host read; run every other operation, or return what it returned before."""
+        if function is DEVICE:  # asked constantly
+            assert isinstance(args[0], FakeTensor)
+            return args[0]._fake_device
+        if function is SCALAR:
+            return 1.0 if isinstance(args[0], Tensor) and args[0].is_floating_point() else 1
+        run = super().__torch_dispatch__
+        return RESULTS.call(self, function, args, kwargs or {}, lambda: run(function, types, args, kwargs or {}))
+
+    def run(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operation from another mode, past the dispatcher if its result is known."""
+        return RESULTS.call(self, function, args, kwargs, lambda: function(*args, **kwargs))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled in a simulation, so dynamo need not be disabled around every operation."""
+        return False
+
+
+@contextmanager
+def fake_tensors(again: Fake | None = None) -> Iterator[None]:
+    """Make every tensor created in this context fake. Do not use real tensors in it.
+
+    Args:
+        again: the mode of an earlier context, to continue with its tensors; None: a new one.
+    """
+    with (
+        replaced(nn.Module, "_apply", _apply),
+        again or Fake() as mode,
+        replaced(sys.modules[__name__], "_active", mode),
+    ):
+        yield
+
+
+def active() -> Fake | None:
+    """The active fake mode, if there is one."""
+    return _active
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class, module or object within this context."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply`` that replaces parameters.
+
+    torch's own swaps the contents of fake parameters, which fails because their mode holds weak references to them.
+    """
+    for child in module.children() if recurse else ():
+        _apply(child, function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                applied = function(parameter)
+            if applied is not parameter:
+                module._parameters[name] = nn.Parameter(applied, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module

@@ -1,0 +1,171 @@
+"""Recompute feed-forward networks separately from their blocks, whole or in tiles of tokens.
+
+A feed-forward network's hidden features are four or eight times as wide as its input, and its products are half of a
+block's or more. Checkpointed separately, it keeps its input; when the backward pass reaches it, it recomputes only what
+its own gradients need, which excludes its second product unless that has an update of its own.
+
+Inside a checkpointed block, the block's recomputation need not run the network at all if nothing else that the backward
+pass needs depends on its output. That holds if only sums, and products with modulations that carry no gradient, follow
+the network in the block: then half of the network's recomputation is saved, and its hidden features are never in memory
+together with the activations of the whole block.
+
+Without tiles this is exact. With tiles, each token's products are the same sums, but a kernel may add them in another
+order for fewer rows, and gradients of the network's weights are sums over tiles.
+
+Shapes: n rows (samples x tokens), d width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from simpletune.engine.memory import accounting
+from simpletune.engine.tensors import all_tensors, is_wrapper, plain_tensors
+
+CONDITIONING = 2
+"""The most dimensions of a conditioning [b, d] among a block's inputs; tokens have more."""
+Context = AbstractContextManager[object]
+
+
+class FeedForwards:
+    """Checkpoints the feed-forward networks of one block separately.
+
+    Args:
+        block: the block, whose networks are changed in place.
+        rows: the most tokens of a tile; None: all tokens at once.
+        last: whether only sums and products with modulations follow the networks in the block.
+        random: whether the block draws random numbers.
+    """
+
+    def __init__(self, block: nn.Module, rows: int | None, last: bool, random: bool):
+        from diffusers.models.attention import FeedForward
+
+        self._rows, self._random, self._omits = rows, random, False
+        networks = [module for module in block.modules() if isinstance(module, FeedForward)]
+        self._may_omit = last and not random and not _trains_modulation(block, networks)
+        for network in networks:
+            network.forward = self._alone(network, network.forward)
+
+    def recomputation(self, inputs: Sequence[object]) -> Context:
+        """The context of the block's recomputation, which omits the networks where nothing needs their outputs.
+
+        Args:
+            inputs: the block's inputs; the context does not keep them.
+        """
+        conditionings = [x for x in inputs if isinstance(x, Tensor) and x.dim() <= CONDITIONING]
+        return self._omitting(self._may_omit and not any(x.requires_grad for x in conditionings))
+
+    @contextmanager
+    def _omitting(self, omits: bool) -> Iterator[None]:
+        self._omits = omits
+        try:
+            yield
+        finally:
+            self._omits = False
+
+    def _alone(self, network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+        def run(part: Tensor) -> Tensor:
+            with weights_by_reference(network):
+                return plain(part)
+
+        @functools.wraps(plain)
+        def forward(x: Tensor) -> Tensor:  # [..., d]
+            if not torch.is_grad_enabled() or not (x.requires_grad or trained):
+                return plain(x)
+            omits = self._omits and x.requires_grad
+            outputs = [self._checkpointed(_omitted if omits else run, part) for part in tiles(x, self._rows)]
+            if omits:
+                return x
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).view(x.shape)
+
+        return forward
+
+    def _checkpointed(self, run: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+        result: Tensor = checkpoint(
+            run,
+            part,
+            use_reentrant=False,
+            preserve_rng_state=self._random,
+            context_fn=lambda: (nullcontext(), accounting.recomputing()),
+        )
+        return result
+
+
+@contextmanager
+def weights_by_reference(network: nn.Module) -> Iterator[None]:
+    """Let a checkpoint of a network keep references to the network's own tensors, and recompute everything else.
+
+    A frozen quantised layer saves its weight when its product is done. If the weight were among what the checkpoint
+    recomputes, the last product would be computed for nothing else. References follow weights that are streamed: the
+    block's recomputation, which brings them, has begun by then, because its last sum saves what only that computes.
+
+    Args:
+        network: in a checkpoint's forward pass or recomputation.
+    """
+    below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    assert below is not None, "not within a checkpoint"
+    keep, fetch = below
+    own = {_place(plain): plain for tensor in all_tensors(network) for plain in plain_tensors(tensor)}
+
+    def pack(tensor: Tensor) -> object:
+        found = None if is_wrapper(type(tensor)) else own.get(_place(tensor))
+        return keep(tensor) if found is None else _Own(found)
+
+    def unpack(kept: object) -> Tensor:
+        found: Tensor = kept.tensor if isinstance(kept, _Own) else fetch(kept)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """One of a network's own tensors."""
+
+    tensor: Tensor
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where and how a tensor lies in memory."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:
+    """Split tokens into tiles of about equal size.
+
+    Args:
+        x: [..., d].
+        rows: the most tokens of a tile; None: all.
+
+    Returns:
+        Views [1, n, d]; x itself if it is one tile.
+    """
+    count = x.numel() // x.shape[-1]
+    if rows is None or count <= rows:
+        return (x,)
+    return x.reshape(1, count, x.shape[-1]).split(-(-count // -(-count // rows)), dim=1)
+
+
+def _omitted(x: Tensor) -> Tensor:
+    """Replace a network whose output nobody reads; the checkpoint keeps its input all the same."""
+    return x
+
+
+def _trains_modulation(block: nn.Module, networks: Sequence[nn.Module]) -> bool:
+    """Whether a block trains anything outside of attention and feed-forward networks."""
+    from diffusers.models.attention_processor import Attention
+
+    inside = [*networks, *(module for module in block.modules() if isinstance(module, Attention))]
+    known = {id(parameter) for module in inside for parameter in module.parameters()}
+    return any(parameter.requires_grad and id(parameter) not in known for parameter in block.parameters())

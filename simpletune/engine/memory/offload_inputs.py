@@ -1,0 +1,121 @@
+"""Offload the inputs of checkpointed blocks to host memory after use, and fetch them one block ahead.
+
+Exact: every input returns bit for bit. Shapes: b samples, t tokens, d width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
+
+
+@dataclass(eq=False)
+class OffloadedInput:
+    """An offloaded tensor.
+
+    Args:
+        host: its values in host memory, once the queue's copies up to here are done.
+        device: its original device.
+        before: the offloaded inputs of the previous block, which the backward pass needs next.
+        back: the tensor on the device and the event of the copy back, once started.
+        spent: whether it has been returned and its host memory reused.
+    """
+
+    host: Tensor
+    device: torch.device
+    before: WeakValueDictionary[int, OffloadedInput]
+    back: tuple[Tensor, CopyEvent] | None = None
+    spent: bool = False
+
+
+class CheckpointInputOffload:
+    """Moves the tensors that a checkpoint saves to host memory, and fetches them in reverse order.
+
+    Reuses host buffers. Besides the tensors in use, at most one block's inputs are in transit on the device. Tensors
+    with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
+
+    Args:
+        device: where the model runs.
+        copies: the queue of copies; None creates one for the device.
+    """
+
+    def __init__(self, device: torch.device, copies: Copies | None = None):
+        self._device = device
+        self._copies = copies_for(device) if copies is None else copies
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._leaving: list[tuple[Tensor, Tensor, CopyEvent]] = []
+        self._block: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
+        self._before: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
+        self.host_bytes = 0
+        """Host memory allocated so far."""
+
+    @contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Offload the tensors that one block's checkpoint saves in this context."""
+        self._let_go()
+        self._before, self._block = self._block, WeakValueDictionary()
+        with saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def _let_go(self) -> None:
+        """Free the device memory of offloaded inputs; makes the computation wait for the previous block's copies."""
+        for _, _, sent in self._leaving:
+            self._copies.wait(sent)
+        self._leaving.clear()
+
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedInput:
+        """Within ``offloading``, move a tensor to host memory; leave small tensors and those on other devices
+        unchanged."""
+        if tensor.dim() < 3 or tensor.device.type != self._device.type:
+            return tensor
+        source = tensor.detach()
+        host = self._take(source)
+        sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
+        self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
+        offloaded = OffloadedInput(host, source.device, self._before)
+        self._block[len(self._leaving)] = offloaded
+        return offloaded
+
+    def unpack(self, offloaded: Tensor | OffloadedInput) -> Tensor:
+        """Return a tensor to the device, and start to fetch the previous block's; call once for each tensor."""
+        if isinstance(offloaded, Tensor):
+            return offloaded
+        if offloaded.spent:
+            raise RuntimeError(
+                "cannot run a second backward pass: offloaded checkpoint inputs are freed after the first"
+            )
+        self._let_go()
+        tensor, arrived = self._fetch(offloaded)
+        self._copies.wait(arrived)
+        offloaded.back, offloaded.spent = None, True
+        self._spare[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
+        for earlier in offloaded.before.values():
+            self._fetch(earlier)
+        return tensor
+
+    def _fetch(self, offloaded: OffloadedInput) -> tuple[Tensor, CopyEvent]:
+        """Return a tensor that is being copied back, starting the copy if necessary."""
+        if offloaded.back is None:
+            # Allocated from the computation's pool, so the copy must wait for the previous user of this memory.
+            tensor = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=offloaded.device)
+            after = [self._copies.mark()]
+            host = offloaded.host
+            offloaded.back = (tensor, self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after))
+        return offloaded.back
+
+    def _take(self, like: Tensor) -> Tensor:
+        """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""
+        spare = self._spare[like.shape, like.dtype]
+        if spare:
+            return spare.pop()
+        self.host_bytes += like.nbytes
+        return host_like(like, self._device)

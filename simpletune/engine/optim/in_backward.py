@@ -1,0 +1,65 @@
+"""Run the optimizer in the backward pass: update each parameter as soon as its gradient is ready, and free the
+gradient.
+
+At most one layer's gradients are in memory at a time. Exact, except that clipping must treat each parameter separately,
+because a global norm needs all gradients at once. PyTorch calls a parameter's hook once per backward pass, after all
+its uses have contributed to the gradient and finished with the weight, so the update may overwrite it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.engine.optim.loss_scale import LossScale, undone_if
+from simpletune.engine.optim.rounding import RoundedOptimizer, Streaming
+
+
+def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
+    """Clip each parameter's gradient to a norm separately; skips parameters without a gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            torch.nn.utils.clip_grads_with_norm_([parameter], norm, norm_of(parameter.grad))
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """The norm of a gradient, summed in fp32."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+
+def step_in_backward(
+    optimizer: RoundedOptimizer,
+    clip_norm: float | None,
+    streamed: Streaming | None = None,
+    scale: LossScale | None = None,
+) -> None:
+    """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.
+
+    With a scaled loss, a parameter whose gradient overflowed is not updated; the others are.
+
+    Args:
+        optimizer: the optimizer, whose ``update`` is called for each parameter (looked up at each call).
+        clip_norm: clip each parameter's gradient to this norm; None disables clipping.
+        streamed: moves parameters that are stored in host memory.
+        scale: the loss scale, if the loss is scaled.
+    """
+
+    def take(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if scale is not None:
+            scale.unscale([gradient])
+        norm = optimizer.norms[parameter] = norm_of(gradient)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_([parameter], clip_norm, norm)
+        with nullcontext() if streamed is None else streamed.updating(parameter, optimizer.state[parameter]):
+            with nullcontext() if scale is None else undone_if(~norm.isfinite(), optimizer, [parameter]):
+                optimizer.update(parameter)
+        parameter.grad = None
+
+    optimizer.streaming = streamed
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.register_post_accumulate_grad_hook(take)

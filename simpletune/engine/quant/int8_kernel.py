@@ -1,0 +1,259 @@
+"""Triton kernels for int8 products: quantise rows, and multiply int8 x int8 with scales and bias in the epilogue.
+
+Called by ``int8_products.py`` on CUDA; importing this module needs Triton. A sum of k products is exact in int32, and
+nothing wider than the output is written to memory. Shapes: m rows of activations, n output features, k the length of
+the sum.
+
+``enable_fp_fusion`` is off, so that the arithmetic matches the CPU's bit for bit.
+"""
+
+# mypy: allow-incomplete-defs
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+
+from simpletune.engine.kernels.fallback import is_of_the_kernel
+from simpletune.system.console import say
+from simpletune.system.printable import reason_of
+
+Tile = tuple[int, int, int, int, int]
+
+LONGEST_BLOCK = 4096  # elements of a row that one program loads at once
+ROUNDS = 12  # timed calls of each tile in tuning
+# Tiles: rows, columns and length of the sum of one step, warps, stages. Tuning skips tiles that do not fit the device.
+# `make kernels` checks their machine code for absent cards.
+TILES = (
+    (128, 256, 128, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (128, 128, 64, 4, 4),
+    (128, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (128, 128, 64, 8, 2),
+)  # fmt: skip
+SAFE_TILE = (64, 64, 64, 4, 2)
+"""A tile that fits every device, to test whether the kernel works."""
+
+
+@triton.jit
+def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantise one row to multiples of its largest magnitude / 127."""
+    row = tl.program_id(0).to(tl.int64)
+    x += (row // inner) * x_outer + (row % inner) * x_row
+    q += row * k
+    at = tl.arange(0, BLOCK)
+    top = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, k, BLOCK):
+        inside = at < k - start
+        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        if columns is not None:
+            value *= tl.load(columns + start + at, mask=inside, other=0.0)
+        size = tl.abs(value)
+        top = tl.maximum(
+            top, tl.where(size < float("inf"), size, float("inf"))
+        )  # NaN becomes infinity, because max ignores NaN
+    largest = tl.max(top, axis=0)
+    finite = largest < float("inf")
+    counts = finite & (largest >= LEAST)
+    divisor = tl.where(counts, largest, 1.0)
+    step = tl.where(counts, tl.div_rn(divisor, tl.full((), 127.0, tl.float32)), 1.0)
+    tl.store(scale + row, tl.where(finite, step, float("nan")))
+    inverse = tl.where(counts, tl.div_rn(tl.full((), 127.0, tl.float32), divisor), 0.0)
+    for start in range(0, k, BLOCK):
+        inside = at < k - start
+        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        if columns is not None:
+            value *= tl.load(columns + start + at, mask=inside, other=0.0)
+        level = tl.where(finite, value * inverse, 0.0)
+        level = (level + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to the nearest integer, ties to even
+        tl.store(q + start + at, level.to(tl.int8), mask=inside)
+
+
+@triton.heuristics({"EVEN_K": lambda given: given["k"] % given["BLOCK_K"] == 0})
+@triton.jit(do_not_specialize=["bucket", "multiprocessors"])
+def _product(
+    x, x_scale, weight, scale, bias, y, m, n, k, weight_n, weight_k, bucket, multiprocessors,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of y = (x weight^T) * x_scale * scale + bias; ``bucket`` and ``multiprocessors`` only key tunings.
+
+    Programs cover ``GROUP`` rows of tiles before the next column, so that concurrent programs share rows and columns.
+    Rows and columns past the edge wrap around to the start and are not written.
+    """
+    program = tl.program_id(0)
+    in_group = GROUP * tl.cdiv(n, BLOCK_N)
+    first = (program // in_group) * GROUP
+    height = tl.minimum(tl.cdiv(m, BLOCK_M) - first, GROUP)
+    row = (first + (program % in_group) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = ((program % in_group) // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    along = tl.arange(0, BLOCK_K)
+    x_at = x + (row % m).to(tl.int64)[:, None] * k + along[None, :]
+    weight_at = weight + (column % n).to(tl.int64)[None, :] * weight_n + along[:, None].to(tl.int64) * weight_k
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN_K:
+            left, right = tl.load(x_at), tl.load(weight_at)
+        else:
+            left = tl.load(x_at, mask=along[None, :] < k - start, other=0)
+            right = tl.load(weight_at, mask=along[:, None] < k - start, other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        x_at += BLOCK_K
+        weight_at += BLOCK_K * weight_k
+    result = total.to(tl.float32) * tl.load(x_scale + row, mask=row < m, other=0.0)[:, None]
+    if scale is not None:
+        result *= tl.load(scale + column, mask=column < n, other=0.0)[None, :]
+    if bias is not None:
+        result += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    y_at = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(y_at, result.to(y.dtype.element_ty), mask=(row[:, None] < m) & (column[None, :] < n))
+
+
+def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """Time a launch. Triton's own timing would allocate 256 MB on the card to clear its cache."""
+    call()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
+    for begin, end in marks:
+        begin.record()
+        call()
+        end.record()
+    marks[-1][1].synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in marks)
+    return [times[round(quantile * (ROUNDS - 1))] for quantile in quantiles]
+
+
+def _blocks(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": tile[2], "GROUP": 8}
+
+
+class _Tuner(Autotuner):
+    """Leaves out tiles that fail. Triton's own tuning forgives only those that need too many resources."""
+
+    def _bench(self, *args: object, config: triton.Config, **meta: object) -> list[float]:
+        try:
+            return super()._bench(*args, config=config, **meta)
+        except Exception as error:
+            if not is_of_the_kernel(error):
+                raise
+            _say_left_out(str(config), reason_of(error))
+            return [float("inf")] * 3
+
+
+@lru_cache(maxsize=len(TILES))
+def _say_left_out(tile: str, reason: str) -> None:
+    say(f"kernel  int8 products leave out a tile that fails here ({tile}): {reason}")
+
+
+def tuner_of(kernel: Autotuner, tiles: Sequence[Tile], key: list[str]) -> Autotuner:
+    """Tune a kernel over tiles, once for each value of the arguments ``key``."""
+    configs = [triton.Config(_blocks(tile), num_warps=tile[3], num_stages=tile[4]) for tile in tiles]
+    return _Tuner(kernel, kernel.arg_names, configs, key, None, None, do_bench=_seconds, cache_results=True)
+
+
+_tuned = tuner_of(_product, TILES, ["bucket", "n", "k", "weight_k", "multiprocessors"])
+_untunable: set[tuple[object, ...]] = set()
+"""Shapes for which every tile of the tuning failed."""
+
+
+def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
+    """Quantise rows to int8 with one scale each.
+
+    Args:
+        x: [..., k], any floating type; reads strided rows without a copy.
+        columns: fp32 [k], multiplied with every row first; or None.
+        least: a row whose largest magnitude is smaller becomes zeros.
+
+    Returns:
+        int8 [m, k] and fp32 [m].
+    """
+    k = x.shape[-1]
+    parts = x if x.dim() == 3 else x.reshape(1, -1, k)
+    parts = parts if parts.stride(2) == 1 else parts.contiguous()
+    count = parts.shape[0] * parts.shape[1]
+    q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
+    if count:
+        block = min(triton.next_power_of_2(k), LONGEST_BLOCK)
+        with torch.cuda.device_of(x):
+            _rows[(count,)](
+                parts, columns, q, scale, parts.shape[1], k, parts.stride(0), parts.stride(1), LEAST=least, BLOCK=block,
+                num_warps=4 if block <= 2048 else 8, enable_fp_fusion=False,
+            )  # fmt: skip
+    return q, scale
+
+
+def product(
+    quantised: tuple[Tensor, Tensor],  # from ``rows``: int8 [m, k], contiguous, and fp32 [m]
+    weight: Tensor,  # int8 [n, k], of any strides
+    scale: Tensor | None,  # fp32 [n]
+    bias: Tensor | None,  # [n]
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Tensor:  # [m, n]
+    """Compute y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
+
+    Without ``tile``, tunes once to find the device's fastest tile for m's bucket. Buckets are powers of two, so that
+    pictures of many sizes share tunings. Triton's cache folder stores the timings. If every tile fails, ``SAFE_TILE``
+    takes over.
+    """
+    x, x_scale = quantised
+    (m, k), n = x.shape, len(weight)
+    y = x.new_empty((m, n), dtype=dtype)
+    if not m:
+        return y
+    bucket = bucket_of(m)
+    given = (
+        x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
+        multiprocessors(x.device),
+    )  # fmt: skip
+
+    def grid(chosen: Mapping[str, int]) -> tuple[int]:
+        return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
+
+    if tile is None and run_tuned(_tuned, grid, given, (bucket, n, k, weight.stride(1), x.device)):
+        return y
+    tile = tile or SAFE_TILE
+    with torch.cuda.device_of(x):
+        _product[grid](*given, **_blocks(tile), num_warps=tile[3], num_stages=tile[4], enable_fp_fusion=False)
+    return y
+
+
+def run_tuned(
+    tuned: Autotuner,
+    grid: Callable[[Mapping[str, int]], tuple[int]],
+    given: Sequence[object],
+    shape: tuple[object, ...],
+) -> bool:
+    """Launch a kernel with its fastest tile; returns False if none runs, which is logged once per shape.
+
+    Args:
+        tuned: the result of ``tuner_of``.
+        grid: the grid of programs, by the tile.
+        given: arguments, the first of which is a tensor.
+        shape: power of two of rows, columns, length of the sum, and anything else that the kernel is tuned for.
+    """
+    if shape in _untunable:
+        return False
+    assert isinstance(given[0], Tensor)
+    try:
+        with torch.cuda.device_of(given[0]):
+            tuned[grid](*given, enable_fp_fusion=False)
+        return True
+    except Exception as error:
+        if not is_of_the_kernel(error):
+            raise
+        say(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
+            f"here: {reason_of(error)}")  # fmt: skip
+        _untunable.add(shape)
+        return False
+
+
+def bucket_of(rows: int) -> int:
+    """The power of two that represents a number of rows in tunings."""
+    return 1 << (rows - 1).bit_length()
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors, which distinguishes cards of one architecture; 0 in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

@@ -1,0 +1,260 @@
+"""Products of int8 activations with int8 weights, with the same arithmetic on the CPU and, in Triton kernels, on CUDA.
+
+y = (x_q q^T) * x_scale * scale + bias, with an exact sum in int32 and the rest in fp32. x_q = round(x / x_scale), where
+the scale of a row is its largest magnitude / 127. Both steps are custom operators (``simpletune::int8_rows``,
+``simpletune::int8_product``), so that fake tensors, memory accounting and ``torch.compile`` see exactly what CUDA
+allocates: rows, scales and output, but nothing in int32.
+
+Shapes: m rows (samples x tokens), i input and o output features.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from simpletune.engine.kernels.fallback import Fallback
+from simpletune.engine.quant.rotation import rotated, turns_weight
+from simpletune.system.console import say
+from simpletune.system.devices import sm
+
+FEW_ROWS = 16
+"""Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
+LEAST = 2.0**-100
+"""A row whose largest magnitude is smaller becomes zeros: its scale or the inverse would be subnormal or infinite."""
+LONGEST_SUM = (2**31 - 1) // 127**2
+OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
+
+_LIBRARY = torch.library.Library("simpletune", "DEF")
+_LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+for _name in ("int8_rows", "int8_product"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # int8_multiply.py defines the gradients
+
+
+def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise to symmetric, nearest int8 with one scale per row: x * columns ~ q * scale, |error| <= scale / 2.
+
+    A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN, so that every product with it is NaN.
+
+    Args:
+        x: [..., k].
+        columns: fp32 [k], or None for ones.
+
+    Returns:
+        int8 [m, k] and fp32 [m].
+    """
+    return torch.ops.simpletune.int8_rows(x, columns)
+
+
+def int8_product(
+    x: Tensor,  # int8 [m, k]
+    x_scale: Tensor,  # fp32 [m]
+    weight: Tensor,  # int8 [n, k], of any strides
+    scale: Tensor | None,  # fp32 [n]
+    bias: Tensor | None,  # [n]
+    dtype: torch.dtype,
+) -> Tensor:  # [m, n]
+    """Compute (x weight^T) * x_scale * scale + bias in a given type, with an exact sum and the rest in fp32.
+
+    Raises:
+        ValueError: k is so large that a sum may overflow int32.
+    """
+    if x.shape[1] > LONGEST_SUM:
+        raise ValueError(f"a sum of {x.shape[1]} int8 products may overflow int32; the limit is {LONGEST_SUM}")
+    return torch.ops.simpletune.int8_product(x, x_scale, weight, scale, bias, dtype)
+
+
+@torch.library.register_fake("simpletune::int8_rows", lib=_LIBRARY)
+def _(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
+
+
+@torch.library.register_fake("simpletune::int8_product", lib=_LIBRARY)
+def _(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.impl(_LIBRARY, "int8_rows", "CPU")
+def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = x.reshape(-1, x.shape[-1]).float()
+    return rounded_rows(values if columns is None else values * columns)
+
+
+def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [m, k] -> int8 [m, k], fp32 [m]
+    """``int8_rows`` by torch's operators, with the kernel's arithmetic."""
+    largest = values.abs().amax(dim=1)
+    finite = largest < torch.inf  # also false for NaN
+    counts = finite & (largest >= LEAST)
+    divisor = torch.where(counts, largest, 1.0)
+    scale = torch.where(counts, divisor / 127, 1.0).where(finite, torch.nan)
+    inverse = torch.where(counts, torch.full_like(divisor, 127) / divisor, 0.0)  # 127 / x would round 1 / x first
+    q = (values * inverse[:, None]).round_().where(finite[:, None], 0.0)
+    return q.to(torch.int8), scale
+
+
+@torch.library.impl(_LIBRARY, "int8_product", "CPU")
+def _product_on_cpu(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if x.shape[1] == 1:  # torch 2.13 returns wrong results for sums of a single product
+        x, weight = F.pad(x, (0, 1)), F.pad(weight, (0, 1))
+    y = torch._int_mm(x, weight.t()).float().mul_(x_scale[:, None])
+    if scale is not None:
+        y.mul_(scale)
+    if bias is not None:
+        y.add_(bias.float())
+    return y.to(dtype)
+
+
+FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with dequantised weights: {reason}")
+"""Where kernels of this folder have failed in the middle of a run."""
+
+
+@torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
+def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    def kernel() -> tuple[Tensor, Tensor]:
+        from simpletune.engine.quant import int8_kernel
+
+        return int8_kernel.rows(x, columns, LEAST)
+
+    return FALLBACK.run(x.device, kernel, lambda: _rows_on_cpu(x, columns))
+
+
+@torch.library.impl(_LIBRARY, "int8_product", "CUDA")
+def _product_on_cuda(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    def kernel() -> Tensor:
+        from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
+
+        if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
+            return int8_gradient_kernel.gradient((x, x_scale), weight, dtype)
+        return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
+
+    return FALLBACK.run(x.device, kernel, lambda: _dequantised_product(x, x_scale, weight, scale, bias, dtype))
+
+
+def _dequantised_product(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if scale is not None and dtype == torch.float16:  # x @ q would overflow
+        weight, scale = dequantised(weight, scale, dtype), None
+    y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
+    y = y if scale is None else y.mul_(scale)
+    return y if bias is None else y.add_(bias)
+
+
+def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
+    """Unpack a weight in one pass, rounding once. In fp16 the scale itself would be subnormal."""
+    scale = scale.view(-1, *[1] * (q.dim() - 1))
+    if dtype == torch.float16:
+        return torch.mul(q, scale, out=torch.empty_like(q, dtype=dtype))
+    return q * scale.to(dtype)  # exact factors: scales are bf16 numbers
+
+
+def input_gradient(
+    grad_y: Tensor,  # [..., o]
+    q: Tensor,  # int8 [o, i]
+    scale: Tensor,  # fp32 [o]
+    block: int = 0,
+) -> Tensor:  # [..., i]
+    """Compute the gradient of x with the dequantised weight, in the gradient's type.
+
+    Args:
+        block: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
+    """
+    weight = dequantised(q, scale, grad_y.dtype)
+    if block and turns_weight(grad_y, grad_y.shape[-1]):
+        return grad_y @ rotated(weight, block)
+    return rotated(grad_y @ weight, block)
+
+
+def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
+    """Compute the gradient of x in int8. The weight's scales lie along the sum, so they are folded into the rows."""
+    rows, row_scale = int8_rows(grad_y, scale)
+    return int8_product(rows, row_scale, q.t(), None, None, grad_y.dtype).view(*grad_y.shape[:-1], q.shape[1])
+
+
+def serves(x: Tensor) -> bool:
+    """Whether to multiply a tensor in int8: it has enough rows, and its device supports it."""
+    return x.numel() > FEW_ROWS * x.shape[-1] and why_not(x.device) is None
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
+    return FALLBACK.failed.get(device) or _found_out(device)
+
+
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
+
+
+@lru_cache(maxsize=8)
+def _found_out(device: torch.device) -> str | None:
+    with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
+        reason = _why_not(device)
+    if reason is not None:
+        say(f"products NOT in int8 on {device}, multiplying with dequantised weights: {reason}")
+    return reason
+
+
+def _why_not(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            return f"it is {sm(capability)}, and int8 products need {sm(OLDEST)} or newer"
+    elif device.type != "cpu":
+        return f"there is no kernel for {device.type}"
+    return outcome(_tried, device)
+
+
+def outcome(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
+    """What a trial of a kernel finds wrong, or why it fails; None if nothing is wrong."""
+    try:
+        return tried(device)
+    except ImportError as error:
+        return f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, or a failing kernel
+        words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        return f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"
+
+
+def _tried(device: torch.device) -> str | None:
+    """Compare rows with the CPU's, and products of odd sizes and extreme values, in both layouts, with exact sums."""
+    numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
+    weight = torch.full((40, 96), -127, dtype=torch.int8)
+    weight[::3] = numbers[:14]
+    if device.type == "cuda":
+        from simpletune.engine.quant import int8_kernel  # not the operator, which would hide a failure
+
+        rows = int8_kernel.rows(weight.to(device).float(), None, LEAST)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
+            return "the kernel's rows differ from the CPU's"
+    ones = torch.ones(33, device=device)
+    for laid in (weight, weight.t().contiguous().t()):
+        found = _plain_product(numbers.to(device), ones, laid.to(device))
+        if not torch.equal(found.cpu().double(), numbers.double() @ weight.double().t()):
+            return "the kernel's sums are not exact"
+    return None
+
+
+def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
+    """Multiply without tuning."""
+    if x.device.type == "cpu":
+        return int8_product(x, x_scale, weight, None, None, torch.float32)
+    from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
+
+    if int8_gradient_kernel.reads_words(weight):
+        return int8_gradient_kernel.gradient((x, x_scale), weight, torch.float32, int8_gradient_kernel.TILES[-1])
+    return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)

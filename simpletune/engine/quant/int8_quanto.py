@@ -1,0 +1,44 @@
+"""int8 weights by optimum-quanto (qint8), an alternative backend to ``int8``.
+
+Its linear layer saves input and weight for the backward pass, so it needs more memory than ``int8`` without
+checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type: for
+quanto's convolutions, PEFT 0.21 builds the factors as quanto layers without a weight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from simpletune.engine.quant.precision import QuantisedPrecision
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Int8Quanto(QuantisedPrecision):
+    """int8 weights in the blocks' linear layers by optimum-quanto, for a frozen base."""
+
+    weights: Literal["int8-quanto"] = "int8-quanto"
+    """int8 weights by optimum-quanto, 1 byte each, for a frozen base. Convolutions stay in the compute type."""
+
+    bytes_per_weight: ClassVar[float] = 1
+
+    def quantises(self, layer: nn.Module) -> bool:
+        """Quantise linear layers only."""
+        from torch import nn
+
+        return isinstance(layer, nn.Linear)
+
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        """Quantise a linear layer with quanto and freeze it, which leaves only the int8 weight and its scales."""
+        from optimum.quanto import QLinear, qint8
+
+        twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
+        twin.freeze()
+        twin.register_forward_pre_hook(_contiguous)  # a UNet's tokens are a transposed view of its features
+        return twin.requires_grad_(False)
+
+
+def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Lay out inputs in memory as quanto's CPU kernel needs them; it crashes or refuses otherwise."""
+    return tuple(value.contiguous() for value in inputs)

@@ -1,0 +1,91 @@
+"""The int8 kernel tunings that a run's first step may have to wait for: count them, and run them ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.int8_products import FEW_ROWS, int8_product, why_not
+from simpletune.system.console import say
+from simpletune.system.options import plural
+
+OF_TEXT = (".add_", ".to_add_out", ".ff_context")  # layers of a block that see the text's tokens
+
+
+class Tuning(NamedTuple):
+    """A product for which a kernel is tuned.
+
+    Args:
+        rows: power of two of rows.
+        outputs: columns of the result.
+        inputs: length of the sum.
+        transposed: whether it is an input's gradient, which reads the weight transposed.
+        bias: whether a bias is added.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    transposed: bool
+    bias: bool
+
+
+def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[Tuning]:
+    """Collect the products that the kernels are tuned for.
+
+    Args:
+        model: the transformer, with or without an adapter; its tensors are not read.
+        image_rows: samples x image tokens, of each picture size.
+        text_rows: samples x text tokens.
+    """
+    found, image_rows = set(), list(image_rows)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Int8Linear) or not layer.int8_products:
+            continue
+        outputs, inputs = layer.weight.shape
+        for rows in [text_rows] if any(part in name for part in OF_TEXT) else image_rows:
+            if rows > FEW_ROWS:
+                bucket = 1 << (rows - 1).bit_length()
+                found.add(Tuning(bucket, outputs, inputs, False, layer.bias is not None))
+                found |= {Tuning(bucket, inputs, outputs, True, False)} if layer.int8_gradient else set()
+    return found
+
+
+@torch.no_grad()
+def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply random numbers of each shape once, which tunes the kernels and keeps the timings for later runs.
+
+    Args:
+        shapes: the result of ``tunings``.
+        device: a CUDA device that multiplies in int8.
+        dtype: the type of the run's activations and biases.
+    """
+    for m, n, k, transposed, bias in sorted(shapes):
+        x, weight = (torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+        if transposed:
+            int8_product(x, torch.ones(m, device=device), weight.t().contiguous().t(), None, None, dtype)
+            continue
+        added = torch.zeros(n, dtype=dtype, device=device) if bias else None
+        int8_product(x, torch.ones(m, device=device), weight, torch.ones(n, device=device), added, dtype)
+
+
+def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int, device: torch.device) -> None:
+    """Log how much tuning the first step includes, if any layer multiplies in int8.
+
+    Args:
+        model: see ``tunings``; likewise the next two.
+        device: a CUDA device.
+    """
+    shapes = len(tunings(model, image_rows, text_rows))
+    if shapes and why_not(device) is None:
+        from simpletune.engine.quant.int8_kernel import TILES
+
+        say(
+            f"kernel  the first step tunes the int8 kernel: {plural(shapes, 'shape')} x {len(TILES)} tiles, seconds to "
+            "minutes, except for shapes that Triton has timed on this card before (simpletune calibrate CONFIG does it "
+            "ahead)"
+        )

@@ -1,0 +1,165 @@
+"""The frozen nf4 linear layer: plain tensors with bitsandbytes' kernels for the 4-bit arithmetic.
+
+Shapes: n rows (samples x tokens), i input and o output features, k = ceil(o i / 64) blocks, g = ceil(k / 256) groups of
+blocks.
+
+bitsandbytes' own ``Linear4bit`` hides its weight from autograd, so a streamed block's buffer may be overwritten before
+the backward pass has read it (bitsandbytes #2034). Here the tensors belong to the module, so they move, stream and save
+like any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes  # noqa: F401 registers the kernels
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from simpletune.engine.quant.rotation import Rotation, block_of, folded, rotate, rotated, turns_weight
+
+BLOCK, GROUP = 64, 256
+
+
+def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> uint8 [ceil(o i / 2), 1], fp32 [k]
+    """Round each weight to one of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)."""
+    return torch.ops.bitsandbytes.quantize_4bit.default(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
+
+
+def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [k] -> uint8 [g, 256], fp32 [g, 2]
+    """Quantise scales to 8 bits: 256 even steps from the smallest to the largest of each group; |error| <= step / 2.
+
+    bitsandbytes uses a table of uneven steps around one mean. The scales of blocks are close to each other, so even
+    steps over each group's range are as accurate, and need no table on every device.
+
+    Returns:
+        The quantised scales, with the last group padded, and each group's smallest scale and step.
+    """
+    if absmax.is_meta:  # computing shapes operation by operation takes milliseconds a layer
+        groups = -(-len(absmax) // GROUP)
+        return absmax.new_empty(groups, GROUP, dtype=torch.uint8), absmax.new_empty(groups, 2)
+    filled = torch.cat([absmax, absmax[-1:].expand(-len(absmax) % GROUP)]).view(-1, GROUP)
+    low, high = filled.amin(dim=1), filled.amax(dim=1)
+    step = (high - low) / (GROUP - 1)
+    step = torch.where(step > 0, step, torch.ones_like(step))
+    q = ((filled - low[:, None]) / step[:, None]).round_().clamp_(0, GROUP - 1).to(torch.uint8)
+    return q, torch.stack([low, step], dim=1)
+
+
+def _dequantise(
+    packed: Tensor,  # uint8 [ceil(o i / 2), 1]
+    absmax: Tensor,  # fp32 [k], or uint8 [g, 256]
+    steps: Tensor | None,  # fp32 [g, 2] where absmax is uint8
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:  # [o, i]
+    """Dequantise a weight."""
+    if steps is not None:
+        absmax = _scales(absmax, steps, shape)
+    return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, BLOCK, "nf4", shape, dtype)
+
+
+def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  # fp32 [k]
+    """Dequantise the scales of a weight's blocks."""
+    blocks = -(-shape[0] * shape[1] // BLOCK)
+    return (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
+
+
+class _FrozenNf4Product(torch.autograd.Function):
+    """y = x W^T + bias; saves only references to the quantised tensors for the backward pass.
+
+    ``block``: block size of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are
+    rotated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        packed: Tensor,
+        absmax: Tensor,
+        steps: Tensor | None,
+        shape: tuple[int, int],
+        block: int,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
+        ctx.shape, ctx.block = shape, block
+        weight = rotated(_dequantise(packed, absmax, steps, shape, x.dtype), block)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # adds the bias in the product itself
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
+        (grad_y,) = grads  # [..., o]
+        packed, absmax, *steps = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = _dequantise(packed, absmax, steps[0] if steps else None, ctx.shape, grad_y.dtype)
+            grad_x = grad_y @ rotated(weight, ctx.block)
+        return grad_x, None, None, None, None, None, None
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen ``nn.Linear`` with packed nf4 weight, one scale per block, and an optional bias [o].
+
+    PEFT wraps it like any linear layer; the logical shape of the weight is (``out_features``, ``in_features``). Do not
+    cast its scales: move it with ``to(device)``, never with ``to(dtype)``.
+    """
+
+    absmax: Tensor
+    steps: Tensor | None
+    block = 0
+    """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
+    turns_weight = True
+    """Whether many rows may be multiplied by the weight rotated back, instead of being rotated."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool, rotation: Rotation = "none") -> Nf4Linear:
+        """Quantise a linear layer on its device.
+
+        Args:
+            linear: the layer, with weights in any floating type.
+            dtype: the type of the bias.
+            double: whether to quantise the scales too.
+            rotation: the rotation of its inputs.
+        """
+        twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        twin.block = block_of(rotation, linear)
+        packed, absmax = quantise_blocks(folded(linear.weight.detach(), twin.block))
+        steps = None
+        if double:
+            absmax, steps = quantise_scales(absmax)
+        twin.weight = nn.Parameter(packed, requires_grad=False)
+        twin.register_buffer("absmax", absmax)
+        twin.register_buffer("steps", steps)
+        if linear.bias is not None:
+            twin.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
+        """Multiply with the dequantised weight in the input's type."""
+        block, own = self.block, (self.bias, self.weight, self.absmax, self.steps, self._shape)
+        if block and not (self.turns_weight and turns_weight(x, self.out_features)):
+            return _FrozenNf4Product.apply(rotate(x, block), *own, 0)
+        return _FrozenNf4Product.apply(x, *own, block)
+
+    def dequantise(self) -> Tensor:  # fp32 [o, i]
+        """The dequantised weight, without its rotation."""
+        weight = _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+        return folded(weight, self.block)
+
+    def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
+        """Some rows of ``dequantise``; dequantises all of them if they share a scale with their neighbours."""
+        width = self.in_features
+        if width % BLOCK:
+            return self.dequantise()[first:last]
+        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, self._shape)
+        packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
+        shape = last - first, width
+        weight = _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
+        return folded(weight, self.block)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features

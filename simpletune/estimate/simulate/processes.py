@@ -1,0 +1,84 @@
+"""Simulate what the first of several processes does when they shard the weights (``train.sharding``).
+
+torch's "fake" process group exchanges nothing; its collectives return tensors of the right shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
+from torch import distributed
+from torch.distributed import distributed_c10d as c10d
+
+from simpletune.engine.memory.accounting import allocating
+from simpletune.engine.memory.fake import replaced
+
+_processes = 1
+
+
+@contextmanager
+def one_of(processes: int) -> Iterator[None]:
+    """Within this context, predict one of this many processes."""
+    global _processes
+    before, _processes = _processes, processes
+    try:
+        yield
+    finally:
+        _processes = before
+
+
+def simulated_processes() -> int:
+    """The number of processes of the predicted run."""
+    return _processes
+
+
+@contextmanager
+def fake_processes(processes: int) -> Iterator[None]:
+    """Within this context, make this process the first of a fake group. Restores a real group at the end."""
+    with _default(_fake_group(processes)):
+        yield
+
+
+@contextmanager
+def counting_gathered() -> Iterator[None]:
+    """Within this context, count what torch gathers as weights, and what it sums as gradients."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kinds = {"unshard": "weights", "wait_for_unshard": "weights", "post_backward": "gradients"}
+    with ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(replaced(FSDPParamGroup, name, _allocating(kind, getattr(FSDPParamGroup, name))))
+        yield
+
+
+def _allocating(kind: str, method: Callable[..., object]) -> Callable[..., object]:
+    def counted(*arguments: object, **named: object) -> object:
+        with allocating(kind):
+            return method(*arguments, **named)
+
+    return counted
+
+
+@contextmanager
+def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
+    """Within this context, make a group torch's default; None: no default."""
+    before = c10d._world.default_pg
+    c10d._world.default_pg = group
+    try:
+        yield
+    finally:
+        c10d._world.default_pg = before
+
+
+@cache
+def _fake_group(processes: int) -> distributed.ProcessGroup:
+    """Make a fake group. Never destroys it, because torch would then forget the names of all groups."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with _default(None):
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        made = c10d._world.default_pg
+    assert made is not None
+    return made

@@ -1,0 +1,166 @@
+"""``simpletune calibrate``: measure this device's speed, and store it for predicting time."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from simpletune.estimate.timing.composite import composites
+from simpletune.estimate.timing.constants import VERSION, Composite, Constants, file_of, write
+from simpletune.estimate.timing.grid import Grid, points
+from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds
+from simpletune.estimate.timing.machine_probes import machine_rates
+from simpletune.estimate.timing.probes import Probe, probes_of
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
+from simpletune.system.console import say
+from simpletune.system.environment import cpu_name, describe_machine
+from simpletune.system.options import UserError
+from simpletune.system.printable import reason_of
+
+SECONDS = 110.0
+LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shapes
+
+
+def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECONDS) -> Path:
+    """Measure the device, write its constants, and print a few of them.
+
+    Args:
+        device: cuda or cpu.
+        out: file to write; None: the device's own in the cache.
+        folder: the cache's folder.
+        budget: seconds after which nothing further is begun.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the device does not exist, or something could not be measured; the rest is written.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: torch finds no CUDA device. Use --device cpu")
+    here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    clock = time.perf_counter()
+    with torch.no_grad():
+        watch = stopwatch_of(here)
+        constants = measure(watch, probes_of(here), budget)
+    constants = constants.model_copy(update={"seconds": round(time.perf_counter() - clock, 1)})
+    file = out or file_of(folder, constants.device, constants.threads, constants.kind)
+    write(file, constants)
+    for line in in_words(constants):
+        say(line)
+    say(f"written {file}: {len(constants.grids)} kinds of operations in {constants.seconds:.0f} s")
+    if constants.failed:
+        raise UserError(
+            "not measured: " + "; ".join(f"{name} ({why})" for name, why in constants.failed.items()) + ". The rest is "
+            f"in {file}", 1
+        )  # fmt: skip
+    return file
+
+
+def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget: float) -> Constants:
+    """Measure everything that a device can do.
+
+    Args:
+        watch: the device's watch.
+        probes: what to time.
+        budget: seconds after which nothing further is begun.
+    """
+    grids: dict[str, Grid] = {}
+    failed: dict[str, str] = {}
+    started = time.perf_counter()
+    figures: dict[str, dict[str, float]] = {"host": {}, "machine": {}, "beside": {}}
+    singles: dict[str, Callable[[], dict[str, float]]] = {
+        "host": lambda: host_seconds(watch),
+        "machine": machine_rates,
+    }
+    if isinstance(watch, CudaStopwatch):
+        singles["beside"] = lambda: beside_each_other(watch)
+    for name, call in singles.items():
+        try:
+            figures[name] = call()
+        except (RuntimeError, OSError) as error:
+            failed[name] = reason_of(error)
+    steps: list[Composite] = []
+    try:
+        steps = composites(watch)
+    except RuntimeError as error:
+        failed["steps"] = reason_of(error)
+    for probe in probes:
+        if time.perf_counter() - started > budget:
+            failed[probe.name] = f"{budget:.0f} s were over"
+            continue
+        try:
+            grids[probe.name] = grid_of(watch, probe)
+        except (RuntimeError, OSError, NotImplementedError) as error:
+            failed[probe.name] = reason_of(error)
+        say(f"measure {probe.name} ({time.perf_counter() - started:.0f} s)")
+    rates = {**figures["machine"], **figures["beside"]}
+    if isinstance(watch, CpuStopwatch):
+        rates["reference_seconds"] = watch.reference_seconds
+    elif watch.graphs_failed:
+        name, why = next(iter(watch.graphs_failed.items()))
+        failed["graphs"] = f"{len(watch.graphs_failed)} kinds, such as {name}, are timed with their launches: {why}"
+    about = described(watch)
+    return about.model_copy(
+        update={"grids": grids, "host": figures["host"], "composites": steps, "rates": rates, "failed": failed}
+    )
+
+
+def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
+    """Time the points of a grid, except those that would take too long judging by their smaller neighbours."""
+    found: dict[tuple[int, ...], float] = {}
+    skipped: list[tuple[int, ...]] = []
+    for point in sorted(points(probe.axes), key=lambda point: (sum(point), point)):
+        smaller = [(seconds, before) for before, seconds in found.items() if _is_within(before, point)]
+        longest = min((seconds * math.prod(point) / math.prod(before) for seconds, before in smaller), default=0.0)
+        if longest > LONGEST or any(_is_within(before, point) for before in skipped):
+            skipped.append(point)
+            continue
+        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(point)))
+        found[point] = watch.device_seconds([probe.build(point) for _ in range(copies)], probe.name)
+    return Grid(axes=probe.axes, seconds=[found.get(point) for point in points(probe.axes)])
+
+
+def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
+    """Whether no extent of a point is larger than another point's."""
+    return all(a <= b for a, b in zip(smaller, point, strict=True))
+
+
+def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
+    """Describe the device and the versions measured with."""
+    cuda = watch.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(watch.device) if cuda else None
+    return Constants(
+        version=VERSION,
+        device=properties.name if properties else cpu_name(),
+        kind=watch.device.type,
+        capability=[properties.major, properties.minor] if properties else None,
+        memory_bytes=properties.total_memory if properties else None,
+        threads=torch.get_num_threads(),
+        date=datetime.date.today().isoformat(),
+        versions=describe_machine()["versions"] + (f", CUDA {torch.version.cuda}" if cuda else ""),
+        seconds=0.0,
+        grids={},
+    )
+
+
+def in_words(constants: Constants) -> list[str]:
+    """A few familiar figures: the best rates of products and of memory traffic, and the host's overhead."""
+    lines = []
+    for name, grid in constants.grids.items():
+        kind, _, dtype = name.partition(".")
+        largest = [values[-1] for values in grid.axes.values()]
+        if kind == "product":
+            m, n, k = (min(extent, 4096) for extent in largest)
+            lines.append(f"rate    products in {dtype}: {2 * m * n * k / grid.time(m, n, k) / 1e12:.2f} TFLOP/s")
+        elif kind in ("add", "to_device", "to_host"):
+            size = 2**24
+            lines.append(f"rate    {kind} {dtype}: {size / grid.time(size) / 1e9:.1f} GB/s at 16 MiB")
+    if constants.host:
+        lines.append(f"host    {constants.host['operation'] * 1e6:.1f} us to queue an operation")
+    return lines

@@ -1,0 +1,85 @@
+"""This CPU's current speed, for predictions if ``simpletune calibrate`` has not run.
+
+Times every operation when a prediction asks for it, at its own shape or, if that takes long, at a smaller shape of the
+same kind. This takes a few seconds in all, less than calibrating.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from itertools import cycle, islice
+
+import torch
+
+from simpletune.estimate.timing.calibrate import described
+from simpletune.estimate.timing.composite import Size, composites
+from simpletune.estimate.timing.host_probes import host_seconds
+from simpletune.estimate.timing.probes import TYPES, Probe, int8_products, of_type
+from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, clocked
+
+CPU = torch.device("cpu")
+LARGEST = 2**25  # bytes of operands; larger ones are timed in part
+MOST_PRODUCTS = 10**9  # operations of a timed product, attention or convolution
+ENOUGH = 1e-3  # seconds to time at once
+SAMPLES = 3
+COPIES = 8  # operands to alternate
+IN_A_STEP = (Size(192, 256, 4),)  # a step beside the smallest, to compare its parts with
+
+
+class MomentSpeeds(MeasuredSpeeds):
+    """Speeds of this CPU, each timed when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._probes = {
+            probe.name: probe for name in TYPES for probe in (*of_type(name, CPU), *int8_products(CPU))
+        }  # fmt: skip
+        watch = CpuStopwatch()
+        found = {"host": host_seconds(watch), "composites": composites(watch, IN_A_STEP)}
+        super().__init__(described(watch).model_copy(update=found))
+
+    def _time(self, kind: str, dtype: str, extents: Sequence[int]) -> float:
+        for name in (f"{kind}.{dtype}", f"{kind}.fp32", f"{kind}.bf16"):
+            if name in self._probes:
+                return timed(self._probes[name], tuple(extents))
+        return timed(self._probes[f"add.{dtype}"], (math.prod(extents),))
+
+
+@cache
+def speeds_of_moment() -> MomentSpeeds:
+    """This CPU's speeds; a process measures each operation once."""
+    return MomentSpeeds()
+
+
+def timed(probe: Probe, point: tuple[int, ...]) -> float:
+    """Time an operation; times a part of a large one and scales the result.
+
+    Args:
+        probe: the operation's probe.
+        point: its extents.
+    """
+    parts, kept = 1.0, [max(1, extent) for extent in point]
+    while probe.size(tuple(kept)) > LARGEST or (len(kept) > 1 and math.prod(kept) > MOST_PRODUCTS):
+        longest = kept.index(max(kept))
+        parts, kept[longest] = parts * kept[longest] / (kept[longest] // 2), kept[longest] // 2
+    copies = min(COPIES, max(1, LARGEST // max(1, probe.size(tuple(kept)))))
+    with torch.no_grad():
+        calls = [probe.build(tuple(kept)) for _ in range(copies)]
+        return parts * _seconds(calls)
+
+
+def _seconds(calls: Sequence[Call]) -> float:
+    """Seconds per call: the median of a few timings."""
+    for call in calls:
+        call()
+    once = max(1e-7, clocked(calls[0]))
+    rounds = max(1, min(200, int(ENOUGH / once)))
+
+    def several() -> None:
+        for call in islice(cycle(calls), rounds):
+            call()
+
+    return statistics.median(clocked(several) for _ in range(SAMPLES)) / rounds

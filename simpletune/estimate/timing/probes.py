@@ -1,0 +1,279 @@
+"""The operations that ``simpletune calibrate`` times: products, convolutions, attention, traffic, int8 and nf4.
+
+Shapes: m rows (samples x tokens), n outputs, k the length of the sum. A linear layer computes y = x W^T ("tn" below);
+its backward pass computes "nn" products (the gradient of x) and "nt" products (the gradient of W).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from simpletune.engine.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu_rows
+from simpletune.engine.quant.int8_products import int8_product, int8_rows, why_not
+from simpletune.estimate.timing.probe_calls import (
+    ROW,
+    drawn,
+    gathered,
+    group_norm_gradient,
+    norm_gradient,
+    unpacked_int8,
+    unpacked_nf4,
+    updated_in_8_bits,
+)
+from simpletune.estimate.timing.stopwatch import Call
+
+Axes = dict[str, list[int]]
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = 64  # width of rows in "strided": a head's
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A kind of operation to time at the points of a grid.
+
+    Args:
+        name: the grid's name.
+        axes: extents by name.
+        build: makes the operation of a point, with its own tensors on a device.
+        size: bytes of its operands and results, roughly.
+    """
+
+    name: str
+    axes: Axes
+    build: Callable[[tuple[int, ...]], Call]
+    size: Callable[[tuple[int, ...]], int]
+
+
+def probes_of(device: torch.device) -> Iterator[Probe]:
+    """Yield everything to time on a device, the most informative first."""
+    int8 = why_not(device) is None
+    for name in ("bf16", "fp32"):
+        yield from of_type(name, device)
+    if device.type == "cuda":
+        yield from copies(device)
+    if int8:
+        yield from int8_products(device)
+    if device.type == "cuda":
+        yield from of_type("fp16", device)  # on a CPU, about as slow as fp32
+
+
+def of_type(name: str, device: torch.device) -> Iterator[Probe]:
+    """Yield the operations with floating-point operands of one type."""
+    dtype = TYPES[name]
+    yield from traffic(name, dtype, device)
+    yield from products(name, dtype, device)
+    yield from attentions(name, dtype, device)
+    yield from convolutions(name, dtype, device)
+
+
+def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+    """Products in one type and their other layouts, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
+    cuda = device.type == "cuda"
+    rows = [1, 16, 64, 256, 1024, 4096, *([16384] if cuda else [])]
+    widths = [16, 64, 256, 640, 1536, 6144] if cuda else [16, 64, 256, 1024, 3072]
+    coarse = [64, 512, 4096] if cuda else [16, 128, 1024]
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return drawn((rows, columns), dtype, device)
+
+    def tn(point: tuple[int, ...]) -> Call:
+        m, n, k = point
+        return partial(torch.mm, matrix(m, k), matrix(n, k).t())
+
+    def nn(point: tuple[int, ...]) -> Call:
+        m, n, k = point
+        return partial(torch.mm, matrix(m, k), matrix(k, n))
+
+    def nt(point: tuple[int, ...]) -> Call:
+        m, n, k = point
+        return partial(torch.mm, matrix(k, m).t(), matrix(k, n))
+
+    def size(point: tuple[int, ...]) -> int:
+        m, n, k = point
+        return dtype.itemsize * (m * k + n * k + m * n)
+
+    axes = {"rows": rows, "outputs": widths, "sum": widths}
+    yield Probe(f"product.{name}", axes, tn, size)
+    small = {"rows": coarse, "outputs": coarse, "sum": coarse}
+    yield Probe(f"product_tn.{name}", small, tn, size)
+    yield Probe(f"product_nn.{name}", small, nn, size)
+    yield Probe(f"product_nt.{name}", small, nt, size)
+
+
+def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+    """Fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``."""
+    cuda = device.type == "cuda"
+    tokens = [64, 512, 4096] if cuda else [16, 128, 1024]
+    axes = {"heads": [2, 24] if cuda else [1, 8], "queries": tokens, "keys": tokens}
+    axes["width"] = [64, 128] if cuda else [16, 64]
+
+    def tensors(point: tuple[int, ...], grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        heads, queries, keys, width = point
+        q = drawn((1, heads, queries, width), dtype, device)
+        k, v = (drawn((1, heads, keys, width), dtype, device) for _ in range(2))
+        return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
+
+    def forward(point: tuple[int, ...]) -> Call:
+        q, k, v = tensors(point, grad=False)
+        return lambda: F.scaled_dot_product_attention(q, k, v)
+
+    def both(point: tuple[int, ...]) -> Call:
+        inputs = tensors(point, grad=True)
+        grad = torch.ones_like(inputs[0])
+
+        def call() -> None:
+            with torch.enable_grad():
+                torch.autograd.grad(F.scaled_dot_product_attention(*inputs), inputs, grad)
+
+        return call
+
+    def size(point: tuple[int, ...]) -> int:
+        heads, queries, keys, width = point
+        return 2 * heads * (queries + keys) * width * dtype.itemsize
+
+    yield Probe(f"attention.{name}", axes, forward, size)
+    yield Probe(f"attention_both.{name}", axes, both, size)
+
+
+def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+    """3 x 3 convolutions and their two gradients, as ``convolution.TYPE`` and so on."""
+    cuda = device.type == "cuda"
+    channels = [4, 128, 640] if cuda else [4, 32, 128]
+    pixels = [64, 1024, 4096, 16384, 262144] if cuda else [64, 1024, 4096]
+    axes = {"pixels": pixels, "inputs": channels, "outputs": channels}
+
+    def tensors(point: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        side, inputs, outputs = math.isqrt(point[0]), point[1], point[2]
+        weight = drawn((outputs, inputs, 3, 3), dtype, device)
+        return drawn((1, inputs, side, side), dtype, device), weight, drawn((1, outputs, side, side), dtype, device)
+
+    def forward(point: tuple[int, ...]) -> Call:
+        x, weight, _ = tensors(point)
+        return lambda: F.conv2d(x, weight, padding=1)
+
+    def gradient(of_input: bool) -> Callable[[tuple[int, ...]], Call]:
+        def build(point: tuple[int, ...]) -> Call:
+            x, weight, grad = tensors(point)
+            mask, one, zero = [of_input, not of_input, False], [1, 1], [0, 0]
+            backward = torch.ops.aten.convolution_backward.default
+            return lambda: backward(grad, x, weight, None, one, one, one, False, zero, 1, mask)
+
+        return build
+
+    def size(point: tuple[int, ...]) -> int:
+        pixels, inputs, outputs = point
+        return dtype.itemsize * (pixels * (inputs + outputs) + 9 * inputs * outputs)
+
+    yield Probe(f"convolution.{name}", axes, forward, size)
+    few = {**axes, "pixels": [size for size in pixels if size <= 16384]}
+    yield Probe(f"convolution_input.{name}", few, gradient(True), size)
+    yield Probe(f"convolution_weight.{name}", few, gradient(False), size)
+
+
+def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+    """Memory-bound operations, by the bytes that they read and write, as ``KIND.TYPE``."""
+    cuda = device.type == "cuda"
+    size = dtype.itemsize
+    axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
+
+    def probe(kind: str, moved: float, build: Callable[[int], Call]) -> Probe:
+        """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
+        possible."""
+
+        def at(point: tuple[int, ...]) -> Call:
+            count = int(point[0] / moved)
+            return build(max(ROW, count // ROW * ROW))
+
+        return Probe(f"{kind}.{name}", axes, at, lambda point: point[0])
+
+    def flat(count: int) -> Tensor:
+        return drawn((count,), dtype, device)
+
+    def rows(count: int) -> Tensor:
+        return drawn((count // ROW, ROW), dtype, device)
+
+    def with_(make: Callable[[int], Tensor], call: Callable[[Tensor], object]) -> Callable[[int], Call]:
+        def build(count: int) -> Call:
+            x = make(count)
+            return lambda: call(x)
+
+        return build
+
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    weight = torch.ones(ROW, device=device, dtype=dtype)
+    ops = torch.ops.aten
+    yield probe("add", 3 * size, with_(flat, lambda x: torch.add(x, x)))
+    yield probe("gelu", 2 * size, with_(flat, lambda x: F.gelu(x, approximate="tanh")))
+    yield probe("gelu_backward", 3 * size, with_(flat, lambda x: ops.gelu_backward(x, x, approximate="tanh")))
+    yield probe("silu", 2 * size, with_(flat, F.silu))
+    yield probe("root", 2 * size, with_(lambda count: flat(count).abs_(), torch.sqrt))
+    yield probe("cast_from", size + other.itemsize, with_(lambda count: flat(count).to(other), lambda x: x.to(dtype)))
+    yield probe("sum", size, with_(rows, lambda x: x.sum(0)))
+    yield probe("norm", 2 * size, with_(rows, lambda x: F.layer_norm(x, (ROW,), weight, weight)))
+    yield probe("norm_backward", 3 * size, with_(rows, norm_gradient))
+    yield probe("softmax", 2 * size, with_(rows, lambda x: torch.softmax(x, -1)))
+    yield probe("group_norm", 2 * size, with_(rows, lambda x: F.group_norm(x.view(1, 32, -1), 32)))
+    yield probe("group_norm_backward", 3 * size, with_(rows, group_norm_gradient))
+    yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
+    yield probe("gather", 2 * size, with_(rows, gathered))
+    yield probe("normal", size, with_(flat, lambda x: x.normal_()))
+    yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
+    yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
+    yield probe("adam8bit", 2 * size + 2, lambda count: updated_in_8_bits(flat(count)))
+    if why_not(device) is None:
+        yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
+        ones = torch.ones(ROW, device=device)
+        yield probe("int8_gelu_rows", size + 1, with_(rows, lambda x: int8_gelu_rows(x)))
+        yield probe("int8_gelu_gradient_rows", 2 * size + 1, with_(rows, lambda x: int8_gelu_gradient_rows(x, x, ones)))
+
+
+def copies(device: torch.device) -> Iterator[Probe]:
+    """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
+    axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
+
+    def build(back: bool) -> Callable[[tuple[int, ...]], Call]:
+        def at(point: tuple[int, ...]) -> Call:
+            host = torch.empty(point[0], dtype=torch.uint8, pin_memory=True)
+            there = torch.empty(point[0], dtype=torch.uint8, device=device)
+            target, source = (host, there) if back else (there, host)
+            return lambda: target.copy_(source, non_blocking=True)
+
+        return at
+
+    yield Probe("to_device.bytes", axes, build(False), lambda point: point[0])
+    yield Probe("to_host.bytes", axes, build(True), lambda point: point[0])
+
+
+def int8_products(device: torch.device) -> Iterator[Probe]:
+    """The project's int8 products, forward and for the input's gradient (``int8_gradient``)."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16
+    widths = [320, 1536, 6144] if cuda else [64, 256, 1024]
+    axes = {"rows": [256, 1024, 4096, 16384] if cuda else [64, 256, 1024], "outputs": widths, "sum": widths}
+
+    def build(transposed: bool) -> Callable[[tuple[int, ...]], Call]:
+        def at(point: tuple[int, ...]) -> Call:
+            m, n, k = point
+            x, weight = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+            scale, columns = torch.ones(m, device=device), torch.ones(n, device=device)
+            if transposed:
+                weight = weight.t().contiguous().t()
+                return lambda: int8_product(x, scale, weight, None, None, dtype)
+            return lambda: int8_product(x, scale, weight, columns, None, dtype)
+
+        return at
+
+    def size(point: tuple[int, ...]) -> int:
+        m, n, k = point
+        return m * k + n * k + 2 * m * n
+
+    yield Probe("int8_product.bf16", axes, build(False), size)
+    few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
+    yield Probe("int8_gradient.bf16", few, build(True), size)

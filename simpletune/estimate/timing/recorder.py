@@ -1,0 +1,310 @@
+"""Record a simulated step's work on device and host, in order, with the waits between streams.
+
+A dispatch mode sees every operation (``Accounting``, which passes them on); copies of levers report themselves through
+``copy_stream``'s queues. Operations of one phase and module form a section.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from simpletune.engine.memory import copy_stream
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.copy_stream import CopyEvent
+from simpletune.engine.memory.fake import replaced
+from simpletune.estimate.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
+from simpletune.system.options import Json
+
+COMPUTE = "compute"
+SMALL = 4096  # bytes; smaller tensors on the host are counters
+BACKWARD = ("backward", "recompute")
+"""Phases of the backward pass: its own operations, and the forward passes that it recomputes."""
+
+
+@dataclass
+class Section:
+    """Work of one stream without waits in between.
+
+    Args:
+        stream: ``compute`` or a queue of copies.
+        phase: the phase of the step.
+        module: the running block or other child of the model.
+        share: the fraction of the work that belongs to one step: a plan's window serves several steps.
+        after: events that must complete before it begins.
+        host_after: events that the host waits for first.
+        event: the event that completes at its end, if anything waits for it.
+    """
+
+    stream: str
+    phase: str
+    module: str
+    share: float = 1.0
+    after: list[int] = field(default_factory=list)
+    host_after: list[int] = field(default_factory=list)
+    event: int | None = None
+    work: Counter[Work] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> Json:
+        """The section as plain values."""
+        work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
+        return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
+
+    @classmethod
+    def from_json(cls, data: Json) -> Section:
+        """Make a section from the result of ``as_json``."""
+        work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
+        return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
+
+
+class AboutOp(NamedTuple):
+    """Facts about an operation that the recorder needs often, cached because reading its schema is slow.
+
+    Args:
+        name: its name without namespace and overload.
+        counts: whether the host runs it.
+        moves: whether it may move data.
+    """
+
+    name: str
+    counts: bool
+    moves: bool
+
+
+_ABOUT: dict[int, tuple[AboutOp, OpOverload]] = {}  # keeps the operations, so that ids stay unique
+
+
+def about_op(op: OpOverload) -> AboutOp:
+    """Look up the facts about an operation."""
+    known = _ABOUT.get(id(op))
+    if known is not None:
+        return known[0]
+    name = op._schema.name.partition("::")[2]
+    about = AboutOp(name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING)
+    _ABOUT[id(op)] = about, op
+    return about
+
+
+class Recorder:
+    """Records the sections of a step.
+
+    Args:
+        cuda: whether the step would run on a GPU; a CPU has no queues of copies.
+    """
+
+    def __init__(self, cuda: bool):
+        self.cuda = cuda
+        self.sections: list[Section] = []
+        self._accounting: Accounting | None = None
+        self._known: dict[object, list[Work]] = {}
+        self._events = self._queues = 0
+        self._share = 1.0
+        self._stream = COMPUTE
+
+    def begin_step(self) -> None:
+        """Forget earlier steps."""
+        self.sections = []
+
+    @contextmanager
+    def shared_by(self, steps: int) -> Iterator[None]:
+        """Count the work in this context as shared by several steps."""
+        self._share = 1 / steps
+        try:
+            yield
+        finally:
+            self._share = 1.0
+
+    @contextmanager
+    def queues(self) -> Iterator[None]:
+        """Make levers that are built in this context report their copies."""
+        with replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext():
+            yield
+
+    def begin_work(self, batch: Iterable[Tensor]) -> None:
+        """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
+        device."""
+        self.sections = [section for section in self.sections if section.share < 1]
+        if self.cuda:
+            self._section().work[Work("to_device", "bytes", (sum(map(bytes_of, batch)),))] += 1
+
+    @contextmanager
+    def watching(self, accounting: Accounting) -> Iterator[None]:
+        """Within this context, record everything that an accounting sees."""
+        self._accounting = accounting
+        function = torch.autograd.Function
+        original = function.__dict__["apply"]
+
+        def counted(cls: type, *args: object, **kwargs: object) -> object:
+            self._host("function")
+            if self._accounting is not None and self._accounting.place[0] not in BACKWARD and torch.is_grad_enabled():
+                self._host("function_backward")
+            return original.__func__(cls, *args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(accounting, "observer", self.see))
+            stack.enter_context(replaced(accounting, "repeats", self))
+            stack.callback(setattr, function, "apply", original)
+            function.apply = classmethod(counted)  # type: ignore[method-assign,assignment]
+            handle = register_module_forward_pre_hook(lambda *_: self._host("module"))
+            stack.callback(handle.remove)
+            yield
+
+    def begin(self) -> tuple[int, Counter[Work], Counter[str]]:
+        """Remember what has been recorded so far: the sections, and the last one's work."""
+        last = self._section()
+        return len(self.sections), Counter(last.work), Counter(last.host)
+
+    def seen_since(self, begin: object) -> tuple[Counter[Work], Counter[str]] | None:
+        """The work since ``begin``; None if it spans more than one section."""
+        number, work, host = cast(tuple[int, Counter[Work], Counter[str]], begin)
+        last = self.sections[-1]
+        if len(self.sections) != number or last.event is not None:
+            return None
+        return last.work - work, last.host - host
+
+    def repeat(self, seen: object) -> None:
+        """Record again the work that ``seen_since`` returned."""
+        work, host = cast(tuple[Counter[Work], Counter[str]], seen)
+        section = self._section()
+        section.work.update(work)
+        section.host.update(host)
+
+    def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
+        """Record one operation."""
+        assert self._accounting is not None
+        found = self._works(op, args, kwargs, output)
+        section, tensors, about = self._section(), tensors_in((args, kwargs)), about_op(op)
+        self._count_host(section, about, found, tensors)
+        if self.cuda and about.moves and (moved := self._over_the_link(about.name, tensors)):
+            section.work[moved] += 1
+            if moved.kind != "brought":
+                return
+            section.work[Work("to_device", "bytes", moved.extents)] += section.work.pop(moved)
+        for work in found:  # Counter.update is slow
+            section.work[work] += 1
+
+    def _works(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> list[Work]:
+        """The work of an operation; for a fake one, cached by its layouts."""
+        assert self._accounting is not None
+        key = self._accounting.last_key
+        if key is None:
+            return list(works_of(op, args, kwargs, output))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = list(works_of(op, args, kwargs, output))
+        return found
+
+    def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> Work | None:
+        """On a GPU, the copy that an operation with tensors in host memory is, or first needs (``brought``)."""
+        assert self._accounting is not None
+        large = [t for t in tensors if self._accounting.is_on_host(t) and t.nbytes >= SMALL]
+        if name == "copy_" and len(tensors) > 1:
+            target, source = tensors[0], tensors[1]
+            if any(t is target for t in large) != any(t is source for t in large):
+                kind = "to_host" if any(t is target for t in large) else "to_device"
+                return Work(kind, "bytes", (bytes_of(target),))
+            return None
+        if not large:
+            return None
+        return Work("to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(bytes_of, large)),))
+
+    def _count_host(self, section: Section, op: AboutOp, found: list[Work], tensors: Sequence[Tensor]) -> None:
+        if not op.counts:
+            return
+        if not found:
+            section.host["view"] += 1
+        elif section.phase in BACKWARD and not torch.is_grad_enabled():  # a recomputation runs from Python
+            section.host["backward"] += 1
+        else:
+            section.host["operation"] += 1
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                section.host["recorded"] += 1
+                section.host["recomputed"] += section.phase in BACKWARD
+
+    def _host(self, what: str) -> None:
+        self._section().host[what] += 1
+
+    def _section(self) -> Section:
+        """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
+        assert self._accounting is not None
+        phase, module = self._accounting.place
+        last = self.sections[-1] if self.sections else None
+        here = (self._stream, phase, module, self._share)
+        if last is None or last.event is not None or (last.stream, last.phase, last.module, last.share) != here:
+            last = Section(*here)
+            self.sections.append(last)
+        return last
+
+    def _queue(self) -> RecordedCopies:
+        self._queues += 1
+        return RecordedCopies(self, f"copies {self._queues}")
+
+    def event(self) -> int:
+        """Make a new event."""
+        self._events += 1
+        return self._events
+
+    def mark(self) -> int:
+        """Return an event at the end of what the computation has queued so far."""
+        section = next((each for each in reversed(self.sections) if each.stream == COMPUTE), None)
+        if section is None:
+            section = self._section()
+        if section.event is None:
+            section.event = self.event()
+        return section.event
+
+    def run(self, stream: str, work: Callable[[], object], after: Iterable[int]) -> int:
+        """Record work as a section of a queue."""
+        assert self._accounting is not None
+        section = Section(stream, *self._accounting.place, after=list(after))
+        self.sections.append(section)
+        before, self._stream = self._stream, stream
+        try:
+            with torch.no_grad():
+                work()
+        finally:
+            self._stream = before
+        section.event = section.event or self.event()
+        return section.event
+
+    def wait(self, event: int, by_host: bool = False) -> None:
+        """Begin a section of the computation, or of the host, that waits for an event."""
+        assert self._accounting is not None
+        section = Section(COMPUTE, *self._accounting.place, share=self._share)
+        (section.host_after if by_host else section.after).append(event)
+        self.sections.append(section)
+
+
+class RecordedCopies:
+    """A queue of copies that is recorded instead of run; events are numbers."""
+
+    def __init__(self, recorder: Recorder, stream: str):
+        self._recorder, self._stream = recorder, stream
+
+    def mark(self) -> CopyEvent:
+        """Return an event that completes with everything queued on the computation so far."""
+        return self._recorder.mark()  # type: ignore[return-value]
+
+    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
+        """Queue copies that start after the given events."""
+        events = [event for event in after if event is not None]
+        return self._recorder.run(self._stream, work, events)  # type: ignore[return-value,arg-type]
+
+    def wait(self, event: CopyEvent) -> None:
+        """Make later work of the computation wait for an event."""
+        if event is not None:
+            self._recorder.wait(event)  # type: ignore[arg-type]
+
+    def join(self, event: CopyEvent) -> None:
+        """Block the host until an event completes."""
+        if event is not None:
+            self._recorder.wait(event, by_host=True)  # type: ignore[arg-type]

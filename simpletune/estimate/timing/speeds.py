@@ -1,0 +1,140 @@
+"""Seconds of recorded work on a device, interpolated from ``simpletune calibrate``'s measurements. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from functools import lru_cache
+from typing import Protocol
+
+from simpletune.estimate.timing.constants import Composite, Constants
+from simpletune.estimate.timing.grid import Grid
+from simpletune.system.options import UserError
+
+Extents = tuple[int, ...]
+ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALES = 50  # tensors per launch of a grouped update
+LINK = ("to_device", "to_host")
+CLEARLY = 1.2
+LARGE = 2**28  # bytes; traffic of this size runs at the memory's bandwidth
+
+
+class Speeds(Protocol):
+    """How long work takes on a device."""
+
+    cuda: bool
+
+    def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds of one kernel (see ``work.Work``)."""
+
+    def host(self, what: str) -> float:
+        """The host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
+
+    def rate(self, name: str, otherwise: float) -> float:
+        """A single figure."""
+
+
+class MeasuredSpeeds:
+    """Speeds of a calibrated device.
+
+    Args:
+        constants: the measured constants.
+    """
+
+    def __init__(self, constants: Constants):
+        self.constants, self.cuda = constants, constants.kind == "cuda"
+        self.seconds = lru_cache(maxsize=100_000)(self._seconds)
+
+        self._host_scale = self._device_scale = 1.0
+        self._scale()
+
+    def host(self, what: str) -> float:
+        """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
+        return (1.0 if what == "recomputed" else self._host_scale) * self._in_a_loop(what)
+
+    def _in_a_loop(self, what: str) -> float:
+        each = self.constants.host
+        if self.cuda:
+            return each.get(what, 0.0)
+        if what == "operation":
+            return 0.0
+        return max(0.0, each["backward"] - each["operation"]) if what == "backward" else each[what]
+
+    def _scale(self) -> None:
+        """How much longer host and device take in a step than its parts in loops (composite.py)."""
+        if not self.constants.composites:
+            return
+        smallest, *others = self.constants.composites
+        device, host = self._parts(smallest)
+        self._host_scale = max(1.0, (smallest.seconds - (0.0 if self.cuda else device)) / host)
+        ratios = []
+        for step in others:
+            device, host = self._parts(step)
+            if not self.cuda:
+                ratios.append((step.seconds - host) / device)
+            elif step.seconds > CLEARLY * host:  # otherwise the host bounds it
+                ratios.append(step.seconds / device)
+        self._device_scale = max(1.0, statistics.median(ratios)) if ratios else 1.0  # not faster than alone
+        self.seconds.cache_clear()
+
+    def _parts(self, step: Composite) -> tuple[float, float]:
+        """A step's device and host seconds, as predicted so far."""
+        device = sum(count * self.seconds(kind, dtype, tuple(extents)) for kind, dtype, extents, count in step.work)
+        return device, sum(count * self.host(what) for what, count in step.host.items())
+
+    def rate(self, name: str, otherwise: float) -> float:
+        """A measured figure, or a default if it was not measured."""
+        return self.constants.rates.get(name, otherwise)
+
+    def _seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        return self._alone(kind, dtype, extents) * (1.0 if kind in LINK else self._device_scale)
+
+    def _alone(self, kind: str, dtype: str, extents: Extents) -> float:
+        if kind.startswith("product_"):
+            return self._product(kind, dtype, extents)
+        if kind == "attention_backward":
+            forward, both = (self._time(name, dtype, extents) for name in ("attention", "attention_both"))
+            return max(both - forward, forward)
+        if kind == "bias":  # part of the product's kernel on a GPU
+            return 0.0 if self.cuda else self._time("add", dtype, extents)
+        if kind == "each":
+            count, size = extents
+            launches = max(1, round(count / SCALES)) if self.cuda else count
+            return launches * self._time("add", dtype, (max(1, size // launches),))
+        return self._time(kind, dtype, extents)
+
+    def _product(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds of a product in any layout, at least the time to read its operands from memory once."""
+        seconds = self._time("product", dtype, extents)
+        if kind != "product_tn" and f"{kind}.{dtype}" in self.constants.grids:
+            seconds *= self._time(kind, dtype, extents) / self._time("product_tn", dtype, extents)
+        m, n, k = extents
+        moved = (m * k + k * n + m * n) * ITEM[dtype]
+        return max(seconds, moved / self.bandwidth) if self.cuda else seconds
+
+    @property
+    def bandwidth(self) -> float:
+        """Memory bandwidth: bytes per second that a large addition reads and writes."""
+        return LARGE / self._time("add", "fp32", (LARGE,))
+
+    def _time(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds according to the grid of a kind.
+
+        Raises:
+            UserError: the calibration lacks the grid, and the grid of bytes moved cannot replace it.
+        """
+        grid = self._grid(kind, dtype)
+        if grid is None or len(grid.axes) != len(extents):
+            raise UserError(
+                f"the calibration of {self.constants.device} lacks {kind}.{dtype}. Run simpletune calibrate again "
+                "while nothing else runs"
+            )
+        return grid.time(*extents)
+
+    def _grid(self, kind: str, dtype: str) -> Grid | None:
+        """The grid of a kind; if not measured, that of bytes moved, which is a lower bound; None if neither was
+        measured."""
+        grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
+        for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):
+            if name in grids:
+                return grids[name]
+        return grids.get("add.fp32")

@@ -1,0 +1,143 @@
+"""Seconds of recorded work on a card that has not been calibrated, from published constants, each with its source.
+
+Products run at the rate measured for large ones on such a card, or at a fraction of its data sheet's rate, and slower
+if their tiles do not fill the card. Memory traffic runs at a fraction of the data sheet's bandwidth. Every kernel takes
+a minimum time. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
+from simpletune.system.gpus import CARDS, Card, cards_like
+
+# TFLOP/s of large products in 16 bits and in fp32 by torch, measured by others: github.com/zzc0721/
+# torch-performance-test-data, database.md at commit 0785868 (best of squares of 1024 to 10240; where bf16 and fp16 or
+# several machines are listed, their mean), its issues 104 (RTX5080), 114 (RTX3080) and 120 (L4: squares of 8192 and
+# more, which its 72 W allow for long; 71 for a moment), and github.com/lablup/mlxcel/issues/1654 (V100). H200 and A100
+# agree with others' 790 and 268 TFLOP/s.
+PRODUCTS = {
+    "T4": (42.3, 4.3), "V100": (97.5, 14.0), "L4": (56.6, 10.9), "L40S": (267, 46.9), "A100-40GB": (247, 18.1),
+    "A100-80GB": (262, 19.2), "H100": (773, 52.1), "H200": (775, 51.3), "RTX3080": (64.4, 21.0),
+    "RTX3090": (76.1, 24.7), "RTX4090": (165, 54.1), "RTX5080": (102.7, 33.1), "RTX5090": (235, 68.4),
+}  # fmt: skip
+# Shares of the data sheet's rates where no measurement was found: medians of those above, which are 0.47 to 0.84 in 16
+# bits, and 0.91 to 1.12 for GeForce cards, whose clocks exceed those of their data sheets (1 is assumed).
+OTHERWISE, OTHERWISE_GEFORCE = (0.78, 0.8), (1.0, 0.65)
+OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; L4 270 of 300 GB/s, assumed
+# Attention's operations at shares of the products' rate. FlashAttention-2 reaches up to 73% of an A100's peak forward
+# and 63% backward (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%.
+FORWARD, BACKWARD = 0.8, 0.65
+# Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. For the input's gradient
+# as well: for 64 instructions of the tensor cores, which take 1,024 cycles, its machine code for sm_89 has 64
+# permutations of bytes and 32 loads of words from shared memory (tile 256x64x64 of benchmarks/results/kernels).
+INT8 = 1.9
+CONVOLUTION = 0.7  # of the products' rate; assumed
+# cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
+# rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
+TF32, TF32_FROM = 0.5, (8, 0)
+KERNEL = 2.5e-6  # seconds of the smallest kernel; the order of magnitude seen on calibrated cards
+TILE = 128  # rows and columns that a thread block computes
+SMALL_TILE = 64  # rows and columns of the int8 kernels' small tiles
+UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
+# Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
+HOST = {
+    "operation": 5e-6, "view": 1.5e-6, "recorded": 1e-6, "backward": 8e-6, "module": 2e-6, "function": 8e-6,
+    "function_backward": 10e-6, "recomputed": 20e-6,
+}  # fmt: skip
+TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
+              "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
+"""Factors on the traffic of kinds that do not stream; assumed."""
+
+
+class StatedSpeeds:
+    """Speeds of a card by its data sheet.
+
+    Args:
+        card: a card of the table, or one of which only the memory is known; then an L4's figures are used.
+    """
+
+    cuda = True
+
+    def __init__(self, card: Card):
+        self.card = card
+        self.is_known = card.tflops is not None
+        self._rate, self._fp32 = (rate * 1e12 for rate in _products(card))
+        self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
+        self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
+
+    def host(self, what: str) -> float:
+        """The host's seconds for one of its tasks."""
+        return HOST[what]
+
+    def rate(self, name: str, otherwise: float) -> float:
+        """Return the default: no single figure is known."""
+        return otherwise
+
+    def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds of one kernel."""
+        if kind in LINK:
+            return KERNEL + extents[0] / (self.card.link * 1e9)
+        if kind == "bias":  # part of the product's kernel
+            return 0.0
+        if kind == "each":
+            count, size = extents
+            return max(1, round(count / SCALES)) * KERNEL + size / self._bandwidth
+        if kind.startswith(("product", "int8_product", "int8_gradient")):
+            return self._product(kind, dtype, extents)
+        if kind.startswith("attention"):
+            return self._attention(kind, dtype, extents)
+        if kind.startswith("convolution"):
+            pixels, inputs, outputs = extents
+            moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
+            rate = max(self._of(dtype), self._rate * TF32) if self.card.capability >= TF32_FROM else self._of(dtype)
+            work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
+            return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
+        return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
+
+    def _product(self, kind: str, dtype: str, extents: Extents) -> float:
+        m, n, k = extents
+        is_int8 = kind.startswith("int8")
+        rate = self._rate * INT8 if is_int8 else self._of(dtype)
+        moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
+        filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
+        return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
+
+    def _attention(self, kind: str, dtype: str, extents: Extents) -> float:
+        heads, queries, keys, width = extents
+        products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
+        work = products * 2 * heads * queries * keys * max(width, 32)
+        return KERNEL + work / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
+
+    def _of(self, dtype: str) -> float:
+        """Operations per second of products in a type."""
+        return self._fp32 if dtype == "fp32" else self._rate
+
+    def _filled(self, m: int, n: int, k: int = 0) -> float:
+        """The fraction of the card that a product's tiles fill; long sums are split over idle multiprocessors."""
+        tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * max(1, min(16, k // 1024))
+        waves = math.ceil(tiles / self._multiprocessors)
+        whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
+        return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
+
+    def _filled_by_one_of(self, m: int, n: int) -> float:
+        """The fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds smaller
+        tiles where the usual ones would leave multiprocessors idle."""
+        tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE
+        tiles = math.ceil(m / tile) * math.ceil(n / tile)
+        waves = math.ceil(tiles / self._multiprocessors)
+        return m * n / (waves * self._multiprocessors * tile * tile)
+
+
+def _products(card: Card) -> tuple[float, float]:
+    """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if the card is unknown."""
+    if card.tflops is None or card.fp32_tflops is None:
+        return PRODUCTS["L4"]
+    named = [each for each in CARDS if each.name == card.name] or cards_like(card.name)
+    for like in sorted(named, key=lambda each: abs(each.gib - card.gib)):
+        measured = PRODUCTS.get(like.name) or PRODUCTS.get(like.name.partition("-")[0])
+        if measured is not None and like.tflops and like.fp32_tflops:
+            return card.tflops * measured[0] / like.tflops, card.fp32_tflops * measured[1] / like.fp32_tflops
+    share, share_fp32 = OTHERWISE_GEFORCE if "RTX" in card.name else OTHERWISE
+    return card.tflops * share, card.fp32_tflops * share_fp32

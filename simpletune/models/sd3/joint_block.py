@@ -1,0 +1,155 @@
+"""SD3's block with adaptive norms, gates and residuals as single operators (engine/kernels/adaln.py).
+
+It has the modules, sums and order of diffusers' ``JointTransformerBlock``, and on the CPU gives the same bits.
+
+Shapes: b samples, n tokens of the picture, t of the text, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+
+from simpletune.engine.kernels.adaln import Gated, Modulation, add_gated, modulated
+from simpletune.engine.kernels.rms_norm import normed
+
+
+class JointBlock(JointTransformerBlock):
+    """Block of SD3 or SD3.5. ``use_joint_blocks`` converts diffusers' blocks."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [b, n, d]
+        encoder_hidden_states: Tensor,  # [b, t, d]
+        temb: Tensor,  # [b, d]; with a modulation plan, the modulations of all layers
+        joint_attention_kwargs: Mapping[str, object] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return text tokens (None after the last block) and picture tokens."""
+        x, text, more = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
+        shift, scale, gate, *of_ff = parts_of(self.norm1, temb, 9 if self.use_dual_attention else 6)
+        second = [Modulation(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
+        x, inputs = modulated(x, None, [Modulation(scale, shift), *second], self.norm1.norm.eps)
+        text, normed_text, of_text = self._normed_text(text, temb)
+        attended, attended_text = self.attn(hidden_states=inputs[0], encoder_hidden_states=normed_text, **more)
+        added = Gated(attended, gate)
+        if self.use_dual_attention:
+            (x,) = add_gated((x, added))
+            added = Gated(self.attn2(hidden_states=inputs[1], **more), of_ff[5])
+        del inputs, normed_text, attended
+        x, found = _with_feed_forward(x, added, of_ff, self.norm2, self.ff)
+        del added
+        if self.context_pre_only:
+            return None, add_gated((x, found))[0]
+        of_network = Gated(attended_text, of_text[0])
+        del attended_text
+        text, found_text = _with_feed_forward(text, of_network, of_text[1:], self.norm2_context, self.ff_context)
+        del of_network
+        text, x = add_gated((text, found_text), (x, found))
+        return text, x
+
+    def _normed_text(self, text: Tensor, temb: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Return the text tokens, the normalised ones for attention, and the remaining modulations."""
+        norm = self.norm1_context
+        if self.context_pre_only:
+            scale, shift = norm.linear(norm.silu(temb).to(text.dtype)).chunk(2, dim=1)
+            of_text: Sequence[Tensor] = ()
+        else:
+            shift, scale, *of_text = parts_of(norm, temb, 6)
+        text, (normed_text,) = modulated(text, None, [Modulation(scale, shift)], norm.norm.eps)
+        return text, normed_text, of_text
+
+
+def _with_feed_forward(
+    x: Tensor,
+    added: Gated,
+    parts: Sequence[Tensor],
+    norm: nn.LayerNorm,
+    network: nn.Module,
+) -> tuple[Tensor, Gated]:
+    """Add the output of attention, and run the feed-forward network on the normalised sum.
+
+    Args:
+        x: tokens [b, n, d].
+        added: gated output of attention.
+        parts: shift, scale and gate of the network, [b, d] each.
+        norm: the norm before the network.
+        network: the feed-forward network.
+
+    Returns:
+        The sum, and the network's gated output, still to be added.
+    """
+    shift, scale, gate = parts[:3]
+    x, inputs = modulated(x, added, [Modulation(scale, shift)], norm.eps)
+    del added
+    return x, Gated(network(inputs.pop()), gate)
+
+
+def parts_of(norm: nn.Module, temb: Tensor, count: int) -> Sequence[Tensor]:
+    """Return shift, scale and gate of attention, those of the feed-forward, and so on: ``count`` views [b, d]."""
+    rows: Tensor = norm.linear(norm.silu(temb))  # type: ignore[operator]
+    return rows.chunk(count, dim=1)
+
+
+def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Convert diffusers' blocks to ours in place, keeping their modules and parameters."""
+    for block in blocks:
+        assert type(block) is JointTransformerBlock, type(block)
+        block.__class__ = JointBlock
+        for attention in block.modules():
+            if isinstance(attention, Attention):
+                attention.set_processor(JointAttention())
+
+
+class JointAttention:
+    """Attention over the tokens of picture and text together, or of the picture alone (SD3.5 Medium).
+
+    Like diffusers' ``JointAttnProcessor2_0``, with fewer copies: heads are separated after the tokens of both are
+    joined, so that queries, keys, values, the output and their gradients have the memory layout that matmuls read and
+    write; and the output is split in one operation, so that the gradients of its parts are joined in one pass instead
+    of three.
+    """
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from [b, n, d] and [b, t, d] to both; returns the same shapes.
+
+        Args:
+            attn: the module.
+            hidden_states: tokens of the picture.
+            encoder_hidden_states: tokens of the text; None: only the picture attends, and only its tokens are returned.
+        """
+        n, text = hidden_states.shape[1], encoder_hidden_states
+        layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None)
+        query, key, value = (_normed(attn, layer(hidden_states), norm) for layer, norm in layers)
+        if text is not None:
+            layers = (attn.add_q_proj, attn.norm_added_q), (attn.add_k_proj, attn.norm_added_k), (attn.add_v_proj, None)
+            of_text = [_normed(attn, layer(text), norm) for layer, norm in layers]
+            query, key, value = (torch.cat(pair, dim=1) for pair in zip((query, key, value), of_text, strict=True))
+            del of_text
+        query, key, value = (_heads(attn, x).transpose(1, 2) for x in (query, key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.0, is_causal=False)
+        attended = attended.transpose(1, 2).flatten(2).to(query.dtype)
+        if text is None:
+            return _out(attn, attended)
+        image, rest = attended.split([n, text.shape[1]], dim=1)
+        rest = rest if attn.context_pre_only else attn.to_add_out(rest)
+        return _out(attn, image), rest
+
+
+def _heads(attn: Attention, x: Tensor) -> Tensor:  # [b, n, d] -> [b, n, h, d / h]
+    return x.view(*x.shape[:2], attn.heads, -1)
+
+
+def _normed(attn: Attention, x: Tensor, norm: nn.Module | None) -> Tensor:  # [b, n, d]
+    return x if norm is None else normed(_heads(attn, x), norm).flatten(2)
+
+
+def _out(attn: Attention, x: Tensor) -> Tensor:  # [b, n, d]
+    found: Tensor = attn.to_out[1](attn.to_out[0](x))
+    return found

@@ -1,0 +1,280 @@
+"""Stable Diffusion 3: its option, facts about its shapes and parts, and its prediction.
+
+Shapes: b samples, c = 16 latent channels, h and w an eighth of the picture's, t text tokens (77 + T5's), e = 4096 text
+width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.models.sd3.files import LAYOUT, bundled_configs
+from simpletune.models.sd3.flops import sd3_flops
+from simpletune.models.sd3.lora_names import LAYOUTS
+from simpletune.models.sd3.shapes import (
+    BUNDLED,
+    SD3_MEDIUM,
+    bundled_transformer,
+    is_conditioning,
+    parameter_shapes,
+    unit_names,
+)
+from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.family_facts import Attention, DiffusersNames, Licence, TextRegion
+from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.lora_names import Layout
+from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.single_file import FileLayout
+from simpletune.system.options import plural
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.models.sd3.text import SD3Prompts
+    from simpletune.models.shared.prompts import Encoder
+    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.weights import TensorSource
+
+CLIP_TOKENS = 77
+STABILITY_LICENCE = "stabilityai-ai-community"
+MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
+
+
+class SD3(Family):
+    """Stable Diffusion 3 Medium, 3.5 Medium and Large, from a folder in diffusers' layout, a single file or the Hub."""
+
+    family: Literal["sd3"] = "sd3"
+    """Stable Diffusion 3 (MMDiT)."""
+    pretrained: Annotated[str, Field(min_length=1)] = SD3_MEDIUM
+    """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sd3."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
+    transformer: str | None = None
+    """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
+    vae: str | None = None
+    """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+    text_encoders: str | None = None
+    """Folder or Hub name of a pipeline with tokenizers and text encoders; a single file's own encoders take
+    precedence."""
+    t5: bool = True
+    """Use the T5 text encoder. Without it, zeros replace its embeddings, which saves a download of 9.5 GB."""
+    t5_length: Annotated[int, Field(ge=1, le=512)] = 256
+    """Length of the T5 prompt in tokens; 77 to 256 are common."""
+    t5_cached: Literal["plain", "int8"] = "plain"
+    """Type of T5's embeddings in the cache. plain: that of the encoders, 2.0 MiB for 256 tokens; int8: a byte a number
+    and a scale for each 64 of them, 1.06 MiB. int8 changes the embeddings by 0.6% or more (docs/sharded_cache.md), in
+    training and in drawing."""
+
+    title: ClassVar[str] = "SD3"
+    denoiser: ClassVar[str] = "transformer"
+    part_titles: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIP-L",
+        "text_encoder_2": "CLIP-G",
+        "text_encoder_3": "T5",
+        "vae": "autoencoder (VAE)",
+    }
+    layout: ClassVar[FileLayout] = LAYOUT
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
+    multiple: ClassVar[int] = 16
+    resolution: ClassVar[int] = 1024
+    guidance: ClassVar[float] = 4.5
+    objective: ClassVar[str] = "flow"
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
+        "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
+    )
+    clip_encoders: ClassVar[Sequence[str]] = ("clip_l", "clip_g")
+    has_modulation: ClassVar[bool] = True
+    ends_with_feed_forward: ClassVar[bool] = True
+    shards: ClassVar[bool] = True
+
+    def part_names(self) -> list[str]:
+        """Return the names of all parts that the model needs."""
+        suffixes = ("", "_2", "_3") if self.t5 else ("", "_2")
+        text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
+        return ["scheduler", "transformer", "vae", *text]
+
+    def bundled(self, part: str) -> ModelConfig | None:
+        """Return SD3 Medium's configuration of a part other than transformer and tokenizers; SD3.5 shares it."""
+        return bundled_configs().get(part)
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """Return the transformer's configuration for a Hub name of SD3 or SD3.5; None for other names."""
+        return bundled_transformer(hub_name) if hub_name in BUNDLED else None
+
+    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
+        """Return the shapes of the transformer's parameters."""
+        return parameter_shapes(config)
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """List the blocks."""
+        return unit_names(names)
+
+    @property
+    def largest_side(self) -> int:
+        """Return the longest side, in pixels, that the transformer has positions for."""
+        config = self.known_config()
+        return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * DOWNSAMPLING
+
+    @property
+    def text_tokens(self) -> int:
+        """Return the number of text tokens that the transformer sees: CLIP's, then T5's."""
+        return CLIP_TOKENS + self.t5_length
+
+    @property
+    def text_width(self) -> int:
+        """e."""
+        return int(self.known_config()["joint_attention_dim"])
+
+    @property
+    def pooled_width(self) -> int:
+        """p."""
+        return int(self.known_config()["pooled_projection_dim"])
+
+    def image_tokens(self, size: Size) -> int:
+        """Return the number of image tokens of a picture."""
+        pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
+        return math.prod(side // pixels for side in size)
+
+    def attentions(self, size: Size) -> Sequence[Attention]:
+        """List joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
+        config, image = self.known_config(), self.image_tokens(size)
+        heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
+        both = (joint, image) if config.get("dual_attention_layers") else (joint,)
+        return [Attention(heads, tokens, tokens, width) for tokens in both]
+
+    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch."""
+        return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """Return Stability AI's community licence."""
+        if not hub_name.startswith("stabilityai/stable-diffusion-3"):
+            return None
+        link = MEDIUM_LICENCE if hub_name == SD3_MEDIUM else f"https://huggingface.co/{hub_name}/blob/main/LICENSE.md"
+        return {"license": "other", "license_name": STABILITY_LICENCE, "license_link": link}
+
+    def pipeline_arguments(self) -> dict[str, str]:
+        """Leave out T5 if it is not in use."""
+        return {} if self.t5 else {"text_encoder_3": "None", "tokenizer_3": "None"}
+
+    def call_arguments(self) -> dict[str, object]:
+        """Return the length of T5's prompt."""
+        return {"max_sequence_length": self.t5_length}
+
+    def is_conditioning(self, module: str) -> bool:
+        """Whether a module only serves to compute modulations."""
+        return is_conditioning(module)
+
+    def empty_model(self, config: ModelConfig) -> Transformer:
+        """Build the transformer on the meta device."""
+        from simpletune.models.sd3.transformer import empty_transformer
+
+        return empty_transformer(config)
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
+        """Return random weights, with the folder's position table."""
+        from simpletune.models.sd3.transformer import RandomTensors
+
+        return RandomTensors(config, seed, folder)
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights."""
+        from simpletune.models.sd3.transformer import empty_tensors
+
+        return empty_tensors(config)
+
+    def fit_to(
+        self, model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype
+    ) -> None:
+        """Crop the position table."""
+        from simpletune.models.sd3.transformer import crop_to
+
+        crop_to(model, sizes, whole, dtype)
+
+    def describe_text(self) -> str:
+        """Describe the text encoders in use."""
+        return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
+
+    def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole position table."""
+        from simpletune.models.sd3.positions import whole_positions
+
+        return whole_positions(model)
+
+    def encoders(self) -> tuple[Encoder, ...]:
+        """Return CLIP-L, CLIP-G and, if in use, T5."""
+        from simpletune.models.shared.prompts import Encoder
+
+        clip = Encoder("clip_l", "tokenizer", "text_encoder"), Encoder("clip_g", "tokenizer_2", "text_encoder_2")
+        packed = self.t5_cached == "int8"
+        t5 = Encoder("t5", "tokenizer_3", "text_encoder_3", self.t5_length, is_t5=True, packed=packed)
+        return (*clip, t5) if self.t5 else clip
+
+    def empty_clip(self, config: ModelConfig) -> nn.Module:
+        """Build CLIP-L or CLIP-G, which have a projection."""
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+        return CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
+
+    def clip_outputs(
+        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Return the penultimate hidden states and pooled embeddings."""
+        from simpletune.models.sd3.text import clip_outputs
+
+        return clip_outputs(model, ids, device, batch_size)
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """Return the penultimate hidden state and the pooled embedding."""
+        from simpletune.models.sd3.text import clip_output
+
+        return clip_output(model, ids)
+
+    def text_regions(self) -> dict[str, TextRegion]:
+        """CLIP-L and CLIP-G side by side, T5 after them."""
+        clip_l, clip_g = (self.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
+        width, pooled = int(clip_l["hidden_size"]), int(clip_l["projection_dim"])
+        found = {
+            "clip_l": TextRegion("text_encoder", width, 0, (0, pooled)),
+            "clip_g": TextRegion(
+                "text_encoder_2", int(clip_g["hidden_size"]), width, (pooled, int(clip_g["projection_dim"]))
+            ),
+        }
+        return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
+
+    def prompts(self, dtype: torch.dtype) -> SD3Prompts:
+        """Return the text encoders; each is loaded on demand."""
+        from simpletune.models.sd3.text import SD3Prompts
+
+        return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
+
+    def predict(
+        self,
+        model: nn.Module,
+        z_t: Tensor,  # [b, c, h, w]
+        time: Tensor,  # [b], fp32: 1000 sigma
+        prompt_embeds: Tensor,  # [b, t, e]
+        pooled: Tensor,  # [b, p]; with a modulation plan, its rows [b, m]
+        dtype: torch.dtype,
+    ) -> Tensor:  # [b, c, h, w]
+        """Predict the velocity at z_t.
+
+        Args:
+            dtype: the type of the activations.
+        """
+        return model(
+            hidden_states=z_t.to(dtype),
+            timestep=time,
+            encoder_hidden_states=prompt_embeds.to(dtype),
+            pooled_projections=pooled.to(dtype),
+            return_dict=False,
+        )[0]

@@ -1,0 +1,66 @@
+"""Crop the position table to the pictures that a run sees.
+
+SD3 adds a fixed table of position embeddings to the image tokens: a square with ``pos_embed_max_size`` patches per
+side, of which a picture of h x w patches uses the central h x w rows. SD3 Medium's is 192 x 192 x 1536 (216 MiB in
+fp32, 108 in bf16), and a picture of 1024 px uses its central 64 x 64 (12 MiB in bf16).
+
+Shapes: s and S patches per side of the cropped and the whole table, e hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.models.shared.buckets import STEP, Size
+
+TABLE = "pos_embed.pos_embed"
+
+
+def side_for(sizes: Iterable[Size], whole: int) -> int:
+    """Return the patches per side of the smallest central square that gives every size the same rows as the whole
+    table.
+
+    The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
+    removes as many rows above as below, so s and S must have the same parity.
+
+    Args:
+        sizes: (width, height) of pictures in pixels; the result is S if one is larger than the table.
+        whole: S.
+    """
+    side = max(max(size) // STEP for size in sizes)
+    return min(side + (whole - side) % 2, whole)
+
+
+def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], Tensor]) -> None:
+    """Crop a patch embedder's table in place to what pictures of these sizes need, with identical results.
+
+    Args:
+        embed: diffusers' ``PatchEmbed`` with its table [1, S * S, e].
+        sizes: (width, height) of pictures in pixels; diffusers refuses larger ones afterwards.
+        whole: reads the whole table again, for an export.
+    """
+    old, table = int(embed.pos_embed_max_size), embed.pos_embed  # type: ignore[arg-type]
+    assert isinstance(table, Tensor)
+    side = side_for(sizes, old)
+    if side == old:
+        return
+    cut = slice((old - side) // 2, (old - side) // 2 + side)
+    embed.pos_embed = table.view(1, old, old, -1)[:, cut, cut].reshape(1, side * side, -1)
+    embed.pos_embed_max_size = side  # type: ignore[assignment]
+    embed.whole_table = whole  # type: ignore[assignment]
+
+
+def whole_positions(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole table [1, S * S, e] by name, read again from the model's source; empty if it was not cropped.
+
+    Args:
+        model: the denoiser.
+    """
+    embed = getattr(model, "pos_embed", None)
+    if embed is None or not hasattr(embed, "whole_table"):
+        return {}
+    with torch.no_grad():
+        return {TABLE: embed.whole_table()}

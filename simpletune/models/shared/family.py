@@ -1,0 +1,243 @@
+"""The base class of model families: where a model's parts come from, how they load, how pictures become latents.
+
+A family is an option (a member of the union ``model``) that answers questions with data and pure functions. Levers ask
+it for units, shapes and capabilities, never for its name.
+
+Shapes: b samples, c latent channels, h and w an eighth of the picture's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletune.models.shared import sources
+from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.shared.family_facts import FamilyFacts
+from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
+from simpletune.models.shared.parts import Part, load_autoencoder, loading, use_tiles
+from simpletune.system.hub.fetch import fetch, is_hub_name
+from simpletune.system.options import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.engine.quant.precision import WeightPrecision
+    from simpletune.models.objectives.objective import TrainingObjective
+    from simpletune.models.objectives.solvers import Solver
+    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.weights import TensorSource
+
+OnHost = Callable[[str], bool]
+
+
+class Family(FamilyFacts):
+    """A model family: everything that follows from the facts its members state."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Find missing parts and unreadable files without building or downloading anything."""
+        yield from sources.problems(self)
+
+    def part(self, name: str) -> Part:
+        """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
+
+        Raises:
+            UserError: it is missing, or cannot be downloaded.
+        """
+        return sources.locate(self, name)
+
+    def known_part(self, name: str) -> Part:
+        """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
+        value = sources.provider(self, name)[1]
+        if value is not None and self.bundled_config(value) is not None and self.bundled(name) is not None:
+            return Part(name, None, bundled=self.bundled(name))
+        return self.part(name)
+
+    def fetch(self) -> None:
+        """Download every part that comes from the Hub, after checking the free disk space.
+
+        Raises:
+            UserError: the parts do not fit on the disk, or cannot be downloaded.
+        """
+        fetch(sources.hub_parts(self))
+
+    @property
+    def weights_from(self) -> str:
+        """Where the trained model comes from: a folder, a file or a Hub name."""
+        return getattr(self, self.denoiser) or self.pretrained
+
+    def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
+        """The trained model's ``config.json``.
+
+        Args:
+            fetch: whether to query the Hub. If not, returns a bundled configuration, or None for another Hub name.
+        """
+        name = self.weights_from
+        if not fetch and is_hub_name(name):
+            return self.bundled_config(name)
+        part = self.part(self.denoiser)
+        return part.config() if part.file is None else part.single_file().denoiser_config
+
+    def known_config(self) -> ModelConfig:
+        """The trained model's ``config.json``, downloaded only if it is not available locally."""
+        config = self.denoiser_config(fetch=False) or self.denoiser_config()
+        assert config is not None
+        return config
+
+    def scheduler_config(self) -> ModelConfig:
+        """The scheduler's configuration."""
+        return self.known_part("scheduler").config()
+
+    def is_schedule_known(self) -> bool:
+        """Whether ``scheduler_config`` needs no download."""
+        value = sources.provider(self, "scheduler")[1]
+        return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
+
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+        """A new solver for a drawing of ``steps`` steps without the first, noisiest ``skipped`` of them.
+
+        Args:
+            objective: what the weights were trained with.
+
+        Raises:
+            UserError: the scheduler's configuration is damaged, or does not fit the objective.
+        """
+        part = self.part("scheduler")
+        with loading(part):
+            return objective.solver(part.config(), steps, skipped)
+
+    def shapes(self, fetch: bool = True) -> Shapes | None:
+        """The shapes of the trained model's parameters, without torch; None if that needs a download."""
+        config = self.denoiser_config(fetch)
+        return None if config is None else self.shapes_of(config)
+
+    def known_shapes(self) -> dict[str, Shape]:
+        """The shapes of the trained model's parameters, with a download if necessary."""
+        return self.shapes_of(self.known_config())
+
+    def units(self) -> tuple[str, ...]:
+        """The names of the units (see ``units_among``)."""
+        return self.units_among(self.known_shapes())
+
+    def blocks(self) -> int:
+        """The number of units."""
+        return len(self.units())
+
+    def parameter_count(self) -> int:
+        """The number of the trained model's parameters before quantisation."""
+        return sum(math.prod(shape) for shape in self.known_shapes().values())
+
+    @property
+    def latent_channels(self) -> int:
+        """c, the channels of a latent."""
+        return int(self.known_config()["in_channels"])
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(c, h, w) of the latents of a picture whose size is given in pixels."""
+        return self.latent_channels, height // DOWNSAMPLING, width // DOWNSAMPLING
+
+    def load_transformer(
+        self,
+        precision: WeightPrecision,
+        device: torch.device,
+        seed: int = 0,
+        on_host: OnHost = lambda name: False,
+        sizes: Collection[Size] | None = None,
+        cache: Path | None = None,
+    ) -> Transformer:
+        """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
+
+        Args:
+            precision: the weight precision.
+            device: the target device.
+            seed: seeds random weights (``init: random``).
+            on_host: whether the module of a given name stays in host memory.
+            sizes: (width, height) in pixels of all pictures it will see, for ``fit_to``; None keeps the whole model.
+            cache: the root folder of the cache for the quantised base; None disables caching.
+
+        Raises:
+            UserError: weights are missing or do not match the config.
+        """
+        from simpletune.models.shared.fp16_blocks import watch_fp16
+        from simpletune.models.shared.quantised_cache import QuantisedBase
+        from simpletune.models.shared.weights import fill, open_tensors
+
+        config, part = self.known_config(), self.part(self.denoiser)
+
+        def tensors() -> TensorSource:
+            random = self.init == "random"
+            return self.random_tensors(config, seed, part.folder) if random else open_tensors(part)
+
+        def fresh() -> Transformer:
+            return fill(self.empty_model(config), tensors(), precision, device, on_host, part.place)
+
+        if cache is None or self.init == "random" or not precision.cacheable:
+            model = fresh()
+        else:
+            cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device)
+            model = cached.load(on_host) or cached.make(on_host, fresh)
+        if sizes is not None:
+            self.fit_to(model, sizes, tensors, precision.base_dtype())
+        return watch_fp16(model, precision.product_dtype())
+
+    def empty_transformer(
+        self,
+        precision: WeightPrecision,
+        device: torch.device,
+        on_host: OnHost = lambda name: False,
+        sizes: Collection[Size] | None = None,
+    ) -> Transformer:
+        """Build the model as ``load_transformer`` does, with uninitialised weights; needs only the config.
+
+        Takes no memory under fake tensors, and otherwise as much as the real one.
+        """
+        from simpletune.models.shared.fp16_blocks import watch_fp16
+        from simpletune.models.shared.weights import fill
+
+        config = self.known_config()
+        model = fill(self.empty_model(config), self.empty_tensors(config), precision, device, on_host)
+        if sizes is not None:
+            self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.base_dtype())
+        return watch_fp16(model, precision.product_dtype())
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
+        """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny).
+
+        Args:
+            device: the target device.
+            dtype: the type of its weights.
+            tile: side in pixels of the tiles for larger pictures (AutoencoderKL only); None disables tiling.
+        """
+        vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
+        if tile is not None:
+            use_tiles(vae, tile)
+        return vae
+
+    def vae_fingerprint(self) -> str:
+        """A short hash of the autoencoder's content."""
+        return self.part("vae").fingerprint()
+
+    def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Encode pictures [b, 3, 8h, 8w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, shifted, scaled.
+
+        Args:
+            noise: normal noise [b, c, h, w]; if given, samples the posterior instead of taking its mode.
+        """
+        output = vae.encode(pixels.to(vae.dtype))
+        if not hasattr(output, "latent_dist"):
+            raw = output.latents
+        elif noise is None:
+            raw = output.latent_dist.mode()
+        else:
+            raw = output.latent_dist.mean + output.latent_dist.std * noise.to(vae.dtype)
+        return (raw.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+    def decode_latents(self, vae: Any, z: Tensor) -> Tensor:
+        """Decode latents [b, c, h, w] to fp32 pictures [b, 3, 8h, 8w] in 0..1."""
+        raw = z.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        pixels = vae.decode(raw.to(vae.dtype), return_dict=False)[0]
+        return (pixels.float() / 2 + 0.5).clamp(0, 1)

@@ -1,0 +1,298 @@
+"""What a model family must state: data and pure functions, on which everything else builds.
+
+Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e text width, p pooled width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
+
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.lora_names import Layout
+from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.single_file import FileLayout
+from simpletune.system.options import Option
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from simpletune.models.shared.prompts import Encoder, Prompts
+    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.weights import TensorSource
+
+
+class Attention(NamedTuple):
+    """One shape of attention in the trained model, which has no mask and no dropout.
+
+    Args:
+        heads: the number of heads.
+        queries: tokens that attend.
+        keys: tokens that are attended to.
+        width: the width of a head.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+
+
+class Licence(TypedDict, total=False):
+    """Licence fields of a model card's front matter, with the Hub's names."""
+
+    license: str
+    license_name: str
+    license_link: str
+
+
+class DiffusersNames(NamedTuple):
+    """What diffusers calls a family's classes.
+
+    Args:
+        model: the class of the trained model.
+        pipeline: the class of its pipeline.
+        tag: the Hub's tag of the family.
+    """
+
+    model: str
+    pipeline: str
+    tag: str
+
+
+class TextRegion(NamedTuple):
+    """Where one text encoder's output is in a prompt's embeddings.
+
+    Args:
+        part: the part with its weights.
+        width: the width of its output.
+        column: its first column.
+        pooled: its first column and its width in the pooled embedding; None: it has no pooled output.
+        last: its tokens are the last ones, after those of the CLIP encoders, which share the first.
+    """
+
+    part: str
+    width: int
+    column: int = 0
+    pooled: tuple[int, int] | None = None
+    last: bool = False
+
+
+class FamilyFacts(Option):
+    """What every model family states. Members declare the fields below and override what raises NotImplementedError."""
+
+    if TYPE_CHECKING:  # every member declares them, so that its tag comes first in JSON
+        family: str
+        pretrained: str
+        revision: str | None
+        init: str
+        vae: str | None
+        text_encoders: str | None
+
+    title: ClassVar[str]
+    """The family's name for messages."""
+    denoiser: ClassVar[str]
+    """The part that is trained, and the option that replaces it: ``transformer`` or ``unet``."""
+    part_titles: ClassVar[Mapping[str, str]]
+    """The names of text encoders and autoencoder for messages, by part."""
+    layout: ClassVar[FileLayout]
+    """The layout of the family's single files."""
+    lora: ClassVar[Sequence[Layout]]
+    """The layouts of the family's LoRA files. A run's result has the first; the last has bare names."""
+    multiple: ClassVar[int]
+    """Sides of pictures are multiples of this, in pixels."""
+    resolution: ClassVar[int]
+    """The default of ``data.resolution``, in pixels."""
+    guidance: ClassVar[float]
+    """The default of ``validation.guidance``."""
+    objective: ClassVar[str]
+    """The ``name`` of the objective that the pretrained models were trained with."""
+    diffusers: ClassVar[DiffusersNames]
+    """The names of diffusers' classes."""
+    scheduler_tells: ClassVar[bool] = False
+    """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
+    clip_encoders: ClassVar[Sequence[str]]
+    """The names of its CLIP text encoders."""
+    has_modulation: ClassVar[bool] = False
+    """Whether ``memory.modulation`` plan applies."""
+    ends_with_feed_forward: ClassVar[bool] = False
+    """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
+    recomputation may then omit the networks where modulations carry no gradient."""
+    shards: ClassVar[bool] = False
+    """Whether processes may divide the weights of its models among them."""
+
+    # What a family must state
+
+    def part_names(self) -> list[str]:
+        """The names of all parts that the model needs."""
+        raise NotImplementedError
+
+    def bundled(self, part: str) -> ModelConfig | None:
+        """The shipped configuration of a part that a single file stores without one; None if there is none."""
+        raise NotImplementedError
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
+        raise NotImplementedError
+
+    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
+        """The shapes of the trained model's parameters, in the order of the forward pass, without torch."""
+        raise NotImplementedError
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """The modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward pass.
+
+        Args:
+            names: the names of the parameters, as ``shapes`` gives them.
+        """
+        raise NotImplementedError
+
+    @property
+    def text_tokens(self) -> int:
+        """t, the number of text tokens that the trained model sees."""
+        raise NotImplementedError
+
+    @property
+    def text_width(self) -> int:
+        """e, the width of a text token."""
+        raise NotImplementedError
+
+    @property
+    def pooled_width(self) -> int:
+        """p, the width of the pooled prompt; 0 for a family without one."""
+        raise NotImplementedError
+
+    @property
+    def largest_side(self) -> int:
+        """The longest side that the model can process, in pixels."""
+        raise NotImplementedError
+
+    def image_tokens(self, size: Size) -> int:
+        """The number of image tokens of a picture at the model's highest resolution.
+
+        Args:
+            size: (width, height) in pixels.
+        """
+        raise NotImplementedError
+
+    def attentions(self, size: Size) -> Sequence[Attention]:
+        """The distinct shapes of attention for a picture, largest first."""
+        raise NotImplementedError
+
+    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch.
+
+        Args:
+            trained: the trained parameters.
+            size: (width, height) of the pictures in pixels.
+            batch: b.
+            checkpointed: how many units, from the first, are recomputed in the backward pass.
+        """
+        raise NotImplementedError
+
+    def empty_model(self, config: ModelConfig) -> Transformer:
+        """Build the trained model with all tensors on the meta device, its units set."""
+        raise NotImplementedError
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
+        """Random weights, a function of the seed and each tensor's name.
+
+        Args:
+            folder: the folder of the configuration, which may contain constants.
+        """
+        raise NotImplementedError
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights."""
+        raise NotImplementedError
+
+    def describe_text(self) -> str:
+        """Say which text encoders are in use, for ``check``."""
+        raise NotImplementedError
+
+    def encoders(self) -> Sequence[Encoder]:
+        """The text encoders in use."""
+        raise NotImplementedError
+
+    def empty_clip(self, config: ModelConfig) -> nn.Module:
+        """Build a CLIP encoder of the family's class, with uninitialised weights.
+
+        Args:
+            config: the encoder's ``config.json``.
+        """
+        raise NotImplementedError
+
+    def clip_outputs(
+        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Run a CLIP encoder as ``prompts`` does, on each row of the token ids [n, L]."""
+        raise NotImplementedError
+
+    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        """Run a CLIP encoder once over the ids [b, L] of a batch, with gradients: ``hidden`` [b, L, width], and where
+        ``text_regions`` has one ``pooled`` [b, width]."""
+        raise NotImplementedError
+
+    def text_regions(self) -> Mapping[str, TextRegion]:
+        """Where the output of each text encoder in use lies in a prompt's embeddings."""
+        raise NotImplementedError
+
+    def prompts(self, dtype: torch.dtype) -> Prompts:
+        """The text side; each encoder is loaded on demand."""
+        raise NotImplementedError
+
+    def predict(
+        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Predict the objective's target [b, c, h, w] at z_t.
+
+        Args:
+            model: the trained model.
+            z_t: [b, c, h, w].
+            time: the timestep that the model receives [b], fp32, by the objective.
+            prompt_embeds: [b, t, e].
+            pooled: [b, p]; with a modulation plan, its rows.
+            dtype: the type of the activations.
+        """
+        raise NotImplementedError
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        """The licence of a known Hub name, as fields of a model card; None for another."""
+        raise NotImplementedError
+
+    # What a family may override
+
+    def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole tensors behind those that ``fit_to`` has reduced, by name, for an export."""
+        return {}
+
+    def pipeline_arguments(self) -> dict[str, str]:
+        """Arguments of diffusers' ``from_pretrained`` that this model needs, as Python."""
+        return {}
+
+    def call_arguments(self) -> dict[str, object]:
+        """Arguments for diffusers' pipeline, besides every family's, that make it draw as this model does."""
+        return {}
+
+    @property
+    def text_example(self) -> str:
+        """A Hub name with tokenizers and text encoders for this model, for messages."""
+        return str(type(self).model_fields["pretrained"].default)
+
+    def is_conditioning(self, module: str) -> bool:
+        """Whether a module serves only to compute modulations, which ``memory.modulation`` plan computes ahead."""
+        return False
+
+    def fit_to(
+        self, model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype
+    ) -> None:
+        """Reduce a loaded model in place to what pictures of these sizes need (``memory.crop_positions``).
+
+        Args:
+            sizes: (width, height) of the pictures in pixels.
+            whole: opens the tensors again, for an export.
+            dtype: the type of unquantised weights.
+        """

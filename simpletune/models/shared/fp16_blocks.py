@@ -1,0 +1,233 @@
+"""Compute a transformer's blocks in fp16, except those whose activations overflow, in fp32.
+
+fp16 ends at 65504. A pass of a block sets the block's flag on the device if its inputs are finite and its outputs are
+not. The host reads the flags late and decides which blocks compute in fp32 from then on; such a block keeps its weights
+as they are, widens them for each pass, and passes its outputs on in fp32. A block in fp16 narrows its inputs, so it
+flags itself if they exceed fp16.
+
+Shapes: b samples, n tokens, d width; c channels, h and w of a UNet's features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from simpletune.models.shared.transformer import Transformer, units_of
+from simpletune.system.console import say
+from simpletune.system.options import plural
+
+T = TypeVar("T")
+TOKENS = 3  # dimensions of [b, n, d]; latents have more, [b, c, h, w]
+
+
+class BlockPass:
+    """The forward pass of one block, in fp16 or fp32.
+
+    Args:
+        blocks: the transformer's blocks.
+        index: the block's index.
+        block: the block, whose forward pass is replaced.
+    """
+
+    def __init__(self, blocks: Fp16Blocks, index: int, block: nn.Module):
+        self._blocks, self._index, self._block = blocks, index, block
+        self.plain = self.fast = block.forward  # fast: may be compiled
+        block.forward = self._forward()
+
+    def _forward(self) -> Callable[..., object]:
+        @functools.wraps(self.plain)  # checkpointing needs its signature
+        def forward(*args: object, **kwargs: object) -> object:
+            if self._index in self._blocks.wide:
+                return in_fp32(self._block, self.plain, args, kwargs)
+            narrow, named = tuple(map(_narrowed, args)), {name: _narrowed(value) for name, value in kwargs.items()}
+            result = self.fast(*narrow, **named)
+            self._blocks.watch(self._index, (*args, *kwargs.values()), result)
+            return result
+
+        forward.block_pass = self  # type: ignore[attr-defined]
+        return forward
+
+
+class Fp16Blocks:
+    """Watches the blocks of a transformer that computes in fp16, and switches those that overflow to fp32.
+
+    Args:
+        transformer: changed in place, before anything else wraps its blocks.
+    """
+
+    def __init__(self, transformer: Transformer):
+        self.wide: frozenset[int] = frozenset()
+        """The blocks that compute in fp32."""
+        self.drawn_wide: frozenset[int] = frozenset()
+        """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
+        blocks = units_of(transformer)
+        self.count = len(blocks)
+        self._flags: Tensor | None = None
+        for index, block in enumerate(blocks):
+            BlockPass(self, index, block)
+        self._wrap_output(transformer.get_submodule(transformer.after_units))
+
+    def _wrap_output(self, norm_out: nn.Module) -> None:
+        """Let the output norm accept fp32 from a last block in fp32; normalised activations fit into fp16 again."""
+        plain = norm_out.forward
+
+        def forward(x: Tensor, *condition: Tensor) -> Tensor:  # [b, n, d] and [b, m], or [b, c, h, w]
+            if x.dtype != torch.float32:
+                return plain(x, *condition)
+            result: Tensor = in_fp32(norm_out, plain, (x, *condition), {})
+            return result.half()
+
+        norm_out.forward = forward
+
+    @torch.no_grad()
+    def watch(self, index: int, before: Sequence[object], after: Sequence[object]) -> None:
+        """Set a block's flag if its inputs are finite and its outputs are not. Reads nothing from the device."""
+        inputs, outputs = list(_floating(before)), list(_floating(after))
+        with torch.autocast(outputs[0].device.type, enabled=False):  # which would convert whole tensors
+            own = _finite(inputs) & ~_finite(outputs)
+        self.flags(outputs[0].device)[index].logical_or_(own)
+
+    def flags(self, device: torch.device) -> Tensor:  # bool [blocks]
+        """Which blocks have overflowed since the last ``clear``, on the device."""
+        if self._flags is None or self._flags.device != device:
+            self._flags = torch.zeros(self.count, dtype=torch.bool, device=device)
+        return self._flags
+
+    def clear(self) -> None:
+        """Reset the flags, on the device."""
+        if self._flags is not None:
+            self._flags.zero_()
+
+    def finite(self, compute: Callable[[], T]) -> T:
+        """Run passes outside of training; repeat them with the blocks that overflowed in fp32. Reads from the device.
+
+        Args:
+            compute: the passes; must not depend on how often it is called.
+        """
+        training = self.wide
+        try:
+            while True:
+                self.wide = training | self.drawn_wide
+                self.clear()
+                result = compute()
+                new = frozenset(self._read()) - self.wide
+                if not new:
+                    return result
+                self.drawn_wide |= new
+                say(f"fp16    {in_words(new)} outside of training: repeated with fp32 there")
+        finally:
+            self.wide = training
+            self.clear()
+
+    def _read(self) -> list[int]:
+        """The flagged blocks."""
+        if self._flags is None or isinstance(self._flags, FakeTensor):
+            return []
+        return flagged(self._flags.tolist())
+
+
+def flagged(flags: Sequence[float]) -> list[int]:
+    """The indices of the flags that are set."""
+    return [index for index, flag in enumerate(flags) if flag]
+
+
+def in_words(blocks: Sequence[int] | frozenset[int]) -> str:
+    """Say which blocks overflowed."""
+    listed = ", ".join(str(index) for index in sorted(blocks))
+    return f"{plural(len(blocks), 'block overflows', 'blocks overflow')} fp16 ({listed})"
+
+
+def watch_fp16(transformer: Transformer, dtype: torch.dtype) -> Transformer:
+    """Watch a loaded transformer if its products are in fp16.
+
+    Args:
+        transformer: changed in place, before anything else wraps its blocks.
+        dtype: the type of its products.
+    """
+    if dtype == torch.float16:
+        transformer.fp16_blocks = Fp16Blocks(transformer)  # type: ignore[assignment]
+    return transformer
+
+
+def fp16_blocks_of(transformer: nn.Module) -> Fp16Blocks | None:
+    """The watched blocks of a transformer; None if it computes in another type."""
+    found = transformer.__dict__.get("fp16_blocks")
+    return found if isinstance(found, Fp16Blocks) else None
+
+
+def block_pass_of(block: nn.Module) -> BlockPass | None:
+    """The pass of a watched block; None for another block."""
+    found = getattr(block.forward, "block_pass", None)
+    return found if isinstance(found, BlockPass) else None
+
+
+def finite_passes(transformer: nn.Module, compute: Callable[[], T]) -> T:
+    """Run passes outside of training so that no block overflows (see ``Fp16Blocks.finite``)."""
+    blocks = fp16_blocks_of(transformer)
+    return compute() if blocks is None else blocks.finite(compute)
+
+
+def in_fp32(
+    module: nn.Module, forward: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:
+    """Run a module's forward pass in fp32 on widened inputs, with its frozen 16-bit weights widened for this pass."""
+    wide, named = tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
+    device = next(_floating((*wide, *named.values()))).device
+    with torch.autocast(device.type, enabled=False), _wide_weights(module):
+        return forward(*wide, **named)
+
+
+@contextmanager
+def _wide_weights(module: nn.Module) -> Iterator[None]:
+    """Replace frozen 16-bit parameters by fp32 copies in this context. Quantised weights stay, because their layers
+    unpack them to the inputs' type; the adapter's stay, because its products are in the activations' type."""
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.requires_grad and parameter.dtype == torch.float16:
+                replaced.append((part._parameters, name, parameter))
+    try:
+        for own, name, parameter in replaced:
+            own[name] = _wide_parameter(parameter)
+        yield
+    finally:
+        for own, name, parameter in replaced:
+            own[name] = parameter
+
+
+def _wide_parameter(parameter: nn.Parameter) -> Tensor:
+    """A frozen parameter in fp32. Of quanto's tensors, converts only the scales, which determine the product's type."""
+    if type(parameter.data) is Tensor or isinstance(parameter.data, FakeTensor):
+        return parameter.detach().float()
+    from optimum.quanto import WeightQBytesTensor
+
+    q: Any = parameter.detach()
+    wide: Tensor = WeightQBytesTensor(q.qtype, q.axis, q.size(), q.stride(), q._data, q._scale.float(), None)
+    return wide
+
+
+def _finite(tensors: Sequence[Tensor]) -> Tensor:  # bool []
+    """Whether all tensors are finite, on their device; a maximum needs no temporary copy."""
+    return torch.stack([torch.linalg.vector_norm(t, math.inf).float() for t in tensors]).isfinite().all()
+
+
+def _floating(values: Sequence[object]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+
+
+def _narrowed(value: object) -> object:
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() >= TOKENS:
+        return value.half()
+    return value
+
+
+def _widened(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

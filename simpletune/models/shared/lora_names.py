@@ -1,0 +1,99 @@
+"""A model family's facts about LoRA: named targets, and the names of its denoiser's layers in LoRA files.
+
+A key in a file consists of a prefix, a module and a role. Layouts differ in all three: diffusers' names or the original
+ones, with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, in the header, or missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+DOWN, UP, ALPHA = "down", "up", "alpha"
+MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
+DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
+OFT_BLOCKS = "oft_blocks"
+
+
+class LoraNames:
+    """The names of one family's layers. A family extends this class once, in its own folder."""
+
+    title: ClassVar[str]
+    """The family's name in messages."""
+    denoiser: ClassVar[str]
+    """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
+    targets: ClassVar[Mapping[str, re.Pattern[str]]]
+    """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
+    contexts: ClassVar[re.Pattern[str] | None] = None
+    """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
+    None: the family's attention reads both at once."""
+
+    def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
+        """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.
+
+        Args:
+            module: the name in the file, without the layout's prefix.
+            layout: the file's layout.
+        """
+        raise NotImplementedError
+
+    def original(self, layer: str) -> tuple[str, int | None]:
+        """The original module of one of diffusers' layers, and which third of it the layer is; None for all of it.
+
+        Raises:
+            KeyError: the family has no such layer.
+        """
+        raise NotImplementedError
+
+    def halves_swapped(self, layer: str, outputs: int, inputs: int) -> bool:
+        """Whether the halves of a layer's outputs have another order in the original layout."""
+        return False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The naming scheme of a kind of file.
+
+    Args:
+        name: its name in commands and messages.
+        prefix: the prefix of every key.
+        names: the family's names.
+        original: whether modules have the original names instead of diffusers'.
+        dots: whether module names contain dots rather than underscores.
+        peft: whether keys end in ``lora_A`` and ``lora_B`` rather than ``lora_down`` and ``lora_up``.
+        alpha: whether files state alpha in a tensor for each module.
+    """
+
+    name: str
+    prefix: str
+    names: LoraNames
+    original: bool = False
+    dots: bool = True
+    peft: bool = True
+    alpha: bool = False
+
+    @property
+    def down(self) -> str:
+        """Key ending of the first factor, [rank, inputs]."""
+        return "lora_A.weight" if self.peft else "lora_down.weight"
+
+    @property
+    def up(self) -> str:
+        """Key ending of the second factor, [outputs, rank]."""
+        return "lora_B.weight" if self.peft else "lora_up.weight"
+
+    def key(self, module: str, role: str) -> str:
+        """The key of a module's tensor; ``module`` contains dots. Factors of methods other than LoRA end in their
+        names."""
+        ending = {DOWN: self.down, UP: self.up}.get(role, role)
+        return f"{self.prefix}{self.spelt(module)}.{ending}"
+
+    def spelt(self, module: str) -> str:
+        """A module's name with this layout's separators; ``module`` contains dots."""
+        return module if self.dots else module.replace(".", "_")
+
+    def layers(self, module: str) -> tuple[str, ...]:
+        """Diffusers' names of the layers that a file's module (with its prefix) updates."""
+        return self.names.layers(module.removeprefix(self.prefix), self)

@@ -1,0 +1,242 @@
+"""Locate and load one part of a pipeline, from a folder in diffusers' layout or from a single file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpletune.models.shared.config_limits import read_config
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.single_file import FileLayout, SingleFile, open_file
+from simpletune.system.model_folder import fingerprint, weight_files
+from simpletune.system.options import UserError, shortened
+from simpletune.system.safetensors_file import read_header
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
+
+
+@dataclass(frozen=True)
+class Part:
+    """The location of a part's configuration and weights.
+
+    Args:
+        name: ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
+        folder: the folder of its files; None uses the bundled configuration.
+        file: the single file with the weights; None if they are in the folder.
+        layout: the layout of that file.
+        bundled: the configuration of a part without a folder, which ships with this package.
+    """
+
+    name: str
+    folder: Path | None
+    file: Path | None = None
+    layout: FileLayout | None = None
+    bundled: ModelConfig | None = None
+
+    @property
+    def place(self) -> str:
+        """The location of the weights, for messages."""
+        return f"{self.name} in {self.file}" if self.file else str(self.folder)
+
+    def single_file(self) -> SingleFile:
+        """The single file with the weights.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        assert self.file is not None and self.layout is not None
+        return open_file(self.file, self.layout)
+
+    def config(self) -> ModelConfig:
+        """The part's ``config.json`` (the scheduler's ``scheduler_config.json``), or the bundled one.
+
+        Raises:
+            UserError: it cannot be read, or contains a size beyond the limits.
+        """
+        if self.folder is None:
+            assert self.bundled is not None
+            return self.bundled
+        file = self.folder / ("scheduler_config.json" if self.name == "scheduler" else "config.json")
+        return read_config(file, self.name)
+
+    def fingerprint(self) -> str:
+        """A short hash of the part's configuration and weights."""
+        if self.file is None:
+            assert self.folder is not None
+            return fingerprint(self.folder)
+        import hashlib
+
+        config = json.dumps(self.config(), sort_keys=True)
+        return hashlib.sha256((config + self.single_file().fingerprint(self.name)).encode()).hexdigest()[:16]
+
+
+def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
+    """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
+
+    Raises:
+        UserError: it has another class, or its weights do not match its configuration.
+    """
+    import diffusers
+
+    config = part.config()
+    name = config.get("_class_name")
+    if name not in ("AutoencoderKL", "AutoencoderTiny"):
+        raise UserError(f"model.vae: {part.place} is a {name}; the model needs an AutoencoderKL or AutoencoderTiny")
+    from accelerate import init_empty_weights
+
+    if part.file is None:
+        kind = getattr(diffusers, name)
+        with loading(part):
+            with init_empty_weights():
+                expected = _shapes(kind.from_config(config).state_dict())
+            _require_weights(part, expected)
+            return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+    original = {LDM_VAE + key: tensor for key, tensor in part.single_file().read("vae").items()}
+    with init_empty_weights():
+        vae = diffusers.AutoencoderKL.from_config(config)
+    tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
+    require_tensor_shapes(part, _shapes(vae.state_dict()), _shapes(tensors))
+    vae.load_state_dict(tensors, assign=True)
+    return vae
+
+
+def use_tiles(vae: Any, pixels: int) -> None:
+    """Process pictures larger than a tile in blended tiles that overlap by a quarter (diffusers' tiling).
+
+    Leaves an AutoencoderTiny unchanged: diffusers' tiling of its encoder assumes 4 latent channels, and SD3 has 16.
+
+    Args:
+        vae: AutoencoderKL or AutoencoderTiny.
+        pixels: the side of a tile.
+    """
+    from diffusers import AutoencoderTiny
+
+    if isinstance(vae, AutoencoderTiny):
+        return
+    vae.enable_tiling()
+    vae.tile_sample_min_size = pixels
+    vae.tile_latent_min_size = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> Any:
+    """Load a CLIP text encoder on the CPU. (t5_layers.py loads T5 layer by layer.)
+
+    Copies the weights out of the memory-mapped file: a matrix-vector product selects its kernel by the weight's
+    alignment, so otherwise the last bits of an embedding would depend on the weight's offset in the file.
+
+    Args:
+        part: the part's location.
+        dtype: the type of its weights.
+        projected: whether it has a projection (CLIPTextModelWithProjection rather than CLIPTextModel).
+
+    Raises:
+        UserError: the weights do not match the configuration.
+    """
+    from accelerate import init_empty_weights
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    with loading(part), init_empty_weights():
+        config = CLIPTextConfig.from_dict(part.config())
+        expected = _shapes(kind(config).state_dict())
+    if part.file is None:
+        with loading(part):
+            _require_weights(part, expected, "" if projected else "text_model.")
+            return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
+    tensors = _clip_tensors(part)
+    require_tensor_shapes(part, expected, _shapes(tensors))
+    return _copied(kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Copy a model's parameters, one at a time, into aligned memory that torch allocates."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def _clip_tensors(part: Part) -> dict[str, Tensor]:
+    """Read a CLIP encoder's tensors under transformers' names, in the types they have on disk.
+
+    The original CLIP-L has no projection; use the identity, as diffusers and ComfyUI do.
+    """
+    import torch
+
+    file = part.single_file()
+    read = file.read(part.name)
+    if file.layout.text is not None:
+        return file.layout.text(read, part.config())
+    unused = ("position_ids", "logit_scale")
+    tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
+    if part.name == "text_encoder" and "text_projection.weight" not in tensors:
+        width = tensors["text_model.embeddings.token_embedding.weight"].shape[1]
+        tensors["text_projection.weight"] = torch.eye(width)
+    return tensors
+
+
+@contextmanager
+def loading(part: Part) -> Iterator[None]:
+    """Translate exceptions raised while a part is built or read.
+
+    Raises:
+        UserError: the part's files are damaged, or do not match each other.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    odd = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except (*odd, StrictDataclassError) as error:
+        said = str(error).strip().partition("\n")[0][:300]
+        raise UserError(
+            f"{part.place} cannot be loaded ({type(error).__name__}: {said}). Its files are damaged or do not match "
+            "each other. Download it again"
+        ) from error
+
+
+def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
+    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything.
+
+    Args:
+        prefix: a prefix that names may have in the file, but not in the model: transformers 5 no longer writes it.
+    """
+    assert part.folder is not None
+    headers = [read_header(file) for file in weight_files(part.folder)]
+    entries = [(name.removeprefix(prefix), entry) for header in headers for name, entry in header.items()]
+    found = {name: tuple(entry["shape"]) for name, entry in entries if name in expected}
+    require_tensor_shapes(part, expected, found)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the names and shapes in the file with those in the configuration.
+
+    Raises:
+        UserError: they differ.
+    """
+    missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    sized = [key for key in expected if key in found and found[key] != expected[key]]
+    kinds = {"missing": missing, "unexpected": odd, "wrong shape": sized}
+    listed = [f"{title}: {shortened(names)}" for title, names in kinds.items() if names]
+    if listed:
+        of_file = "Set model.text_encoders to a folder with the file's own configurations"
+        remedy = of_file if part.file else "Download it again"
+        raise UserError(
+            f"{part.place} does not match its configuration ({part.folder or 'bundled'}). {'; '.join(listed)}. {remedy}"
+        )

@@ -1,0 +1,223 @@
+"""Encode prompts with a family's text encoders, one encoder at a time; families extend ``Prompts``.
+
+Shapes: n prompts, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from simpletune.models.shared.parts import Part
+from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
+MAX_TOKENS = 4096  # of a CLIP encoder
+GROUP = 64  # numbers of a packed token with one scale
+BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder with the names of its parts in a pipeline's folder.
+
+    Args:
+        name: names its cache.
+        tokenizer: the part with its tokenizer.
+        model: the part with its weights.
+        length: tokens of a padded prompt; None: the tokenizer's maximum.
+        is_t5: whether it is a T5 encoder rather than a CLIP one.
+        packed: whether its hidden states are cached in int8.
+    """
+
+    name: str
+    tokenizer: str
+    model: str
+    length: int | None = None
+    is_t5: bool = False
+    packed: bool = False
+
+
+class Prompts:
+    """The text side of a pipeline. A family defines how an encoder runs and how its outputs are combined.
+
+    Args:
+        part: locates a part by its name.
+        encoders: the encoders in use.
+        dtype: the type of the encoders' weights and of the embeddings.
+    """
+
+    def __init__(self, part: Callable[[str], Part], encoders: tuple[Encoder, ...], dtype: torch.dtype):
+        self.part, self.encoders, self.dtype = part, encoders, dtype
+
+    def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Load an encoder and run it.
+
+        Args:
+            encoder: one of ``encoders``.
+            ids: token ids [n, L].
+            device: where it runs.
+            batch_size: prompts encoded together.
+
+        Yields:
+            For each prompt the tensors that ``assemble`` reads, without ``tokens``.
+        """
+        raise NotImplementedError
+
+    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Combine the encoders' outputs into one prompt's embeddings.
+
+        Args:
+            parts: ``encode``'s output by the encoder's name.
+
+        Returns:
+            prompt_embeds [t, e] and pooled [p]; p is 0 for a family without a pooled embedding.
+        """
+        raise NotImplementedError
+
+    def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """The pooled embedding [p] of one prompt, from the outputs of the encoders in ``pooling``."""
+        raise NotImplementedError
+
+    @property
+    def pooling(self) -> tuple[Encoder, ...]:
+        """The encoders whose outputs ``pool`` reads."""
+        return tuple(encoder for encoder in self.encoders if not encoder.is_t5)
+
+    def _tokenizer_folder(self, encoder: Encoder) -> Path:
+        folder = self.part(encoder.tokenizer).folder
+        assert folder is not None  # single files never contain tokenizers
+        return folder
+
+    def tokenizer(self, encoder: Encoder) -> PreTrainedTokenizerBase:
+        """Read an encoder's tokenizer.
+
+        Raises:
+            UserError: its files are damaged or have impossible sizes.
+        """
+        folder = self._tokenizer_folder(encoder)
+        return _known_tokenizer(encoder, folder, _folder_hash(folder), get_ident())
+
+    def fingerprint(self, encoder: Encoder) -> str:
+        """A name for everything an encoder's output depends on, apart from the prompt."""
+        length = "" if encoder.length is None else f"-{encoder.length}"
+        tokens = _folder_hash(self._tokenizer_folder(encoder))
+        weights = self.part(encoder.model).fingerprint()
+        packed = "-int8" if encoder.packed else ""
+        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}"
+
+    def encode(
+        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
+    ) -> Iterator[dict[str, Tensor]]:
+        """Load one encoder, encode prompts with it, and free it.
+
+        Yields:
+            For each prompt what ``run`` yields, in the encoders' type on the CPU or packed, and ``tokens`` [1], the
+            number of tokens in the prompt before truncation.
+        """
+        tokenizer = self.tokenizer(encoder)
+        counts = [len(ids) for ids in tokenizer(prompts).input_ids]
+        ids = token_ids(tokenizer, prompts, encoder.length)
+        outputs = self.run(encoder, ids, device, batch_size)
+        for output, count in zip(outputs, counts, strict=True):
+            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
+            yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
+
+
+def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Round an encoder's hidden states to int8, with a scale for each 64 numbers of a token: the largest is 127.
+
+    One scale for a whole token would round all of it as coarsely as its few large channels.
+
+    Args:
+        parts: an encoder's output, with ``hidden`` [L, width].
+
+    Returns:
+        A copy of ``parts`` with ``hidden`` in int8, and ``scale`` [L, width / 64] in fp32.
+    """
+    hidden = parts["hidden"].float()
+    grouped = hidden.unflatten(-1, (groups_of(hidden.shape[-1]), -1))
+    scale = grouped.abs().amax(dim=-1) / 127
+    steps = grouped / scale.where(scale > 0, 1.0)[..., None]
+    return {**parts, "hidden": steps.round().clamp(-127, 127).to(torch.int8).flatten(-2), "scale": scale}
+
+
+def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Convert an encoder's output to what ``Prompts.assemble`` reads: hidden states in a floating-point type."""
+    if "scale" not in parts:
+        return dict(parts)
+    found = {name: tensor for name, tensor in parts.items() if name != "scale"}
+    scale, hidden = parts["scale"], parts["hidden"].float()
+    return found | {"hidden": (hidden.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)}
+
+
+def groups_of(width: int) -> int:
+    """The number of scales for a token of this width."""
+    return width // GROUP if width % GROUP == 0 else 1
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: int | None) -> Tensor:  # [n, L]
+    """The ids of prompts, truncated and padded to ``length`` tokens; None: the tokenizer's maximum."""
+    length = length or tokenizer.model_max_length
+    ids: Tensor = tokenizer(
+        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    return ids
+
+
+@lru_cache(maxsize=8)
+def _known_tokenizer(encoder: Encoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
+    """A tokenizer, cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
+    return read_tokenizer(encoder, folder)
+
+
+def read_tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
+    """Read an encoder's tokenizer.
+
+    Raises:
+        UserError: its files are damaged or have impossible sizes.
+    """
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+    for file in folder.iterdir():
+        if file.is_file() and file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise UserError(
+                f"{file} has {file.stat().st_size:,} bytes; the limit for a tokenizer's file is "
+                f"{MAX_TOKENIZER_BYTES:,}. Download it again"
+            )
+    kind = T5TokenizerFast if encoder.is_t5 else CLIPTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        said = str(error).strip().partition("\n")[0][:300]
+        raise UserError(f"{folder} contains no readable tokenizer ({said}). Download it again") from error
+    if encoder.length is None and not 1 <= tokenizer.model_max_length <= MAX_TOKENS:
+        raise UserError(
+            f"{folder}: model_max_length is {tokenizer.model_max_length}; it must be from 1 to {MAX_TOKENS}. "
+            "Download the tokenizer again"
+        )
+    return tokenizer
+
+
+def _folder_hash(folder: Path) -> str:
+    """A short hash of a tokenizer's files."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            digest.update(file.name.encode())
+            with open(file, "rb") as stream:
+                while part := stream.read(2**20):
+                    digest.update(part)
+    return digest.hexdigest()[:8]

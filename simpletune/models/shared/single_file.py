@@ -1,0 +1,241 @@
+"""Single ``.safetensors`` files in the original layout (Stability, ComfyUI): identify their content by the header.
+
+Imports torch only to read tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.shared.config_limits import require_sizes
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.system.checksums import fingerprint_of_range
+from simpletune.system.options import UserError, shortened
+from simpletune.system.safetensors_file import read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DENOISER_PREFIXES = ("model.diffusion_model.", "")
+
+# Kinds of files by the names of their tensors, most specific first.
+FOREIGN = (
+    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", "a LoRA: pass it to inference/lora_inference.py as --lora"),
+    (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
+    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
+    (r"^cond_stage_model\.model\.", "Stable Diffusion 2: set model.family to sd15"),
+    (
+        r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.",
+        "Stable Diffusion 1.5: set model.family to sd15",
+    ),
+    (r"joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3: set model.family to sd3"),
+    (r"^double_layers\.\d+\.attn", "AuraFlow"),
+    (
+        r"^transformer_blocks\.\d+\.attn\.add_q_proj",
+        "SD3's transformer in diffusers' layout: give the folder that contains it",
+    ),
+    (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder alone"),
+    (r"^text_model\.|^encoder\.block\.\d+\.layer", "a text encoder alone"),
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of one of diffusers' tensors in the original layout.
+
+    Args:
+        name: the original tensor's name, without the prefix.
+        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
+        swapped: whether to swap the two halves along the first axis.
+    """
+
+    name: str
+    third: int | None = None
+    swapped: bool = False
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: each family has one
+class FileLayout:
+    """How a family's single files are laid out.
+
+    Args:
+        family: the family's name for messages, such as SD3.
+        denoiser: the name of the part that is trained: ``transformer`` or ``unet``.
+        marker: a tensor that every file with that part contains, without its prefix.
+        prefixes: the prefix of every other part's tensors, by the part's name.
+        infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
+        origins: returns the source of each of the denoiser's tensors, by diffusers' name.
+        text: returns a text encoder's tensors under transformers' names, by their names in the file without the prefix
+            and the encoder's ``config.json``; None if the file has these names.
+    """
+
+    family: str
+    denoiser: str
+    marker: str
+    prefixes: Mapping[str, str]
+    infer: Callable[[Mapping[str, list[int]]], ModelConfig]
+    origins: Callable[[ModelConfig], Mapping[str, Origin]]
+    text: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]] | None = None
+
+
+class SingleFile:
+    """A file in the original layout, of which only the header is read. Create it with ``open_file``.
+
+    Args:
+        path: the file.
+        layout: the family's layout.
+
+    Raises:
+        UserError: it is damaged, or contains no model of that family.
+    """
+
+    def __init__(self, path: Path, layout: FileLayout):
+        if path.suffix != ".safetensors":
+            raise UserError(
+                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"
+            )
+        self.path, self.layout = path, layout
+        self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
+        self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
+        if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
+            seems = f"It seems to be {kind}" if (kind := self._kind()) else f"Its first tensors: {self._first_names()}"
+            block = layout.marker.partition(".")[0]
+            raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
+
+    def _kind(self) -> str | None:
+        found = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
+        return next(found, None)
+
+    def _first_names(self) -> str:
+        return ", ".join(list(self.header)[:3]) or "nothing"
+
+    def has(self, part: str) -> bool:
+        """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
+        prefixes = self.layout.prefixes
+        if part == self.layout.denoiser:
+            return self.prefix + self.layout.marker in self.header
+        return part in prefixes and any(name.startswith(prefixes[part]) for name in self.header)
+
+    def tensors_of(self, part: str) -> ModelConfig:
+        """Header entries of a part, by the name without its prefix.
+
+        Raises:
+            UserError: they have an unsupported type.
+        """
+        prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
+        others = () if prefix else tuple(self.layout.prefixes.values())
+        named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
+        found = {name.removeprefix(prefix): entry for name, entry in named.items() if not name.startswith(others)}
+        types = sorted(
+            {entry["dtype"] for entry in found.values()} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64"}
+        )
+        scaled = [name for name in found if name.endswith(("scaled_fp8", ".scale_weight", ".weight_scale"))]
+        if scaled or types:
+            what = f"scaled fp8 ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
+            raise UserError(
+                f"{self.path}: its {part} is in {what}, which is not supported. Use the fp16 or bf16 file instead"
+            )
+        return found
+
+    @cached_property
+    def denoiser_config(self) -> ModelConfig:
+        """The denoiser's configuration, inferred from its tensors' shapes.
+
+        Raises:
+            UserError: tensors are missing or have impossible shapes.
+        """
+        part = self.layout.denoiser
+        found = self.tensors_of(part)
+        try:
+            config = self.layout.infer({name: entry["shape"] for name, entry in found.items()})
+        except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"{self._incomplete()}: {error} is missing or invalid. Download it again") from None
+        require_sizes(config, part, str(self.path))
+        wanted = {origin.name for origin in self.layout.origins(config).values()}
+        if missing := sorted(wanted - set(found)):
+            raise UserError(f"{self._incomplete()}; missing: {shortened(missing)}. Download it again")
+        return config
+
+    def _incomplete(self) -> str:
+        return f"{self.path} is not a complete {self.layout.family} {self.layout.denoiser}"
+
+    def check(self, part: str) -> None:
+        """Check that a part can be read.
+
+        Raises:
+            UserError: tensors are missing, or have an unsupported type.
+        """
+        _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
+
+    def fingerprint(self, part: str) -> str:
+        """A short hash of a part's names, types and shapes, and of samples spread over its bytes."""
+        entries = self.tensors_of(part)
+        about = repr(sorted((name, entry["dtype"], entry["shape"]) for name, entry in entries.items()))
+        with open(self.path, "rb") as handle:
+            start = 8 + int.from_bytes(handle.read(8), "little")
+        offsets = [entry["data_offsets"] for entry in entries.values()]
+        first, last = min(begin for begin, _ in offsets), max(end for _, end in offsets)
+        return fingerprint_of_range(self.path, about, start + first, start + last)
+
+    def read(self, part: str) -> dict[str, Tensor]:
+        """Read a part's tensors, by the name without its prefix, as views of the memory-mapped file."""
+        from safetensors import safe_open
+
+        prefix = self.layout.prefixes[part]
+        with safe_open(self.path, framework="pt") as handle:
+            return {name: handle.get_tensor(prefix + name) for name in self.tensors_of(part)}
+
+
+def open_file(path: Path, layout: FileLayout) -> SingleFile:
+    """Open a file by its header, cached until the file changes.
+
+    Raises:
+        UserError: it is damaged, or contains no model of the layout's family.
+    """
+    return _open(path, layout, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _open(path: Path, layout: FileLayout, _changed: int) -> SingleFile:
+    return SingleFile(path, layout)
+
+
+class OriginalReader:
+    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names.
+
+    Args:
+        path: the file.
+        layout: the family's layout.
+    """
+
+    def __init__(self, path: Path, layout: FileLayout):
+        from safetensors import safe_open
+
+        file = open_file(path, layout)
+        self._prefix = file.prefix
+        self._origins = layout.origins(file.denoiser_config)
+        self._unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
+        self._file = safe_open(path, framework="pt")
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors: diffusers' names, or the original names of unknown tensors."""
+        return set(self._origins) | self._unknown
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor on the CPU in its type on disk, except that fp8 is converted to bf16, which is exact."""
+        import torch
+
+        origin = self._origins[name]
+        tensor = self._file.get_tensor(self._prefix + origin.name)
+        if origin.third is not None:
+            tensor = tensor.chunk(3)[origin.third]
+        if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            tensor = tensor.to(torch.bfloat16)
+        return exchanged_halves(tensor) if origin.swapped else tensor

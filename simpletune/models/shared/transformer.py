@@ -1,0 +1,57 @@
+"""A family's trained model as the levers see it: its units, and the device that it computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from simpletune.engine.quant.precision import WeightPrecision
+
+
+class Transformer(nn.Module):
+    """The protocol of a family's trained model (SD3's transformer, SD 1.5's UNet).
+
+    A class rather than a ``Protocol``, because it must also be an ``nn.Module``. Never instantiated: families load
+    diffusers' classes. Set ``units`` with ``set_units``.
+    """
+
+    units: tuple[str, ...]
+    """The names of the modules that are checkpointed, streamed, compiled and quantised one by one, in the order of the
+    forward pass. Each runs once in a forward pass."""
+    after_units: str
+    """The name of the module that takes the last unit's output: a norm."""
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def set_units(model: Model, names: Sequence[str], after: str) -> Model:
+    """Name the units of a model and the module after them, and return it."""
+    model.units, model.after_units = tuple(names), after  # type: ignore[assignment]
+    return model
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The units of a model, in the order of the forward pass."""
+    return [model.get_submodule(name) for name in model.units]  # type: ignore[union-attr]
+
+
+def inside(units: Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate: whether the module or parameter of a given name belongs to one of these units."""
+    prefixes = tuple(f"{name}." for name in units)
+    return lambda name: f"{name}.".startswith(prefixes)
+
+
+def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[str]:
+    """The names of the layers inside of a model's units that a precision quantises, before any of them is."""
+    within = inside(model.units)  # type: ignore[arg-type]
+    return frozenset(name for name, layer in model.named_modules() if within(name) and precision.quantises(layer))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device on which a model computes: that of its parameters outside of the units, which are never streamed."""
+    within = inside(model.units)  # type: ignore[arg-type]
+    return next(parameter.device for name, parameter in model.named_parameters() if not within(name))

@@ -1,0 +1,164 @@
+"""A run's index in an object store: which process owns the run, and which checkpoints are complete.
+
+A checkpoint counts once the index names it. A process replaces the index only if nobody else has since it read it, so
+two machines that continue the same run cannot mix their checkpoints: the first one notices that it has lost the run
+when it commits its next checkpoint.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from simpletune.system.options import UserError, plural
+from simpletune.system.stores.store import Changed, Store, StoreError
+
+INDEX = "index.json"
+READS = 3  # attempts to read a damaged index
+TAKES = 8  # attempts to take a run over
+
+
+class StoredFile(BaseModel):
+    """A file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True)
+
+    size: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class StoredCheckpoint(BaseModel):
+    """A complete checkpoint.
+
+    Args:
+        folder: its key prefix.
+        files: its files by name.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: str = Field(pattern=r"^checkpoints/[A-Za-z0-9.-]+$")
+    files: dict[str, StoredFile]
+
+
+class Index(BaseModel):
+    """The content of ``index.json``.
+
+    Args:
+        run: identifies the run across all its attempts.
+        owner: identifies the process that may write.
+        machine: where that process runs, for messages.
+        since: when it took over.
+        checkpoints: the complete checkpoints by step.
+        finished: whether the run's result is stored.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int = 1
+    run: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    owner: str
+    machine: str
+    since: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
+    checkpoints: dict[int, StoredCheckpoint] = {}
+    finished: bool = False
+
+
+class LostRun(UserError):
+    """Report that another process has taken over the run."""
+
+    def __init__(self, url: str, index: Index):
+        super().__init__(
+            f"{url} has been continued on {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC, so this process "
+            "stops. Its own files stay in its folder. Stop one of the two, or give this run another name: name=..."
+        )
+
+
+def read_index(store: Store) -> tuple[Index, str | None] | None:
+    """Read the index of a run.
+
+    Returns:
+        The index and its ETag; None if there is none.
+
+    Raises:
+        UserError: it is damaged or was written by a newer version.
+        StoreError: it could not be read.
+    """
+    place = f"{store.url}/{INDEX}"
+    for left in reversed(range(READS)):
+        found = store.read(INDEX)
+        if found is None:
+            return None
+        content, tag = found
+        try:
+            index = Index.model_validate_json(content)
+            break
+        except ValidationError as error:
+            if not left:  # read again: an answer may have been cut short
+                reason = plural(error.error_count(), "error")
+                raise UserError(f"{place} is damaged ({reason}). Restore it, or use another name: name=...") from None
+    if index.version != 1:
+        raise UserError(f"{place} has version {index.version}; this simpletune reads version 1. Update simpletune")
+    return index, tag
+
+
+def put_index(store: Store, index: Index, known: str | None) -> str | None:
+    """Replace the index.
+
+    Args:
+        store: the run's folder.
+        index: the new index.
+        known: the ETag of the index that this process last read or wrote; None: there is none.
+
+    Returns:
+        Its new ETag.
+
+    Raises:
+        LostRun: another process has written the index since.
+        StoreError: it could not be written.
+    """
+    content = index.model_dump_json(indent=2).encode()
+    while True:
+        try:
+            return store.replace(INDEX, content, known)
+        except Changed:
+            found = read_index(store)
+            if found is None or found[0].owner != index.owner:
+                raise LostRun(store.url, found[0] if found else index) from None
+            if found[0] == index:  # the first answer was lost, and the request was repeated
+                return found[1]
+            known = found[1]
+
+
+def take(store: Store, change: Callable[[Index | None], Index]) -> tuple[Index, str | None]:
+    """Replace the index, regardless of its owner.
+
+    Args:
+        store: the run's folder.
+        change: makes the new index from the stored one, or from None if there is none.
+
+    Returns:
+        The new index and its ETag.
+
+    Raises:
+        UserError: the stored index is damaged, or ``change`` refuses.
+        StoreError: it could not be read or written.
+    """
+    for _ in range(TAKES):
+        found = read_index(store)
+        index = change(found[0] if found else None)
+        try:
+            content = index.model_dump_json(indent=2).encode()
+            return index, store.replace(INDEX, content, found[1] if found else None)
+        except Changed:
+            continue  # another process has written it in between, or an answer was lost
+    raise StoreError(f"{store.url}/{INDEX} keeps changing: several processes are starting this run at once")
+
+
+def stored_words(index: Index) -> str:
+    """Describe the checkpoints that an index names."""
+    steps = list(index.checkpoints)
+    return f"{plural(len(steps), 'checkpoint')}, the last of step {steps[-1]}" if steps else "no checkpoint yet"

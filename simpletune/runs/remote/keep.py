@@ -1,0 +1,103 @@
+"""Keep a run in an object store: fetch it, take it over, and upload it while it trains."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from simpletune.config.schema import TrainConfig, run_folder, run_url
+from simpletune.runs.remote.fetch import fetch
+from simpletune.runs.remote.index import Index, read_index, stored_words, take
+from simpletune.runs.remote.link import link, require_same_run
+from simpletune.runs.remote.upload import Uploader
+from simpletune.system.console import say
+from simpletune.system.locks import wait_for_lock
+from simpletune.system.options import UserError
+from simpletune.system.processes import is_first_process
+from simpletune.system.stores.store import Store, StoreError
+
+
+class Saves(Protocol):
+    """The protocol by which a run reports its checkpoints."""
+
+    def begins(self, step: int) -> None:
+        """Training begins after this many steps."""
+
+    def saved(self, step: int) -> None:
+        """A checkpoint has been written."""
+
+
+class OnlyHere:
+    """For a run that is kept only in its folder."""
+
+    def begins(self, step: int) -> None:
+        """Do nothing."""
+
+    def saved(self, step: int) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
+    """Within this context, keep a run in the object store that ``output.runs`` names; upload the last files at the end.
+    Does nothing if ``output.runs`` is a folder.
+
+    Args:
+        config: the configuration as the user gave it.
+        resume: ``latest``, ``auto``, a checkpoint's folder, or None for a new run.
+
+    Raises:
+        UserError: the store cannot be used, already has a run of this name, or another process takes the run over.
+    """
+    url, folder = run_url(config), run_folder(config)
+    if url is None:
+        yield OnlyHere()
+        return
+    store = Store(url)
+    try:
+        if resume in ("auto", "latest"):
+            with wait_for_lock(folder.with_name(f".{folder.name}.fetch.lock"), "fetch   waiting for another process"):
+                _fetch(store, folder)
+        owned = take(store, lambda stored: _owned(store, folder, stored, resume)) if is_first_process() else None
+    except StoreError as error:
+        raise UserError(f"output.runs: {error}. Check the URL, the credentials and the network") from None
+    if owned is None:
+        yield OnlyHere()
+        return
+    index, tag = owned
+    with Uploader(store, folder, index, tag, config.checkpoint) as uploader:
+        yield uploader
+
+
+def _fetch(store: Store, folder: Path) -> None:
+    found = read_index(store)
+    if found is None:
+        return
+    index, _ = found
+    say(f"store   {store.url}: {stored_words(index)}, by {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC")
+    if index.checkpoints:
+        fetch(store, index, folder)
+        link(folder, store.url, index.run)
+
+
+def _owned(store: Store, folder: Path, stored: Index | None, resume: str | None) -> Index:
+    """Make the index with which this process takes a run over.
+
+    Raises:
+        UserError: a new run would replace a stored one.
+    """
+    owner, machine = uuid.uuid4().hex, socket.gethostname()
+    if stored is None:
+        return Index(owner=owner, machine=machine)
+    if stored.checkpoints and resume is None:
+        raise UserError(
+            f"output.runs: {store.url} already holds a run ({stored_words(stored)}). Use --resume auto to continue it, "
+            "or give this run another name: name=..."
+        )
+    if stored.checkpoints:
+        require_same_run(folder, store.url, stored.run)
+    return Index(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)

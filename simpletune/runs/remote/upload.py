@@ -1,0 +1,293 @@
+"""Upload a run's folder in the background, one complete checkpoint after another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from simpletune.config.checkpoints import Checkpoint
+from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints
+from simpletune.runs.choice import best_step
+from simpletune.runs.folder import REMOTE
+from simpletune.runs.remote.index import Index, LostRun, StoredCheckpoint, StoredFile, put_index
+from simpletune.runs.remote.link import link, linked_run
+from simpletune.runs.state_file import read_state
+from simpletune.system.atomic import remove
+from simpletune.system.checksums import sha256_of
+from simpletune.system.console import duration, say
+from simpletune.system.disk import in_words
+from simpletune.system.failpoints import failpoint
+from simpletune.system.options import UserError
+from simpletune.system.signals import Stopped
+from simpletune.system.stores.store import Store
+
+STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
+LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
+AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
+AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the next upload sends to the store, besides the run's other files.
+
+    Args:
+        step: the checkpoint's step; None: no checkpoint.
+        staged: the folder with links to its files.
+        finished: whether the run is finished.
+    """
+
+    step: int | None = None
+    staged: Path | None = None
+    finished: bool = False
+
+
+class Uploader:
+    """Keeps a copy of a run's folder in an object store.
+
+    A thread uploads; training waits for it only at the end. If an upload takes longer than the time between two
+    checkpoints, the newest waiting checkpoint is uploaded next and the ones in between are skipped.
+
+    Args:
+        store: the run's folder there.
+        folder: the run's folder here.
+        index: the index, which this process owns.
+        tag: its ETag.
+        keeps: which checkpoints to keep.
+    """
+
+    def __init__(self, store: Store, folder: Path, index: Index, tag: str | None, keeps: Checkpoint):
+        self.store, self.folder, self.keeps = store, folder, keeps
+        self.index, self._tag = index, tag
+        self.uploaded, self.seconds = 0, 0.0
+        self._stored: dict[str, tuple[int, int]] = {}  # size and time of change of the files as last uploaded, by key
+        self._waiting: Job | None = None
+        self._stagings = 0
+        self._start: int | None = None  # step from which this process trains; None: it does not
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._busy = self._ends = False
+        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+
+    def __enter__(self) -> Uploader:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost = isinstance(error, LostRun) or isinstance(self._failure, LostRun)
+        if not lost and self._is_linked():
+            patience = AT_END if error is None else AT_STOP if isinstance(error, Stopped) else AT_FAILURE
+            self._last(patience, finished=error is None)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        remove(self.folder / STAGED)
+        if error is None and self._is_linked():
+            self._require_all()
+
+    def _is_linked(self) -> bool:
+        """Whether the folder holds this run; one that has not saved yet may hold an older run of the same name."""
+        return linked_run(self.folder) == self.index.run
+
+    def begins(self, step: int) -> None:
+        """Replace the stored checkpoints after this step: they come from an earlier attempt and may be damaged, and
+        training writes them again."""
+        self._start = step
+
+    def saved(self, step: int) -> None:
+        """Upload a checkpoint that has just been written, and the run's other files.
+
+        Raises:
+            LostRun: another process has taken over the run.
+        """
+        if isinstance(self._failure, LostRun):
+            raise self._failure
+        link(self.folder, self.store.url, self.index.run)
+        with self._changed:
+            self._queue(Job(step, self._stage(step)))
+
+    def _queue(self, job: Job) -> None:
+        """Make a job the next one; it replaces a waiting job."""
+        if self._waiting is not None and self._waiting.staged is not None:
+            remove(self._waiting.staged)
+        self._waiting = job
+        self._changed.notify_all()
+
+    def _stage(self, step: int) -> Path:
+        """Link a checkpoint's files into a separate folder, because the run may soon remove the checkpoint."""
+        self._stagings += 1
+        staged = self.folder / STAGED / f"{self._stagings}"
+        staged.mkdir(parents=True)
+        for file in checkpoint_folder(self.folder, step).iterdir():
+            _link(file, staged / file.name)
+        return staged
+
+    def _last(self, patience: float, finished: bool) -> None:
+        """Upload everything that is left, waiting at most ``patience`` seconds."""
+        found = [step for step, _ in list_checkpoints(self.folder)]
+        with self._changed:
+            self._queue(Job(found[-1], self._stage(found[-1]), finished) if found else Job(finished=finished))
+        began, said = time.monotonic(), False
+        while not self._is_done() and time.monotonic() - began < patience:
+            if not said and time.monotonic() - began > 2:
+                said = True
+                say(f"upload  the rest to {self.store.url} (at most {duration(patience)})")
+            time.sleep(0.05)  # short, so that signals are handled at once
+
+    def _is_done(self) -> bool:
+        with self._changed:
+            return isinstance(self._failure, LostRun) or (self._waiting is None and not self._busy)
+
+    def _require_all(self) -> None:
+        """Report the outcome of the last upload.
+
+        Raises:
+            LostRun: another process has taken over the run.
+            UserError: not everything could be uploaded.
+        """
+        if isinstance(self._failure, LostRun):
+            raise self._failure
+        if not self._is_done():
+            reason = f" ({self._failure})" if self._failure else ""
+            raise UserError(
+                f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
+                f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
+            )
+        say(f"upload  {self.store.url}: {in_words(self.uploaded)} in {duration(self.seconds)}, during training")
+
+    def _work(self) -> None:
+        """Upload waiting jobs, and retry after a failure, until the run ends."""
+        pause = AGAIN
+        while (job := self._next()) is not None:
+            began = time.monotonic()
+            try:
+                self._upload(job)
+            except LostRun as lost:
+                self._done(lost)
+                return
+            except Exception as error:  # a failed upload must not fail the run; it is reported and retried
+                if self._failure is None and not self._ends:
+                    say(f"warning {error}. Training continues, and the upload is retried")
+                self._failed(error, job, pause)
+                pause = min(2 * pause, LONGEST)
+            else:
+                if self._failure is not None:
+                    say(f"upload  {self.store.url} accepts files again")
+                self.seconds += time.monotonic() - began
+                self._done(None)
+                pause = AGAIN
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._ends)
+            job, self._waiting = self._waiting, None
+            self._busy = job is not None
+            return job
+
+    def _done(self, failure: BaseException | None) -> None:
+        with self._changed:
+            self._failure, self._busy = failure, False
+
+    def _failed(self, error: Exception, job: Job, pause: float) -> None:
+        """Queue a failed job again, unless a newer checkpoint is waiting, and pause."""
+        with self._changed:
+            self._failure = error
+            if self._waiting is None:
+                self._waiting = job
+            elif job.staged is not None:
+                remove(job.staged)
+            self._busy = False
+            self._changed.wait_for(lambda: self._ends, timeout=pause)
+
+    def _upload(self, job: Job) -> None:
+        """Upload the run's files, then a checkpoint, then name it in the index; then remove checkpoints that are no
+        longer kept.
+
+        Raises:
+            LostRun: another process has taken over the run.
+            StoreError: an upload failed.
+        """
+        self._upload_files()
+        checkpoints = dict(self.index.checkpoints)
+        if job.step is not None and job.staged is not None:
+            checkpoints = {
+                step: each for step, each in checkpoints.items() if step <= job.step and self._is_current(step, each)
+            }
+            if job.step not in checkpoints:
+                checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
+        best = best_step(self.folder)
+        stay = {*self.keeps.kept(sorted(checkpoints)), best}
+        kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
+        index = self.index.model_copy(update={"checkpoints": kept, "finished": job.finished})
+        if index != self.index:
+            failpoint("remote.uploaded")
+            self._tag = put_index(self.store, index, self._tag)
+            self.index = index
+            failpoint("remote.committed")
+        if job.staged is not None:
+            remove(job.staged)
+            self._remove_others(kept)
+
+    def _is_current(self, step: int, stored: StoredCheckpoint) -> bool:
+        """Whether a stored checkpoint is part of this process's run, and not from an attempt that went on further."""
+        return self._start is None or step <= self._start or stored.folder == self._place(step)
+
+    def _place(self, step: int) -> str:
+        """Return the key prefix of a checkpoint that this process uploads; no other process writes there."""
+        return f"checkpoints/step-{step:06d}.{self.index.owner[:8]}"
+
+    def _upload_files(self) -> None:
+        """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded."""
+        for file in sorted(self.folder.rglob("*")):
+            key = file.relative_to(self.folder).as_posix()
+            if key.partition("/")[0] in LEFT_OUT or any(part.startswith(".") for part in key.split("/")):
+                continue
+            try:
+                status = file.stat()
+                seen = status.st_size, status.st_mtime_ns
+                if not file.is_file() or self._stored.get(key) == seen:
+                    continue
+                self._put(file, key)
+            except FileNotFoundError:  # replaced or removed meanwhile; the next upload sends what is there then
+                continue
+            self._stored[key] = seen
+
+    def _upload_checkpoint(self, step: int, staged: Path) -> StoredCheckpoint:
+        """Upload the files of a checkpoint into a folder that no other process writes."""
+        sums: Mapping[str, str] = read_state(staged / STATE)["sha256"]
+        files = {
+            file.name: StoredFile(size=file.stat().st_size, sha256=sums.get(file.name) or sha256_of(file))
+            for file in sorted(staged.iterdir())
+        }
+        stored = StoredCheckpoint(folder=self._place(step), files=files)
+        for name in files:
+            self._put(staged / name, f"{stored.folder}/{name}")
+            failpoint("remote.file")
+        return stored
+
+    def _put(self, file: Path, key: str) -> None:
+        size = file.stat().st_size
+        self.store.upload(file, key)
+        self.uploaded += size
+
+    def _remove_others(self, kept: Mapping[int, StoredCheckpoint]) -> None:
+        """Remove checkpoints that the index does not name: old ones, and those of killed uploads."""
+        stay = {each.folder for each in kept.values()}
+        there = self.store.keys("checkpoints/")
+        self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in stay])
+
+
+def _link(file: Path, target: Path) -> None:
+    """Link a file, or copy it if the file system has no links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)

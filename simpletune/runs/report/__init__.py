@@ -1,0 +1,88 @@
+"""``simpletune report RUN ...``: write one self-contained HTML page and its Markdown version.
+
+``recorded`` reads a run's folder; ``one`` and ``several`` build sections (``content``); ``page`` and ``markdown``
+render them; ``templates`` loads the templates of all pages of the tool.
+
+May import runs, config and what is below them. Training, drawing, data_report and the command line may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from simpletune.runs.report.content import Report, Section
+from simpletune.system.atomic import write_text
+from simpletune.system.disk import DiskFull
+from simpletune.system.options import UserError
+
+REPORT = "report.html"
+
+
+def make_report(
+    folders: Sequence[Path],
+    price: float | None = None,
+    title: str = "",
+    lead: str = "",
+    names: Sequence[str] = (),
+    more: Sequence[Section] = (),
+) -> Report:
+    """Build the content of a report.
+
+    Args:
+        folders: the folders of one run, or of several to compare with the first.
+        price: the machine's price in dollars per hour.
+        title: the title of a comparison; the report of one run has the run's name as its title.
+        lead: sentence under the title of a comparison.
+        names: the runs' names; default: their folders' names.
+        more: further sections.
+
+    Raises:
+        UserError: a folder is not a run.
+    """
+    from simpletune.runs.report import one, several
+    from simpletune.runs.report.recorded import read_runs
+
+    runs = read_runs(list(folders))
+    for run, name in zip(runs, names, strict=False):
+        run.name = name
+    report = one.report_of(runs[0], price) if len(runs) == 1 else several.report_of(runs, price, title, lead)
+    report.sections += more
+    return report
+
+
+def write_report(report: Report, file: Path) -> list[Path]:
+    """Write a page and its Markdown version.
+
+    Args:
+        report: the content.
+        file: the page's file; the Markdown version has the suffix ``.md``.
+
+    Returns:
+        Both files.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    from simpletune.runs.report.markdown import markdown
+    from simpletune.runs.report.page import page
+
+    contents = {file: page(report), file.with_suffix(".md"): markdown(report)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in contents.items():
+            write_text(path, text)
+    except (OSError, DiskFull) as error:
+        raise UserError(
+            f"the report {file} cannot be written ({error}). Choose another file: simpletune report RUN --out FILE"
+        ) from None
+    return list(contents)
+
+
+def report_at_end(folder: Path) -> Path:
+    """Write the report of a run into its folder when the run ends.
+
+    Returns:
+        The page.
+    """
+    return write_report(make_report([folder]), folder / REPORT)[0]

@@ -1,0 +1,98 @@
+"""Report the loss of one or several runs: data for the page's curve, and a few lines of text."""
+
+from __future__ import annotations
+
+from simpletune.runs.report import charts
+from simpletune.runs.report.content import Section, Table
+from simpletune.runs.report.recorded import Json, RunRecord
+
+ROOM = 20_000  # maximum of steps per run on a page
+BLOCKS = "▁▂▃▄▅▆▇█"
+ROWS = 10
+MIXED = "loss at fixed noise"
+
+
+def loss_data(run: RunRecord) -> Json:
+    """Return columns for the page's script: step, loss, and fields for the tooltip."""
+    rows = averaged(run.metrics, ROOM)
+    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
+    columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}
+    return {"run": run.name, **columns}
+
+
+def averaged(rows: list[Json], room: int) -> list[Json]:
+    """Reduce to at most ``room`` rows; each then has the mean loss of its group."""
+    many = max(1, -(-len(rows) // room))
+    if many == 1:
+        return rows
+    groups = [rows[start : start + many] for start in range(0, len(rows), many)]
+    return [{**group[-1], "loss": sum(row["loss"] for row in group) / len(group)} for group in groups]
+
+
+def _short(value: object) -> float | int | None:
+    """Round to six digits to keep the page small."""
+    if isinstance(value, int) or value is None:
+        return value
+    number = float(f"{value:.6g}")
+    return number if number - number == 0 else None  # JSON has no infinities and no NaN
+
+
+def loss_section(runs: list[RunRecord]) -> Section:
+    """Draw the curve, and its text version for the Markdown file."""
+    section = Section("loss", "Loss", block="loss")
+    drawn = [run for run in runs if run.metrics]
+    if not drawn:
+        section.block = ""
+        section.notes.append("No step was recorded.")
+        return section
+    points = [
+        {"run": run.name, "step": step, "eval_loss": round(loss, 6)} for run in drawn for step, loss in run.evaluations
+    ]
+    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in drawn)]
+    title = loss_title(drawn)
+    section.charts.append(charts.loss([run.name for run in drawn], points, fields, title))
+    if points:
+        section.notes.append(f"Diamonds: {title}, averaged over a fixed set, so the points of a run can be compared.")
+        if title == MIXED:
+            section.notes.append(f"Runs used different pictures: {_by_run(drawn)}.")
+    if any(len(run.metrics) > ROOM for run in drawn):
+        section.notes.append(f"Beyond {ROOM:,} steps, neighbouring steps are averaged.")
+    for run in drawn:
+        name = f"{run.name}: " if len(drawn) > 1 else ""
+        section.lines.append(f"{name}`{sparkline([row['loss'] for row in run.metrics])}`")
+        if len(drawn) == 1:
+            section.tables.append(_table(run))
+    return section
+
+
+def loss_title(runs: list[RunRecord]) -> str:
+    """Name the runs' evaluation loss; ``MIXED`` if they evaluated different pictures."""
+    names = {run.loss_is for run in runs if run.evaluations}
+    return MIXED if len(names) > 1 else "".join(names)
+
+
+def _by_run(runs: list[RunRecord]) -> str:
+    return "; ".join(f"{run.name}: {run.loss_is}" for run in runs if run.evaluations)
+
+
+def _table(run: RunRecord) -> Table:
+    """Tabulate the mean losses of equal parts of the run."""
+    many = -(-len(run.metrics) // ROWS)
+    groups = [run.metrics[start : start + many] for start in range(0, len(run.metrics), many)]
+    rows = []
+    for group in groups:
+        first, last = group[0]["step"], group[-1]["step"]
+        mean = sum(row["loss"] for row in group) / len(group)
+        seen = [loss for step, loss in run.evaluations if first <= step <= last]
+        rows.append((f"{first:,} to {last:,}", f"{mean:.4f}", f"{seen[-1]:.4f}" if seen else ""))
+    before = [loss for step, loss in run.evaluations if step == 0]
+    rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
+    return Table("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """Draw values as a line of block characters, each showing the mean of its part."""
+    many = max(1, -(-len(values) // width))
+    means = [sum(part) / len(part) for part in (values[at : at + many] for at in range(0, len(values), many))]
+    low, high = min(means), max(means)
+    return "".join(BLOCKS[round((mean - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for mean in means)

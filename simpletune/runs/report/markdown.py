@@ -1,0 +1,85 @@
+"""Write the report as Markdown: the same facts and tables, charts as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from simpletune.runs.report.content import Report, Section, Table, dollars
+
+BLOCK = "█"
+WIDTH = 30
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#])")
+
+
+def markdown(report: Report) -> str:
+    """Render a report as Markdown."""
+    lines = [f"# {plain(report.title)}", ""]
+    lines += [plain(report.lead), ""] if report.lead else []
+    lines += [plain(report.about), ""] if report.about else []
+    lines += [f"> **{plain(note)}**\n" for note in report.status]
+    if report.facts:
+        lines += ["| | | |", "|---|---|---|"]
+        lines += [f"| {plain(f.name)} | **{plain(f.value)}** | {plain(f.note)} |" for f in report.facts]
+        lines += [""]
+    lines += _cost(report)
+    for section in report.sections:
+        lines += _section(section)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def plain(text: str) -> str:
+    """Escape Markdown and join lines: prompts and names may contain anything."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _cost(report: Report) -> Iterator[str]:
+    if report.price is None or not report.priced:
+        return
+    costs = ", ".join(f"{what} {dollars(time / 3600 * report.price)}" for what, time in report.priced)
+    yield f"At ${report.price:g} per hour: {costs}."
+    yield ""
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"## {plain(section.title)}"
+    yield ""
+    for note in section.notes:
+        if section.block != "pictures" or "Drag" not in note:
+            yield plain(note)
+            yield ""
+    for line in section.lines:
+        yield line
+        yield ""
+    for chart in section.charts:
+        yield from _bars(chart.spec.get("data", {}).get("values", []), chart.title)
+    for table in section.tables:
+        yield from _table(table)
+
+
+def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
+    """Draw rows with labels as text bars; other charts have a table."""
+    labelled = [row for row in rows if "label" in row]
+    if not labelled:
+        return
+    values = [value if isinstance(value := row["value"], int | float) else 0.0 for row in labelled]
+    top, wide = max(values) or 1, max(len(str(row["name"])) for row in labelled)
+    if title:
+        yield f"{plain(title)}:"
+        yield ""
+    yield "```text"
+    for row, value in zip(labelled, values, strict=True):
+        bar = BLOCK * max(1 if value else 0, round(WIDTH * value / top))
+        yield f"{' '.join(str(row['name']).replace('`', ' ').split()):<{wide}}  {bar:<{WIDTH}}  {row['label']}"
+    yield "```"
+    yield ""
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield f"**{plain(table.title)}**"
+    yield ""
+    yield "| " + " | ".join(plain(cell) for cell in table.head) + " |"
+    yield "|" + "---|" * len(table.head)
+    for row in table.rows:
+        yield "| " + " | ".join(plain(cell) for cell in row) + " |"
+    yield ""

@@ -1,0 +1,94 @@
+"""Embed validation pictures in a page, scaled down to keep it small."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.stages.png import drawn_as
+
+BASE = "base"
+LARGEST = 512  # pixels of the longer side
+SHOWN_AS_IS = 128  # small pictures keep every pixel
+ROOM = 3 * 2**20  # bytes of all pictures of a page
+
+
+@dataclass(frozen=True)
+class ValidationPicture:
+    """A validation picture.
+
+    Args:
+        prompt: the picture's prompt.
+        seed: the seed of its noise.
+        step: 0 for the base.
+        file: the picture's file.
+    """
+
+    prompt: str
+    seed: str
+    step: int
+    file: Path
+
+
+def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
+    """Find the validation pictures of a run's folder, ordered by prompt, then by step.
+
+    Args:
+        folder: the run's folder.
+        notes: appended to for each damaged picture.
+    """
+    found = []
+    for state in sorted((folder / "samples").glob("*/")):
+        step = 0 if state.name == BASE else _number(state.name)
+        if step is None:
+            continue
+        for file in sorted(state.glob("prompt-*.png")):
+            try:
+                how = drawn_as(file)
+            except (OSError, ValueError, SyntaxError) as error:
+                notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
+                continue
+            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), step, file)
+            found.append((file.name, picture))
+    return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
+
+
+def _number(name: str) -> int | None:
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else None
+
+
+def spread_steps(steps: list[int], room: int) -> list[int]:
+    """Select at most ``room`` steps, evenly spread, including the first and the last."""
+    if len(steps) <= room:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
+
+
+def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
+    """Encode a picture as a WebP data URI; tiny ones losslessly, larger ones scaled down.
+
+    Args:
+        file: the picture's file.
+        largest: maximum of the longer side in pixels.
+        quality: WebP's quality, 0 to 100.
+    """
+    with Image.open(file) as image:
+        picture = image.convert("RGB")
+    tiny = max(picture.size) <= SHOWN_AS_IS
+    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else quality, method=4)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def side_for(count: int) -> int:
+    """Choose the longer side in pixels so that ``count`` pictures fit a page (about 0.2 bytes per pixel)."""
+    side = LARGEST
+    while side > SHOWN_AS_IS and count * side * side // 5 > ROOM:
+        side -= 32
+    return side

@@ -1,0 +1,92 @@
+"""List a run's configuration: each value, its default, and whether the two differ."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+
+from simpletune.config.rules.family import family_defaults
+from simpletune.config.schema import TrainConfig
+from simpletune.system.options import Json, Option, item_of, union_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a configuration.
+
+    Args:
+        path: the dotted path.
+        value: the value as text.
+        default: the default as text; empty if there is none.
+        changed: whether the value differs from the default.
+        says: the field's documentation.
+    """
+
+    path: str
+    value: str
+    default: str
+    changed: bool
+    says: str
+
+
+def settings_of(config: TrainConfig) -> list[Setting]:
+    """List every field of a configuration, in the order of its definition."""
+    usual = {
+        f"{section}.{name}": _text(value)
+        for section, fields in family_defaults(config.model).items()
+        for name, value in fields.items()
+    }
+    usual |= {
+        f"data.sources.{index}.{name}": _text(value)
+        for index in range(len(config.data.members))
+        for name, value in family_defaults(config.model)["data"].items()
+    }
+    rows = (row for row in _rows(config, None, "") if row.path not in ("$schema", "version"))
+    return [
+        replace(row, default=usual[row.path], changed=row.value != usual[row.path]) if row.path in usual else row
+        for row in rows
+    ]
+
+
+def plain_settings(settings: Json) -> list[Setting]:
+    """List the values of a configuration that this version cannot read, without defaults."""
+    return [Setting(path, _text(value), "", False, "") for path, value in _flat(settings, "")]
+
+
+def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:
+    """List the fields of one option; ``usual`` is the default of the field that contains it, ``tag`` its union's."""
+    found: list[Setting] = []
+    for name, field in type(option).model_fields.items():
+        value, path = getattr(option, name), prefix + (field.alias or name)
+        inherits = usual is not None and (type(usual) is type(option) or name == tag)
+        default = getattr(usual, name) if inherits else field.get_default(call_default_factory=True)
+        if isinstance(value, Option):
+            union = union_of(field)
+            below = default if isinstance(default, Option) else None
+            found += _rows(value, below, f"{path}.", union.tag if union else "")
+            continue
+        if isinstance(value, list) and (item := item_of(field)) is not None:
+            tag = union.tag if (union := union_of(item)) else ""
+            for number, each in enumerate(value):
+                found += _rows(each, None, f"{path}.{number}.", tag)
+            continue
+        known = inherits or not field.is_required()
+        shown = _text(default) if known else ""
+        found.append(Setting(path, _text(value), shown, not known or value != default, field.description or ""))
+    return found
+
+
+def _flat(value: object, prefix: str) -> list[tuple[str, object]]:
+    if not isinstance(value, dict):
+        return [(prefix, value)]
+    return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
+
+
+def _text(value: object) -> str:
+    """Format a value as JSON; shorten absolute paths to their last name, because pages are shared."""
+    if isinstance(value, str):
+        return f"…/{os.path.basename(value.rstrip('/'))}" if os.path.isabs(value) else value
+    if isinstance(value, Option):
+        value = value.model_dump(mode="json")
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,57 @@
+"""The prepare stages: encode each prompt and picture once with the frozen encoders, into the cache.
+
+Several processes divide prompts and pictures by the hash of what their files depend on (``Cache.claimed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate import Accelerator
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Plan
+from simpletune.data.samples import without
+from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, report_rejected
+from simpletune.stages.prepared import Caches, Prepared, prompts_beside, validation_requests, with_class
+from simpletune.stages.sample import Request
+from simpletune.stages.stream_encode import encode_stream
+from simpletune.stages.stream_plan import StreamPlan
+from simpletune.system.stage_timer import StageTimer
+
+
+def encode(
+    config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
+) -> Prepared:
+    """Fill the caches. Each process encodes its share, then waits for the others.
+
+    Args:
+        config: the configuration, with folders resolved.
+        data: the scanned data and its plan.
+        accelerator: provides the processes and the device.
+        stages: records the time and memory of each stage.
+        start: the number of finished steps. For a stream, encodes only what the remaining steps use.
+
+    Raises:
+        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
+    """
+    plan, caches = data.plan, Caches(config, accelerator, stages)
+    if isinstance(plan, StreamPlan):
+        return encode_stream(config, plan, caches, start)
+    requests = validation_requests(config, plan)
+    caches.fill_text(prompts_of(config, plan, requests))
+    rejected = caches.fill_pictures([plan.views()])
+    report_rejected(rejected, config.data)
+    if rejected:
+        plan = make_plan(config, without(data.usable, rejected))
+    return caches.prepared(plan, requests, data.captions, [*data.left_out, *rejected])
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
+    """Run ``plan_data``, then ``encode``."""
+    return encode(config, plan_data(config), accelerator, stages)
+
+
+def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
+    """Every prompt whose embeddings a run needs."""
+    return [*with_class(config, plan.captions()), *prompts_beside(config, requests)]

@@ -1,0 +1,159 @@
+"""Load the base model as the memory options say; keeps one copy per machine of what stays in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory import Memory
+from simpletune.engine.memory.machine_weights import MachineWeights, Offer, Table, loading
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.models.families import Model
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.transformer import Transformer
+from simpletune.stages.modulation_plan import Modulation, detach_modulation
+from simpletune.system.console import say
+from simpletune.system.options import plural
+from simpletune.system.printable import reason_of
+from simpletune.system.processes import processes_here
+
+
+def load_base(
+    config: TrainConfig, device: torch.device, sizes: Collection[Size], cache: Path | None = None
+) -> Transformer:
+    """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
+
+    Args:
+        config: the configuration, with folders resolved.
+        device: the target device.
+        sizes: (width, height) in pixels of every picture that it will see.
+        cache: the root folder of the cache for the quantised base; None disables caching.
+    """
+    return config.model.load_transformer(
+        config.precision,
+        device,
+        config.train.seed,
+        on_host=stays_on_host(config.memory, config.model),
+        sizes=sizes if config.memory.crop_positions else None,
+        cache=cache,
+    )
+
+
+def load_base_together(
+    config: TrainConfig, accelerator: Accelerator, sizes: Collection[Size], cache: Path | None = None
+) -> Transformer:
+    """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
+    memory; a process that cannot share loads its own copy, and the first process logs why.
+
+    Args:
+        config: the configuration, with folders resolved.
+        accelerator: provides the processes and the device.
+        sizes: see ``load_base``.
+        cache: see ``load_base``.
+
+    Raises:
+        UserError: the processes of a machine have loaded different weights.
+    """
+    device = accelerator.device
+    if accelerator.num_processes == 1 or not leaves_weights_on_host(config.memory):
+        return load_base(config, device, sizes, cache)
+    weights, why = meet(config, accelerator)
+    with loading(weights):
+        transformer = load_base(config, device, sizes, cache)
+    filled = weights is not None and weights.fills
+    tables: list[Table | None] = gather_object([weights.table(transformer) if weights is not None and filled else None])
+    if weights is not None:
+        table = tables[first_here(accelerator)]
+        assert table is not None, "who offers fills"
+        weights.point(transformer, table)
+        try:
+            weights.pin(device)
+        except RuntimeError as error:
+            why = reason_of(error)
+            weights.copied(transformer)
+    reasons: list[str] = gather_object([why])
+    if weights is not None:
+        weights.close()
+    announce_copies(reasons, 0 if weights is None else weights.nbytes)
+    return transformer
+
+
+def leaves_weights_on_host(memory: Memory) -> bool:
+    """Whether a run of several processes leaves weights in host memory. All of these are frozen: a modulation plan
+    needs an adapter that does not train the base, and streaming trained weights needs ``optimizer_in_backward``, which
+    is refused for several processes."""
+    return memory.resident_blocks is not None or memory.modulation == "plan"
+
+
+def first_here(accelerator: Accelerator) -> int:
+    """The rank of this machine's first process."""
+    return int(accelerator.process_index - accelerator.local_process_index)
+
+
+def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights | None, str]:
+    """Return the pages that this machine's processes share; the first process creates them, the others join.
+
+    Returns:
+        The pages, or None and the reason; a process that is alone on its machine needs none.
+    """
+    weights, why, offer = None, "", None
+    if processes_here() > 1 and accelerator.local_process_index == 0:
+        try:
+            weights = MachineWeights.create(8 * config.model.parameter_count())
+            offer = weights.offer
+        except OSError as error:
+            why = str(error)
+    offers: list[Offer | None] = gather_object([offer])
+    if processes_here() > 1 and accelerator.local_process_index > 0:
+        made = offers[first_here(accelerator)]
+        try:
+            weights = None if made is None else MachineWeights.join(made)
+        except OSError as error:
+            why = str(error)
+    return weights, why
+
+
+def announce_copies(reasons: list[str], nbytes: int) -> None:
+    """Log what is shared, or how many processes have their own copy and why.
+
+    Args:
+        reasons: each process's reason; empty if it shares or is alone on its machine.
+        nbytes: the number of shared bytes in the first process.
+    """
+    if nbytes:
+        say(f"host    {nbytes / 2**30:.2f} GiB of frozen weights in host memory, once for all processes of a machine")
+    if own := [why for why in reasons if why]:
+        say(
+            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
+            f"host memory, which takes as much memory again: {own[0]}"
+        )
+
+
+def empty_base(
+    model: Model, memory: Memory, precision: WeightPrecision, device: torch.device, sizes: Collection[Size]
+) -> Transformer:
+    """Like ``load_base``, with uninitialised weights, whose values do not affect memory."""
+    return model.empty_transformer(
+        precision, device, on_host=stays_on_host(memory, model), sizes=sizes if memory.crop_positions else None
+    )
+
+
+def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
+    """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
+    streamed = memory.on_host(model.units())
+    planned = memory.modulation == "plan"
+    return lambda name: streamed(name) or (planned and model.is_conditioning(name))
+
+
+def modulation_of(
+    transformer: Transformer, memory: Memory, precision: WeightPrecision, device: torch.device
+) -> Modulation | None:
+    """Detach and return a transformer's modulation if ``memory.modulation`` is plan; otherwise None."""
+    if memory.modulation != "plan":
+        return None
+    return detach_modulation(transformer, precision, device, memory.modulation_window)

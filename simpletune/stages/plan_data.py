@@ -1,0 +1,193 @@
+"""The first stage: scan the data, skip unusable entries, and plan the run, without encoding anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simpletune.adapters.text.placeholders import occurs
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import make_samples, without
+from simpletune.data.sources import Data
+from simpletune.data.sources.several import field_of, scan_sources, source_notes, stopping, too_small
+from simpletune.data.sources.source import Picture, Rejected
+from simpletune.data.sources.walk import printable
+from simpletune.data.split import split_pictures
+from simpletune.stages.stream_plan import stream_plan
+from simpletune.system.console import say
+from simpletune.system.failpoints import failpoint
+from simpletune.system.options import UserError, plural
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """A scanned dataset and the plan of the run.
+
+    Args:
+        plan: selects the samples, noise levels and noise of each step.
+        usable: the usable pictures.
+        captions: a description of where the captions come from.
+        left_out: the unusable entries.
+    """
+
+    plan: Plan
+    usable: Sequence[Picture]
+    captions: str
+    left_out: Sequence[Rejected]
+
+
+def plan_data(config: TrainConfig) -> PlannedData:
+    """Scan the data and plan the run.
+
+    Args:
+        config: the configuration, with folders resolved.
+
+    Raises:
+        UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
+    """
+    planned = plan_stream(config) if config.data.streamed else plan_sources(config)
+    failpoint("data.scanned")
+    return planned
+
+
+def plan_sources(config: TrainConfig) -> PlannedData:
+    """Scan the data and plan the run over everything usable.
+
+    Args:
+        config: the configuration, with folders resolved.
+
+    Raises:
+        UserError: see ``plan_data``.
+    """
+    scan = scan_sources(config.data)
+    small = too_small(scan.pictures, config.data, config.model.multiple)
+    for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
+        say(f"data    {note}")
+    for hint in scan.hints:  # before errors, which they may explain
+        say(f"hint    {hint}")
+    report_rejected([*scan.rejected, *small], config.data)
+    usable = without(scan.pictures, small)
+    plan = make_plan(config, usable)
+    hint_at_shares(plan)
+    require_positions(config, plan)
+    require_token(config, plan)
+    return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
+
+
+def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
+    on the number of processes.
+
+    Raises:
+        UserError: a source has no pictures, or none are on one side of the split.
+    """
+    data = config.data
+    for index, source in enumerate(data.members):
+        if all(picture.source != index for picture in pictures):
+            raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
+    kept = [picture for picture in pictures if data.members[picture.source].regularization]
+    others = [picture for picture in pictures if not data.members[picture.source].regularization]
+    training, held_out = split_pictures(others, config.validation.split)
+    firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
+    return Plan(
+        make_samples([*training, *kept], data.members, step=config.model.multiple),
+        data,
+        config.objective,
+        config.train.seed,
+        GlobalBatch(config.train.micro_batch, config.train.accumulation),
+        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
+    )
+
+
+def plan_stream(config: TrainConfig) -> PlannedData:
+    """Plan the run over a data set in shards by its index, without reading a row.
+
+    Args:
+        config: the configuration, with folders resolved.
+
+    Raises:
+        UserError: the data set is missing or damaged.
+    """
+    plan = stream_plan(config)
+    for note in [*plan.samples.rows.notes(), *source_notes(config.data)]:
+        say(f"data    {note}")
+    require_positions(config, plan)
+    return PlannedData(plan, [], plan.samples.source.captions_from, [])
+
+
+def hint_at_shares(plan: Plan) -> None:
+    """Log the number of regularization samples if it is far from the number of the others."""
+    of_class = sum(plan.source_of(sample).regularization for sample in plan.samples)
+    others = len(plan.samples) - of_class
+    ratio = of_class / others
+    if of_class and not 0.5 <= ratio <= 2:
+        more = f"about {ratio:.0f} times the repeats of the others" if ratio > 1 else "fewer repeats of the others"
+        counts = f"{plural(others, 'sample')} to learn and {of_class:,} for regularization"
+        say(f"hint    an epoch has {counts}. Equal shares are usual: use {more}")
+
+
+def require_token(config: TrainConfig, plan: Plan) -> None:
+    """Require the token of ``text.embeddings`` in the captions of the pictures to learn from; warn about those without
+    it.
+
+    Raises:
+        UserError: no caption has it.
+    """
+    option = config.text.embeddings
+    if option is None:
+        return
+    samples = [sample for sample in plan.samples if not plan.source_of(sample).regularization] or plan.samples
+    prompts = [plan.prompt(sample, v) for sample in samples for v in range(plan.source_of(sample).variants)]
+    without = [prompt for prompt in dict.fromkeys(prompts) if not occurs(prompt, option.token)]
+    if len(without) == len(set(prompts)):
+        raise UserError(
+            f"text.embeddings.token: no caption has {option.token}, so its embeddings would not train. Write it into "
+            f'the captions, or set data.prompt, such as "a photo of {option.token}"'
+        )
+    if without:
+        count = f"{len(without):,} of {plural(len(set(prompts)), 'caption')}"
+        say(f"warning {count} lack the token {option.token}, such as {without[0][:80]!r}: they do not train it")
+
+
+def require_positions(config: TrainConfig, plan: Plan) -> None:
+    """Require that the model has positions for every picture size of the run.
+
+    Raises:
+        UserError: a bucket or a validation picture is too large.
+    """
+    most = config.model.largest_side
+    drawn = [config.picture_size()] if config.validation.prompts != [] else []
+    for field, sizes in (("data.resolution", plan.sizes()), ("validation", drawn)):
+        for width, height in sizes:
+            if max(width, height) > most:
+                raise UserError(
+                    f"{field}: pictures of {width} x {height} px are too large for this model, which has positions for "
+                    f"{most} px a side. Use a smaller resolution"
+                )
+
+
+def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
+    """List unusable entries.
+
+    Raises:
+        UserError: there are unusable entries in a source whose ``on_error`` is ``stop``.
+    """
+    if not rejected:
+        return
+    fatal = stopping(data, rejected)
+    shown = fatal or rejected
+    listed = [f"  {printable(each.name)}{_of_source(each, data)}: {each.reason}" for each in shown[:20]]
+    if len(shown) > len(listed):
+        listed.append(f"  and {len(shown) - len(listed)} more (simpletune data CONFIG lists all)")
+    kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in shown).items())
+    if fatal:
+        remedy = "Fix or remove them, or set data.on_error=skip to skip them"
+        raise UserError("\n".join([f"data.path: {kinds} cannot be used:", *listed, remedy]))
+    say("\n".join([f"skipped {kinds} (data.on_error=skip):", *listed]))
+
+
+def _of_source(each: Rejected, data: Data) -> str:
+    """Name an entry's source, if there are several."""
+    return "" if len(data.members) == 1 else f" in {printable(data.members[each.source].path)}"

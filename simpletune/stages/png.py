@@ -1,0 +1,104 @@
+"""PNGs with generation parameters that other tools can read. Does not import torch.
+
+The chunk ``parameters`` is the text of AUTOMATIC1111's web UI, which Forge, ComfyUI and civitai also read: the prompt
+with ``<lora:NAME:STRENGTH>``, the negative prompt, and one line of settings. The chunk ``simpletune`` contains every
+value as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from simpletune import __version__
+from simpletune.system.options import Json
+
+if TYPE_CHECKING:
+    from simpletune.stages.sample import Request
+
+CHUNK = "simpletune"
+_SEPARATORS = re.compile(r'[,:<>"\n]')
+
+
+def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: object) -> None:
+    """Write a PNG with its generation parameters in text chunks.
+
+    Args:
+        image: the picture.
+        file: the target.
+        request: the request that was drawn.
+        more: further values, such as ``weights`` (a description), ``model``, ``sampler`` and ``loras`` (pairs of name
+            and strength).
+    """
+    how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
+    if request.image is None:
+        how = {key: value for key, value in how.items() if key not in ("image", "strength")}
+    chunks = {"parameters": web_ui_text(request, **more), CHUNK: json.dumps({**how, **more}, ensure_ascii=False)}
+    chunks |= {"seed": str(request.seed)} | {key: value for key, value in more.items() if isinstance(value, str)}
+    info = PngInfo()
+    for key, value in chunks.items():
+        # tEXt only for ASCII, because some readers decode its Latin-1 as UTF-8
+        (info.add_text if value.isascii() else info.add_itxt)(key, value)
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file, format="PNG", pnginfo=info)
+
+
+def web_ui_text(request: Request, model: object = "", loras: object = (), sampler: object = "", **more: object) -> str:
+    """The text of the chunk ``parameters``.
+
+    Puts each prompt on one line and removes field separators from names, because some readers split at every comma.
+    """
+    pairs = loras if isinstance(loras, list | tuple) else ()
+    tags = [f"<lora:{_name(name)}:{strength:g}>" for name, strength in pairs]
+    settings = {
+        "Steps": request.steps, **({"Sampler": sampler} if sampler else {}), "CFG scale": f"{request.guidance:g}",
+        "Seed": request.seed, "Size": f"{request.width}x{request.height}",
+    }  # fmt: skip
+    if request.image is not None:
+        settings["Denoising strength"] = f"{request.strength:g}"
+    if model:
+        settings["Model"] = _name(str(model))
+    settings["Version"] = f"simpletune {__version__}"
+    return "\n".join(
+        [
+            " ".join([*request.prompt.split(), *tags]),
+            f"Negative prompt: {' '.join(request.negative_prompt.split())}",
+            ", ".join(f"{key}: {value}" for key, value in settings.items()),
+        ]
+    )
+
+
+def _name(text: str) -> str:
+    """A model's name without folders and field separators."""
+    return _SEPARATORS.sub("_", Path(text).name)
+
+
+def drawn_as(file: Path) -> Json:
+    """Read a picture's generation parameters, by the names of ``Request`` and ``more``; empty if it has none.
+
+    Raises:
+        OSError, SyntaxError, ValueError: the file is damaged.
+    """
+    with Image.open(file) as image:
+        text: dict[str, str] = dict(getattr(image, "text", {}))
+    if CHUNK not in text:
+        return dict(_of_version_0_1(text))
+    how = json.loads(text[CHUNK])
+    if not isinstance(how, dict):
+        raise ValueError(f"{file}: the chunk {CHUNK} is not a JSON object")
+    return how
+
+
+def _of_version_0_1(text: dict[str, str]) -> Iterator[tuple[str, str | int]]:
+    """The prompt and seed of a picture written by version 0.1, which used a chunk for each."""
+    if "prompt" in text:
+        yield "prompt", text["prompt"]
+    if text.get("seed", "").isdecimal():
+        yield "seed", int(text["seed"])

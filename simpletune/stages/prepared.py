@@ -1,0 +1,149 @@
+"""The result of the prepare stages, the caches that they fill, and the prompts beside those of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from simpletune.config.evaluation import drift_prompts
+from simpletune.config.schema import TrainConfig
+from simpletune.data.cache.cache import Share
+from simpletune.data.cache.shards.cache import ShardedCache
+from simpletune.data.plan import Plan
+from simpletune.data.samples import View
+from simpletune.data.shares import SourceShare
+from simpletune.data.sources.source import Rejected
+from simpletune.models.shared.buckets import Size
+from simpletune.stages.latent_cache import LatentCache
+from simpletune.stages.masks import MaskCache
+from simpletune.stages.sample import Request
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.stage_timer import StageTimer
+
+
+@dataclass
+class Prepared:
+    """The result of the prepare stages.
+
+    Args:
+        plan: the run's plan.
+        text: the cached prompt embeddings.
+        latents: the cached latents of the pictures.
+        masks: their cached masks.
+        requests: the validation pictures to draw.
+        captions: a description of where the captions come from.
+        left_out: the unusable entries that training skips.
+        notes: further remarks on the data, for a plan that lists no samples to derive them from.
+    """
+
+    plan: Plan
+    text: TextCache
+    latents: LatentCache
+    masks: MaskCache
+    requests: list[Request]
+    captions: str
+    left_out: list[Rejected] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """The training data and the skipped entries, for the run's folder."""
+        left_out = [asdict(each) for each in self.left_out]
+        rows = self.plan.manifest()
+        return {
+            "captions": self.captions,
+            "sources": [asdict(share) for share in self.sources()],
+            "samples": [row for row in rows if not row.get("held_out")],
+            "held_out": [row for row in rows if row.get("held_out")],
+            "left_out": left_out,
+        }
+
+    def sources(self) -> list[SourceShare]:
+        """What each data source contributes to an epoch."""
+        return self.plan.shares()
+
+    @property
+    def remote(self) -> list[ShardedCache]:
+        """The caches in an object store."""
+        caches = [self.latents.cache, self.masks.cache, *self.text.caches.values()]
+        return [cache for cache in caches if isinstance(cache, ShardedCache) and cache.part is not None]
+
+    def sizes(self) -> set[Size]:
+        """(width, height) in pixels of every picture that the transformer will see."""
+        return {*self.plan.sizes(), *((request.width, request.height) for request in self.requests)}
+
+
+class Caches:
+    """The caches of a run, filled in their stages.
+
+    Args:
+        config: the configuration, with folders resolved.
+        accelerator: provides the processes and the device.
+        stages: records the time and memory of each stage.
+    """
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, stages: StageTimer):
+        place, dtype = config.output.place, config.precision.encoder_dtype()
+        self.text = TextCache(config.model, dtype, place, config.text)
+        self.latents, self.masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
+        self._share = Share(accelerator.process_index, accelerator.num_processes)
+        self._accelerator, self._stages = accelerator, stages
+
+    def fill_text(self, prompts: Iterable[str]) -> None:
+        """Encode the prompts that are not cached."""
+        with self._stages.stage("text"):
+            self.text.fill(prompts, self._accelerator.device, self._share)
+
+    def fill_pictures(self, parts: Sequence[Sequence[View]]) -> list[Rejected]:
+        """Encode the crops that are not cached, one part after the other.
+
+        Returns:
+            What any process has rejected; equal in all processes.
+        """
+        found: list[Rejected] = []
+        with self._stages.stage("latents"):
+            for views in parts:
+                found += self.latents.fill(views, self._accelerator.device, self._share)[1]
+                found += self.masks.fill(views, self._share)
+            return agreed(found, [view for views in parts for view in views], self._accelerator)
+
+    def prepared(self, plan: Plan, requests: list[Request], captions: str, left_out: list[Rejected]) -> Prepared:
+        """The result, once the caches are full."""
+        return Prepared(plan, self.text, self.latents, self.masks, requests, captions, left_out)
+
+
+def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accelerator) -> list[Rejected]:
+    """What any process has rejected, one entry per picture in the order of the views; equal in all processes.
+
+    Waits for all processes; afterwards the caches are full.
+    """
+    everyone: list[Rejected] = gather_object(list(found)) if accelerator.num_processes > 1 else list(found)
+    first = {(each.source, each.name): each for each in sorted(everyone, key=lambda each: each.reason, reverse=True)}
+    places = dict.fromkeys((view.picture.source, view.picture.name) for view in views)
+    return [first[place] for place in places if place in first]
+
+
+def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
+    """The captions, and their class prompts if every micro-batch has a second pass with them."""
+    of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
+    return [*captions, *of_class]
+
+
+def prompts_beside(config: TrainConfig, requests: Sequence[Request]) -> list[str]:
+    """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
+    drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
+    return [*drawn, *drift_prompts(config.validation)]
+
+
+def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
+    """The fixed prompts and seeds of a run's validation pictures."""
+    option = config.validation
+    prompts = [plan.example()] if option.prompts is None else option.prompts
+    width, height = config.picture_size()
+    return [
+        Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,140 @@
+"""Select PyTorch's kernel for the transformer's attention: the requested one, or PyTorch's own choice.
+
+The request applies only to the transformer. The autoencoder's attention has one wide head (512 in SD3's), which flash
+and cuDNN cannot compute, so PyTorch always chooses there and in the text encoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from simpletune.config.schema import TrainConfig
+from simpletune.config.speed import Kernel
+from simpletune.models.shared.buckets import Size
+from simpletune.system.console import say
+from simpletune.system.options import UserError
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@contextmanager
+def attention_by(kernel: Kernel) -> Iterator[None]:
+    """Restrict PyTorch's attention to this kernel within the context; auto leaves the choice to PyTorch."""
+    if kernel == "auto":
+        yield
+        return
+    with sdpa_kernel(BACKENDS[kernel]):
+        yield
+
+
+class Shape(NamedTuple):
+    """One shape of attention in a run, which has no mask and no dropout: queries [batch, heads, tokens, width].
+
+    Args:
+        batch: the number of samples.
+        heads: the number of heads.
+        tokens: the number of tokens that attend.
+        keys: the number of tokens that are attended to.
+        width: the width of a head.
+        trained: whether it has a backward pass.
+        what: what needs it, in words.
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    keys: int
+    width: int
+    trained: bool
+    what: str
+
+
+def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
+    """List the shapes of attention in a run's training, evaluation loss and validation pictures, largest first.
+
+    Args:
+        config: the run's configuration.
+        sizes: (width, height) in pixels of the training's pictures.
+    """
+    drawn = config.validation
+    rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
+    passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
+    if drawn.eval_samples:
+        passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
+    if drawn.prompts != []:
+        passes.append((config.picture_size(), rows, False, "validation pictures"))
+    found: dict[Shape, None] = {}
+    for size, batch, trained, what in passes:
+        for shape in config.model.attentions(size):
+            found[Shape(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px")] = None
+    return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
+
+
+def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+    """Find the kernel for one shape of the model's attention by running it, with its backward pass if it has one.
+
+    Args:
+        kernel: the requested kernel, or auto.
+        shape: the shape.
+        device: where it runs.
+        dtype: the type of products.
+
+    Returns:
+        The requested kernel; for auto the one that PyTorch chooses.
+
+    Raises:
+        UserError: the requested kernel cannot run here.
+    """
+    if kernel == "math":
+        return kernel  # always available; a trial would take memory quadratic in the tokens
+    size = (shape.batch, shape.heads, shape.tokens, shape.width)
+    q = torch.zeros(size, device=device, dtype=dtype, requires_grad=shape.trained)
+    k = torch.zeros((shape.batch, shape.heads, shape.keys, shape.width), device=device, dtype=dtype)
+    if kernel != "auto":
+        try:
+            with attention_by(kernel):
+                y = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+                if shape.trained:
+                    y.backward(torch.zeros_like(y))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"speed.attention: {kernel} cannot compute {shape.heads} heads of {shape.tokens} x {shape.width} in a "
+                f"batch of {shape.batch}, for {shape.what}, in {dtype} on {device.type} ({reason}). Use auto or math"
+            ) from None
+        return kernel
+    by_number = {int(backend.value): name for name, backend in BACKENDS.items()}
+    return by_number.get(int(torch._fused_sdp_choice(q, k, k)), "math")
+
+
+def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:
+    """Determine which kernel computes attention for a run's shapes, and log it.
+
+    Tries a requested kernel with every shape, so that none fails in the middle of the run.
+
+    Args:
+        config: the run's configuration.
+        sizes: (width, height) in pixels of the training's pictures.
+        device: where it runs.
+
+    Returns:
+        The kernel's name; for auto, the kernel of the training's largest shape.
+
+    Raises:
+        UserError: the kernel that ``speed.attention`` requests cannot run here.
+    """
+    asked, shapes = config.speed.attention, shapes_of(config, sizes)
+    tried = shapes[:1] if asked == "auto" else shapes
+    found = [usable(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
+    say(f"attend  with the {found} kernel (speed.attention {asked})")
+    return found

@@ -1,0 +1,135 @@
+"""Batches without data, and an accelerator for one process, to run training steps in simulations and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.samples import Draw, View
+from simpletune.data.sources.source import Picture
+from simpletune.models.shared.buckets import Size
+from simpletune.stages.modulation_plan import ModulationPlan
+from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.core import StepCore
+from simpletune.stages.text_side import empty_text_inputs
+
+CPU = torch.device("cpu")
+DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
+
+
+class SyntheticBatches:
+    """Micro-batches of constants, with the shapes and types of real ones.
+
+    Args:
+        config: the run's configuration.
+        core: the assembled step core.
+        size: (width, height) in pixels; None uses the square of ``data.resolution``.
+        device: the target device.
+    """
+
+    def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
+        self.core, self.config, self.device = core, config, device
+        self.size = size or (config.data.resolution, config.data.resolution)
+        self.text = config.precision.encoder_dtype()
+        passes = 2 if config.prior.second_pass else 1
+        self.batch_size, self.accumulation = config.train.micro_batch, config.train.accumulation * passes
+        self.modulations: ModulationPlan | None = None
+        if core.modulation is not None:
+            self.modulations = ModulationPlan(
+                core.modulation, self, lambda caption: self._pooled(), apart=config.train.reduce == "exact"
+            )
+
+    def step(self, step: int) -> list[Batch]:
+        """Make the micro-batches of one step."""
+        batches = [replace(self._trained(), parts=self.accumulation) for _ in range(self.accumulation)]
+        if self.modulations is None:
+            return batches
+        rows = self.modulations.of_step(step)
+        return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+
+    def _trained(self) -> Batch:
+        """Make one micro-batch, with the base's predictions as additional targets if the run has any."""
+        batch = self.batch()
+        kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
+        return replace(batch, prior=kept) if self.config.prior.predicts else batch
+
+    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+        """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
+        return [DRAW] * self.batch_size
+
+    def _pooled(self) -> Tensor:
+        return torch.zeros(self.config.model.pooled_width, dtype=self.text)
+
+    def one_by_one(self) -> Batch:
+        """Make a batch of one, like those of an evaluation."""
+        batch = self.batch(1)
+        return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_draws([DRAW]))
+
+    def batch(self, size: int | None = None) -> Batch:
+        """Make one micro-batch.
+
+        Args:
+            size: the number of samples; None uses the run's batch size.
+        """
+        b, (width, height) = size or self.batch_size, self.size
+        model = self.config.model
+        latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
+        return Batch(
+            z_0=torch.zeros(latents, device=self.device),
+            noise=torch.zeros(latents, device=self.device),
+            level=torch.full((b,), 0.5, device=self.device),
+            prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
+            pooled=self._pooled().expand(b, -1).clone().to(self.device),
+            names=tuple(str(number) for number in range(b)),
+            weight=self._weight(b, latents[2:]),
+            text=empty_text_inputs(self.config, b, self.device),
+        )
+
+    def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
+        """Make weights as in a run's batches: per position if a source has masks, per sample if one has a weight."""
+        sources = self.config.data.members
+        if any(source.mask for source in sources):
+            return torch.ones((b, 1, *sides), device=self.device)
+        return torch.ones((b, 1, 1, 1), device=self.device) if any(source.weight != 1 for source in sources) else None
+
+
+def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
+    """The tensors of a micro-batch."""
+    weight = () if batch.weight is None else (batch.weight,)
+    text = () if batch.text is None else batch.text.tensors()
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight, *text
+
+
+class SingleProcess:
+    """The parts of accelerate's Accelerator that a step core uses, for one process that exchanges nothing.
+
+    accelerate's own class fixes the device for the rest of the process, including later training.
+
+    Args:
+        device: the device of the step.
+        processes: the simulated number of processes, of which this is the first.
+    """
+
+    def __init__(self, device: torch.device, processes: int = 1):
+        self.device, self.num_processes = device, processes
+
+    def prepare_model(self, model: nn.Module, device_placement: bool = False) -> nn.Module:
+        """Return the model unchanged."""
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return an empty context: there is nothing to synchronise."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass."""
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: list[nn.Parameter], norm: float) -> Tensor:
+        """Clip the gradients to a global norm."""
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)

@@ -1,0 +1,133 @@
+"""The prepare stage of a stream: read and encode the rows that the run uses, one portion after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from simpletune.config.evaluation import MOST
+from simpletune.config.schema import TrainConfig
+from simpletune.data.samples import Sample, View
+from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.stages.plan_data import report_rejected
+from simpletune.stages.prepared import Caches, Prepared, prompts_beside, validation_requests, with_class
+from simpletune.stages.stream_plan import FIRST, StreamPlan
+from simpletune.stages.stream_samples import StreamedSamples
+from simpletune.system.options import plural
+
+PORTION = 2**14  # samples whose prompts are encoded together; each portion loads every text encoder once
+
+
+def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: int = 0) -> Prepared:
+    """Fill the caches with the rows of a stream that the run uses. Takes as much memory for a thousand rows as for a
+    million.
+
+    Args:
+        config: the configuration, with folders resolved.
+        plan: the run's plan.
+        caches: those of the run.
+        start: steps that are done.
+
+    Raises:
+        UserError: a shard is damaged, or rows cannot be used and ``data.on_error`` is ``stop``, or none are left.
+    """
+    steps, asked = config.steps(plan.steps_per_epoch), config.validation.eval_samples
+    filling = Filling(config, plan, caches)
+    filling.steps(start, steps)
+    filling.evaluation(MOST if asked == "auto" else asked)
+    requests = validation_requests(config, filling.plan)
+    caches.fill_text(prompts_beside(config, requests))
+    planned = config.model.has_modulation and config.memory.modulation != "resident"
+    if planned:  # modulations are computed for whole windows of steps
+        window = config.memory.modulation_window
+        filling.steps(start - start % window, steps + -steps % window, pictures=False)
+    prepared = caches.prepared(filling.plan, requests, plan.samples.source.captions_from, filling.rejected)
+    prepared.notes.extend(filling.notes)
+    return prepared
+
+
+class Filling:
+    """Encodes rows, and removes unusable ones from the plan.
+
+    Args:
+        config: the configuration, with folders resolved.
+        plan: the run's plan.
+        caches: those of the run.
+    """
+
+    def __init__(self, config: TrainConfig, plan: StreamPlan, caches: Caches):
+        self.config, self.plan, self.caches = config, plan, caches
+        self.rejected: list[Rejected] = []
+        self.notes: list[str] = []
+        self._noted = False
+        self._variants = plan.samples.source.variants
+
+    def steps(self, start: int, steps: int, pictures: bool = True) -> None:
+        """Encode the samples that some steps train on, or only their prompts."""
+        self._until_all(lambda: self.plan.used(start, steps), False, pictures)
+
+    def evaluation(self, count: int) -> None:
+        """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run.
+
+        Always tries the first one, which gives the validation prompt and is listed in the manifest.
+        """
+        if len(self.plan.drawn):
+            self._until_all(lambda: self.plan.usable_drawn()[:count] * self._variants, True)
+        self._until_all(lambda: self.plan.first(1 if len(self.plan.drawn) else max(1, count)) * self._variants, False)
+
+    def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, pictures: bool = True) -> None:
+        """Encode samples, and the replacements of unusable ones, until none is missing.
+
+        Args:
+            wanted: returns place * variants + variant of each sample, by the current plan.
+            held_out: whether they are held out.
+            pictures: whether to encode their pictures besides their prompts.
+        """
+        done = np.empty(0, np.int64)
+        while len(todo := np.setdiff1d(wanted(), done)):
+            for first in range(0, len(todo), PORTION):
+                self._portion(todo[first : first + PORTION], held_out, pictures)
+            done = np.union1d(done, todo)
+
+    def _portion(self, codes: np.ndarray, held_out: bool, pictures: bool) -> None:
+        """Encode samples whose prompts fit into memory together."""
+        samples, plan = self.plan.drawn if held_out else self.plan.samples, self.plan
+        found, rejected = self._made(samples, codes)
+        prompts = [plan.prompt(sample, variant) for sample, _, variant in found]
+        dropped = [""] if samples.source.caption_dropout else []
+        self.caches.fill_text([*with_class(self.config, prompts), *with_class(self.config, dropped)])
+        if pictures and not (held_out or self._noted):
+            self._noted = True
+            self._note_long(prompts[:FIRST])
+        if pictures:
+            parts: dict[int, list[View]] = {}
+            places = np.array([place for _, place, _ in found], dtype=np.int64)
+            for (sample, _, variant), part in zip(found, samples.parts(places).tolist(), strict=True):
+                parts.setdefault(part, []).append(plan.view(sample, variant))
+            rejected += self.caches.fill_pictures(list(parts.values()))
+        report_rejected(rejected, self.config.data)
+        if rejected:
+            self.rejected += rejected
+            by_name = {samples.name(place): place for place in np.unique(codes // self._variants).tolist()}
+            gone = [by_name[each.name] for each in rejected]
+            self.plan = plan.without([], gone) if held_out else plan.without(gone, [])
+
+    def _made(
+        self, samples: StreamedSamples, codes: np.ndarray
+    ) -> tuple[list[tuple[Sample, int, int]], list[Rejected]]:
+        """Samples with their places and variants, and those with unusable captions."""
+        found, rejected = list[tuple[Sample, int, int]](), dict[int, Rejected]()
+        for place, variant in zip(*(part.tolist() for part in divmod(codes, self._variants)), strict=True):
+            try:
+                found.append((samples[place], place, variant))
+            except UnusablePicture as reason:
+                rejected[place] = Rejected(samples.name(place), str(reason))
+        return found, list(rejected.values())
+
+    def _note_long(self, prompts: list[str]) -> None:
+        """Note how many of the first prompts CLIP truncates."""
+        too_long = self.caches.text.too_long(prompts)
+        of = f"{len(too_long):,} of the first {plural(len(prompts), 'caption')}"
+        if too_long:
+            self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")

@@ -1,0 +1,196 @@
+"""The plan of a run over a data set in shards: the same steps for any number of processes, and no list of samples.
+
+Even for a million rows, a plan holds only arrays of their numbers, blocks and buckets, and the order of two epochs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import Sample
+from simpletune.data.shares import SourceShare
+from simpletune.data.sources.stream import Stream
+from simpletune.data.streaming.order import Micros, epoch_order, substituted
+from simpletune.models.objectives import Objective
+from simpletune.models.shared.buckets import Size
+from simpletune.stages.stream_samples import StreamedSamples, split_samples, streamed_samples
+from simpletune.system.options import Json, UserError, plural
+
+FIRST = 1024  # the most samples of a run that an evaluation without a split looks at
+PROMPT_FIELDS = (
+    "prompt", "caption_column", "caption_lines", "caption_prefix", "caption_suffix", "shuffle_tags", "tag_dropout",
+    "keep_tags", "tag_separator", "caption_dropout", "variants",
+)  # fmt: skip
+
+
+class StreamPlan(Plan):
+    """Selects the draws of each micro-batch of a run over a data set in shards.
+
+    Args:
+        samples: the rows to train on.
+        objective: provides the density of noise levels.
+        seed: ``train.seed``.
+        batch: the batch sizes of a step.
+        drawn: rows that no step trains on.
+        unusable: places of unusable samples, and places in ``drawn``; in an epoch, the next usable row of its bucket
+            replaces each.
+    """
+
+    samples: StreamedSamples
+
+    def __init__(
+        self,
+        samples: StreamedSamples,
+        objective: Objective,
+        seed: int,
+        batch: GlobalBatch,
+        drawn: StreamedSamples,
+        unusable: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64)),
+    ):
+        self.drawn, self.unusable = drawn, unusable
+        super().__init__(samples, samples.source, objective, seed, batch, drawn.taken(self.usable_drawn()))
+
+    def usable_drawn(self) -> np.ndarray:
+        """The places in ``drawn`` of rows that are usable as far as is known."""
+        return np.setdiff1d(np.arange(len(self.drawn)), self.unusable[1])
+
+    def divided(self, batch: GlobalBatch) -> StreamPlan:
+        """The plan for the same samples with another step size."""
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, self.unusable)
+
+    def without(self, trained: Sequence[int], held_out: Sequence[int]) -> StreamPlan:
+        """The plan without some unusable rows.
+
+        Args:
+            trained: places of samples.
+            held_out: places in ``drawn``.
+
+        Raises:
+            UserError: no row of a bucket is left.
+        """
+        more = [np.array(each, dtype=np.int64) for each in (trained, held_out)]
+        first, second = (np.union1d(old, new) for old, new in zip(self.unusable, more, strict=True))
+        gone = np.bincount(self.samples.bucket[first], minlength=len(self.samples.sizes))
+        for size, bad in zip(self.samples.sizes, gone.tolist(), strict=True):
+            if bad and bad == len(self.buckets[size]):
+                raise UserError(
+                    f"data.path: none of the {plural(bad, 'row')} of {size[0]}x{size[1]} px can be used. Remove them"
+                )
+        if len(second) and len(second) == len(self.drawn):
+            raise UserError(
+                f"validation.split: none of the {plural(len(second), 'row')} held out can be used. Use more"
+            )
+        batch = GlobalBatch(self.batch_size, self.accumulation)
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, (first, second))
+
+    def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
+        found = {size: np.flatnonzero(self.samples.bucket == place) for place, size in enumerate(self.samples.sizes)}
+        return {size: members for size, members in found.items() if len(members)}  # type: ignore[misc]
+
+    def _order_of_epoch(self, number: int) -> Micros:
+        block = self.samples.rows.blocks_of(self.samples.numbers)
+        window = self.samples.source.shuffle_window
+        batches = epoch_order((self.seed, number), block, self.samples.bucket, window, self.batch_size)
+        if len(self.unusable[0]):
+            batches = substituted(batches, self.samples.bucket, self.unusable[0])
+        return Micros(batches)
+
+    def _order(self, number: int) -> np.ndarray:
+        """The micro-batches of one epoch: int64 [micro-batches, batch_size], -1 where one is short."""
+        order = self._epoch(number)
+        assert isinstance(order, Micros)
+        return order.batches
+
+    def _bucket_of(self, index: int) -> Size:
+        return self.samples.sizes[self.samples.bucket[index]]
+
+    def used(self, start: int, steps: int) -> np.ndarray:
+        """The distinct pairs of sample and variant that the steps from ``start`` up to ``steps`` train on.
+
+        Returns:
+            place * data.variants + variant, ascending, which is the order of the shards: int64 [n].
+        """
+        variants, found = self.samples.source.variants, [np.empty(0, np.int64)]
+        for epoch in range(start // self.steps_per_epoch, -(-steps // self.steps_per_epoch)):
+            first, end = (max(0, step - epoch * self.steps_per_epoch) * self.accumulation for step in (start, steps))
+            micros = self._order(epoch)[first:end]
+            found.append(micros[micros >= 0] * variants + epoch % variants)
+            if len(found) > variants + 2:  # whole epochs have shown every sample in every variant
+                break
+        return np.unique(np.concatenate(found))
+
+    def first(self, count: int) -> np.ndarray:
+        """The places of the first samples of the run: int64 [count or fewer]."""
+        flat = self._order(0).reshape(-1)
+        return flat[flat >= 0][:count]
+
+    def _subjects(self) -> StreamedSamples:
+        return self.samples.taken(self.first(FIRST))
+
+    def _evaluated(self, count: int) -> list[Sample]:
+        """The samples of an evaluation: the first held-out ones, or the first of the run."""
+        samples = self.held_out or self._subjects()
+        return [samples[number % len(samples)] for number in range(count)]
+
+    def pictures(self) -> int:
+        """The number of rows that are trained on."""
+        return len(self.samples)
+
+    def share(self, index: int, path: str) -> SourceShare:
+        """What the data set contributes to an epoch, without counting prompts and crops, which takes reading all
+        rows."""
+        source = self.samples.source
+        return SourceShare(
+            path=path,
+            pictures=len(self.samples),
+            passes="1",
+            samples=len(self.samples),
+            held_out=len(self.held_out),
+            prompts=None,
+            crops=None,
+            masks=len(self.samples) if source.mask else 0,
+            weight=source.weight,
+            regularization=source.regularization,
+            shape=f"{source.resolution} px in {source.aspect}",
+        )
+
+    def manifest(self) -> list[Json]:
+        """What the order of samples depends on: a line about all rows, and one for each shard."""
+        source, samples = self.samples.source, self.samples
+        shapes = b"" if samples.shapes is None else samples.bucket.tobytes()
+        first: Json = {
+            "file": "all rows",
+            "repeat": 0,
+            "caption": self.example(),
+            "buckets": {f"{width}x{height}": len(members) for (width, height), members in self.buckets.items()},
+            "bucket_of_rows": hashlib.sha256(shapes).hexdigest(),
+            "held_out_rows": len(self.drawn),
+            "shuffle_window": source.shuffle_window,
+            "prompts": {name: getattr(source, name) for name in PROMPT_FIELDS},
+        }
+        shards = [
+            {"file": shard.name, "repeat": 0, "rows": shard.rows, "sha256": shard.digest}
+            for shard in samples.rows.shards
+        ]
+        return [first, *shards]
+
+
+def stream_plan(config: TrainConfig) -> StreamPlan:
+    """Open the data set and plan a run over it, without reading a row.
+
+    Args:
+        config: the configuration, ``demo:`` names resolved.
+
+    Raises:
+        UserError: the data set is missing or damaged, or no rows are left to train on.
+    """
+    assert isinstance(config.data, Stream)
+    every = streamed_samples(config.data, config.model.multiple, config.output.cache_folder / "streams")
+    training, held_out = split_samples(every, config.validation.split, config.train.seed)
+    batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
+    return StreamPlan(training, config.objective, config.train.seed, batch, held_out)

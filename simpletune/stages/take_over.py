@@ -1,0 +1,84 @@
+"""Copy what a run needs from another cache, in either form, instead of encoding it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from simpletune.config.output import Output
+from simpletune.config.schema import TrainConfig
+from simpletune.data.cache.cache import ALONE, Cache, Share, view_key
+from simpletune.data.cache.shards.place import CachePlace
+from simpletune.data.plan import Plan
+from simpletune.data.sources.masks import mask_key, masked
+from simpletune.stages.encode import prompts_of
+from simpletune.stages.latent_cache import LatentCache
+from simpletune.stages.masks import MaskCache
+from simpletune.stages.prepared import validation_requests
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.console import progress, say
+from simpletune.system.options import UserError, plural
+from simpletune.system.signals import poll
+
+TOGETHER = 64  # samples claimed together
+
+
+def places_of(source: str) -> list[CachePlace]:
+    """Where a cache's samples may be: in an object store, or in a folder in either form.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    output = Output(cache=source)
+    if output.place.url is not None:
+        return [output.place]
+    if not Path(source).is_dir():
+        raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
+    return [output.place, Output(cache=source, cache_form="shards").place]
+
+
+def take_over(config: TrainConfig, plan: Plan, source: str, share: Share = ALONE) -> int:
+    """Copy the prompt embeddings, latents and masks that a run lacks.
+
+    Args:
+        config: the configuration, folders resolved.
+        plan: the run's plan.
+        source: the folder or the URL of another cache.
+        share: what this process copies first, if others fill the cache too.
+
+    Returns:
+        The number of samples that this process has copied.
+
+    Raises:
+        UserError: the source does not exist or cannot be read, or the data is a stream.
+    """
+    if config.data.streamed:
+        raise UserError(
+            "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
+            "output.cache at the other cache itself"
+        )
+    copied, others = 0, [list(_parts(config, plan, place)) for place in places_of(source)]
+    for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
+        donors = [parts[number][0] for parts in others]
+        lacking = cache.lacking(keys, share)
+        known = {key: donor for donor in reversed(donors) for key in lacking if key in donor}
+        with progress(f"copy  {cache.folder.name[:24]}", share.count(len(known)), "samples") as advance:
+            for key in (key for keys in cache.claimed(known, share, TOGETHER) for key in keys):
+                cache.save(key, known[key].load(key))
+                copied += 1
+                advance()
+                poll()
+    say(f"copied  {plural(copied, 'sample')} from {source}")
+    return copied
+
+
+def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple[Cache, Iterable[str]]]:
+    """The caches of a run in one place, always in the same order, with the keys that it needs of each."""
+    dtype = config.precision.encoder_dtype()
+    text = TextCache(config.model, dtype, place, config.text)
+    prompts = prompts_of(config, plan, validation_requests(config, plan))
+    for cache in text.caches.values():
+        yield cache, map(text.tokens.expanded, prompts)
+    latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
+    yield latents.cache, map(view_key, plan.views())
+    yield MaskCache(place).cache, map(mask_key, masked(plan.views()))

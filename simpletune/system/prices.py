@@ -1,0 +1,113 @@
+"""Hourly prices of machines, with date and source, and the cost of a picture at these prices.
+
+The user's own (``--price``) come first; a file (``--prices``) adds others, such as a provider's list::
+
+    {"l4": {"per_hour": 0.7068, "currency": "USD", "as_of": "2026-04", "source": "GCP g2-standard-4, on demand"}}
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from simpletune.system.options import Option, UserError
+from simpletune.system.package import ASSETS
+from simpletune.system.strict_json import JsonError, parse
+
+
+class Price(Option):
+    """What a machine costs per hour."""
+
+    per_hour: Annotated[float, Field(ge=0)]
+    """Price of an hour."""
+    as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    """Date of the price: YYYY-MM or YYYY-MM-DD."""
+    source: Annotated[str, Field(min_length=1)]
+    """Who charges this price, and for what."""
+    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")] | None = None
+    """Currency, such as USD; null: unspecified."""
+
+    @property
+    def words(self) -> str:
+        """Price, date and source."""
+        return f"{self.per_hour:g} {self.currency or ''}".rstrip() + f" per hour, as of {self.as_of}, {self.source}"
+
+
+Prices = dict[str, Price]
+"""Prices by name, in the order of their columns."""
+
+
+SHIPPED = ASSETS / "prices.json"
+
+
+def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
+    """Return prices by lower-case card name; a user's file overrides the prices that ship with this package.
+
+    Args:
+        file: the file given on the command line.
+        configured: ``output.prices``, used if no file is given.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    given = read(file) if file else read(Path(configured), "output.prices") if configured else {}
+    both = [read(SHIPPED), given]
+    return {name.lower(): price for prices in both for name, price in prices.items()}
+
+
+def own(prices: Iterable[tuple[str, float]]) -> Prices:
+    """Build the user's own prices, dated today, from names and prices per hour."""
+    today = datetime.date.today().isoformat()
+    return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
+
+
+def read(file: Path, option: str = "--prices") -> Prices:
+    """Read a file of prices.
+
+    Args:
+        file: the file.
+        option: the option that names the file, for messages.
+
+    Raises:
+        UserError: it cannot be read, or a price lacks its date or source.
+    """
+    try:
+        return TypeAdapter(Prices).validate_python(parse(file.read_bytes()))
+    except (OSError, JsonError) as error:
+        raise UserError(f"{option}: {file} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"{option}: {file}: {'.'.join(map(str, first['loc']))}: {first['msg']}. A price has per_hour, as_of "
+            "(YYYY-MM) and source"
+        ) from None
+
+
+def gathered(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
+    """Return the user's own prices, then those prices in a file whose names differ.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    mine = own(given)
+    return mine | {name: price for name, price in (read(file) if file else {}).items() if name not in mine}
+
+
+def cost_of_picture(seconds: float, per_hour: float) -> float:
+    """Compute seconds x price per hour / 3600, in the price's currency.
+
+    Args:
+        seconds: time of one picture: that of a batch divided by its number of pictures.
+        per_hour: price of the machine.
+    """
+    return seconds * per_hour / 3600
+
+
+def page_of(prices: Prices, table: Sequence[str]) -> str:
+    """Format a Markdown section: the prices, then a table of costs."""
+    lines = [f"- {name}: {price.words}" for name, price in prices.items()]
+    return "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *lines, "", *table, ""])
