@@ -1,1 +1,1 @@
-"""How a person reaches simpletune: the command line, the pages, pictures over HTTP. No other room imports it."""
+"""How does a person reach simpletune? By the command line, the pages, or HTTP. No other room imports this one."""

@@ -1,1 +1,1 @@
-"""What a verb does, up to the run itself: one sub-package a verb. Only ``apps`` imports it."""
+"""What does a verb do, up to the run itself? One sub-package a verb. Only ``apps`` imports this room."""

@@ -1,5 +1,1 @@
-"""TrainConfig: read it from JSON and overrides, describe its problems, resolve names to folders. Imports no torch.
-
-May import the options (adapters, data, models, memory, quant, optim, profiling) and what is below them. Pipeline and
-the packages above may import it.
-"""
+"""What may a user write? TrainConfig, read from JSON and overrides, its problems explained. Imports no torch."""

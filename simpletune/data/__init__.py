@@ -1,1 +1,1 @@
-"""Which pictures a run trains on, when, and from where: sources, the plan of every step, the cache."""
+"""Which pictures does a run train on, when, and from where?"""

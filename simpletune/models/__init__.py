@@ -1,1 +1,1 @@
-"""Which architectures and objectives exist: what families share, the families, how noise is added and removed."""
+"""Which architectures and objectives exist?"""

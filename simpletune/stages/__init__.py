@@ -1,4 +1,1 @@
-"""The stages around a step: encode prompts and pictures, load the base model, plan modulations ahead, sample pictures.
-
-May import config and the packages below it. Step, runs and the packages above may import this one.
-"""
+"""What do trainer and estimator both run? Encode prompts and pictures, load the model, step, sample."""

@@ -1,4 +1,1 @@
-"""The machine: files, disks, locks, signals, devices, the console and random streams.
-
-Imports only ``options`` from the rest of the package. Any package may import this one.
-"""
+"""What is this machine? Files, locks, signals, devices, the console, random numbers; the base class of options."""

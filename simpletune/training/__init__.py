@@ -1,4 +1,1 @@
-"""Training: set-up, the loop, metrics of launched steps, validation, and the end of a run.
-
-May import estimate, report, step and what is below them. Only the command line imports it.
-"""
+"""How does one run go from set-up to finish?"""

@@ -1,6 +1,6 @@
-"""Training methods: the union of ``adapter.method``. Add one with a file here and a line in ``Adapter``.
+"""Which weights does ``adapter.method`` train? The union of training methods.
 
-May import models and what is below it. Config, lora and the packages above may import it.
+A new one takes one file here and one line in ``Adapter``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The text side: embeddings of a new token (textual inversion) and LoRA on CLIP: options, training and files.
+"""What trains on the text side: the embeddings of a new token (textual inversion), LoRA on CLIP, and their files?
 
-option.py, rules.py, sizes.py and placeholders.py import no torch. May import adapters, families and what is below them.
-Config and the packages above may import it.
+The options import no torch.
 """

@@ -1,4 +1,4 @@
-"""The command line. Each verb is one function, plus one that adds its arguments; heavy imports wait until a verb runs.
+"""Which verbs and arguments does the command line have?
 
-May import every package. Only ``__main__`` imports it.
+Each verb is one function, plus one that adds its arguments; heavy imports wait until a verb runs.
 """

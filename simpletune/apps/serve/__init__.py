@@ -1,8 +1,6 @@
-"""``simpletune serve``: generate images over HTTP, in the format of Vertex AI's serving containers; a page to try it.
+"""``simpletune serve``: how are pictures generated over HTTP, in the format of Vertex AI's serving containers?
 
 One thread runs the model (generator.py, worker.py); the others answer requests (requests.py, app.py, server.py).
-
-May import drawing and what is below it. Only the command line imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Draw pictures with any weights: generate, compare, share one base among several LoRAs.
-
-May import encoders, report, runs, pipeline and what is below them. The server and the command line may import it.
-"""
+"""What do given weights generate? Pictures from base, LoRA or a full model, and side by side."""

@@ -1,12 +1,6 @@
-"""``simpletune init``: examine a folder of pictures and the machine, and write a configuration that explains its
-choices.
+"""Which configuration suits a folder of pictures and this machine, and why?
 
-- look.py: examine the folder; answers.py: the user's answers, from options or questions. - suggest.py, choices.py: the
-configuration, with a reason for each choice; defaults.py: the numbers behind them. - machine.py: the card, the
-prediction for it, and access to the model; command.py: the verb, and ``train FOLDER``.
-
-``suggest`` prints and asks nothing, and imports no torch. May import data_report, doctor, estimate, config and what is
-below them. Only the command line and the web page import it.
+``suggest`` prints and asks nothing, and imports no torch.
 """
 
 from simpletune.commands.init.answers import Answers

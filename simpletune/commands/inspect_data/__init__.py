@@ -1,4 +1,1 @@
-"""The dataset report: unusable, small, duplicate and uncaptioned pictures, buckets, crops, captions and truncation.
-
-May import report, config and the packages below them. The command line and the page import it.
-"""
+"""What is wrong with a data set: unusable, small, duplicate, uncaptioned or truncated entries, odd crops?"""

@@ -1,4 +1,1 @@
-"""Convert LoRA files and their headers: export, merge, mix, extract, resize.
-
-May import lora, runs and what is below them. Only the command line and the web page import it.
-"""
+"""How are LoRA files exported, merged, mixed, extracted and resized from the command line?"""

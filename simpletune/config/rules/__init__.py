@@ -1,1 +1,1 @@
-"""Rules between the sections of a configuration, by topic; ``config_rules`` (config/check.py) collects the problems."""
+"""Which sections of a configuration contradict each other? Rules by topic."""

@@ -1,1 +1,1 @@
-"""Latents and prompt embeddings, encoded once and read by key: as files, or as shards with an index."""
+"""Where are latents and prompt embeddings, encoded once? In files, or in shards with an index."""

@@ -1,8 +1,7 @@
-"""Demo model and data that need no download: a trained tiny SD3 that ships with the tool, and small folders of
-captioned pictures, drawn when first used.
+"""Which model and pictures need no download? A trained tiny SD3 that ships with the tool, and folders of captioned
+pictures, made when first used.
 
-Wherever a configuration takes a folder, a name that begins with `demo:` refers to them. May import system. Config, lora
-and the packages above may import it.
+Wherever a configuration takes a folder, a name that begins with `demo:` refers to them.
 """
 
 from __future__ import annotations

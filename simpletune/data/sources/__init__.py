@@ -1,8 +1,6 @@
-"""Pictures and captions, the plan of what each step trains on, and the cache of latents and embeddings.
+"""Which pictures and captions does ``data.source`` name, and which are unusable? The union of data sources.
 
-``data.source`` selects a member of the union ``Data``; a new source takes one file here and one line in the union, plus
-one in ``One`` (``several.py``) if it may be mixed with others. May import models and the packages below it. Config and
-the packages above may import this one.
+A new one takes one file here and one line in the union, plus one in ``One`` (``several.py``) if it may be mixed.
 """
 
 from __future__ import annotations

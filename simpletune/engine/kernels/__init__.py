@@ -1,4 +1,1 @@
-"""Operations of a block between its matmuls and attention, each in one kernel: Triton's on CUDA, torch's elsewhere.
-
-May import the modules directly in simpletune/ and system. Families may import this one.
-"""
+"""How does a block compute between its matmuls and attention? One kernel each: Triton's on CUDA, else torch's."""

@@ -1,6 +1,6 @@
-"""The memory levers, each in a small module that is exact or documents what it changes, and memory accounting by kind.
+"""What may leave the card, or be computed again, to save memory? The memory levers, and accounting of bytes by kind.
 
-May import options, tensors and system. Models, profiling and the packages above may import this one.
+Each lever is a small module that is exact or documents what it changes.
 """
 
 from __future__ import annotations

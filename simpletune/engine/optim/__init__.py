@@ -1,7 +1,6 @@
-"""Optimizers: the union ``Optimizer``, discriminated by ``optimizer.name``.
+"""How are weights updated? The union ``Optimizer``, discriminated by ``optimizer.name``.
 
-A new one takes one file here and one line in the union. May import options and system. Config and the packages above
-may import this one.
+A new one takes one file here and one line in the union.
 """
 
 from __future__ import annotations

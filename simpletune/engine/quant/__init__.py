@@ -1,7 +1,6 @@
-"""Weight precisions: the union ``Precision``, discriminated by ``precision.weights``.
+"""In which precision are frozen weights stored and multiplied? The union ``Precision`` of ``precision.weights``.
 
-A new precision takes one file here and one line in the union. May import options and system. Models and the packages
-above may import this one.
+A new one takes one file here and one line in the union.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Training objectives: the union of ``objective.name``. Add one with a file here and a line in ``Objective``.
+"""How is noise added, and what does a model predict? The union of ``objective.name``.
 
-An objective draws noise levels, and its process noises latents, gives the target and the loss, on the device and
-without reading from it. May import models and what is below it. Families, data and the packages above may import this
-one.
+An objective draws noise levels; its process noises latents and gives target and loss, on the device and without
+reading from it. A new one takes one file here and one line in ``Objective``.
 """
 
 from __future__ import annotations

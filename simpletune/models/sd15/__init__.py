@@ -1,1 +1,1 @@
-"""Stable Diffusion 1.x and 2.x, whose UNet predicts noise or v: option, shapes, text, files and operations."""
+"""What are Stable Diffusion 1.x and 2.x, whose UNet predicts noise or v?"""

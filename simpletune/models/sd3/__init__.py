@@ -1,1 +1,1 @@
-"""Stable Diffusion 3 and 3.5: its option, parameter shapes, files, text encoders, transformer and operations."""
+"""What are Stable Diffusion 3 and 3.5, whose transformer predicts a velocity?"""

@@ -1,10 +1,4 @@
-"""``simpletune report RUN ...``: write one self-contained HTML page and its Markdown version.
-
-``recorded`` reads a run's folder; ``one`` and ``several`` build sections (``content``); ``page`` and ``markdown``
-render them; ``templates`` loads the templates of all pages of the tool.
-
-May import runs, config and what is below them. Training, drawing, data_report and the command line may import it.
-"""
+"""``simpletune report RUN ...``: what happened in a run, on one self-contained HTML page or in Markdown?"""
 
 from __future__ import annotations
 

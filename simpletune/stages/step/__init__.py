@@ -1,4 +1,1 @@
-"""The training step: batches on the device, the step core, its attention kernel, and synthetic batches for simulations.
-
-May import pipeline, config and the packages below them. Estimate and training may import this one.
-"""
+"""What does one training step compute? Batches on the device, the step, its attention kernel, synthetic batches."""

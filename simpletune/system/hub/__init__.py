@@ -1,4 +1,1 @@
-"""The Hugging Face hub: choose files, download them, and explain every failure.
-
-May import system and what is below it; models, data and runs import it.
-"""
+"""How are files of the Hugging Face hub chosen and downloaded, and failures explained?"""

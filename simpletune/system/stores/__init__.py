@@ -1,4 +1,1 @@
-"""Object stores and web servers: list, read, and write objects and parts of them.
-
-May import system and the modules directly in simpletune/. Everything that reads or writes a store may import this one.
-"""
+"""How are objects of object stores and web servers listed, read and written, whole or in part?"""

@@ -1,7 +1,6 @@
-"""Log a run's metrics and pictures to TensorBoard and wandb. A tracker that fails is disabled.
+"""Who else is told a run's metrics and pictures? TensorBoard and wandb; a tracker that fails is disabled.
 
-Add one with a file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``. May import config
-and what is below it. Only training imports it.
+A new one takes a file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Encoders for comparing pictures with pictures and prompts: DINO, DINOv2, CLIP, SigLIP.
+"""How alike are two pictures, or a picture and a prompt, to DINO, DINOv2, CLIP and SigLIP?
 
-A new kind takes one file, and one line in `loading.KINDS`. May import hub, demo, system and what is below them; drawing
-and evaluation import it.
+A new kind takes one file, and one line in `loading.KINDS`.
 """
