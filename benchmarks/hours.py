@@ -1,8 +1,8 @@
 """``hours``: predict seconds, hours and prices of published jobs, and compare with the published figures.
 
 Everything is predicted from the operations of our step and the stated figures of a card
-(``simpletune/estimate/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their authors
-ran. Nothing was fitted to a published figure, and nothing here ran on a card.
+(``simpletune/estimate/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their
+authors ran. Nothing was fitted to a published figure, and nothing here ran on a card.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def whole(run: Path) -> dict:
 def program(config: dict, file: Path, before: str = "", **environment: object) -> subprocess.CompletedProcess[str]:
     """`simpletune train` in a process of its own, whose device holds nothing else."""
     file.write_text(json.dumps(config))
-    code = f"{before}\nfrom simpletune.apps.cli.main import main; raise SystemExit(main(['train', {str(file)!r}, '--force']))"
+    verb = ["train", str(file), "--force"]
+    code = f"{before}\nfrom simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
     return process(code, **environment)
 
 

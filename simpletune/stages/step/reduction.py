@@ -1,8 +1,8 @@
 """Sum the gradients of a step's micro-batches by a fixed tree, so that the sum does not depend on who computed them.
 
 ``stages/step/dealing.py`` describes the tree. Sums are in fp32. A process keeps one partial sum per level of its part
-of the tree (log2 of its micro-batches), besides the gradients that it is computing. The processes then exchange these sums,
-and each adds up a slice of all numbers by the top of the tree: as much traffic as a ring all-reduce.
+of the tree (log2 of its micro-batches), besides the gradients that it is computing. The processes then exchange these
+sums, and each adds up a slice of all numbers by the top of the tree: as much traffic as a ring all-reduce.
 """
 
 from __future__ import annotations
