@@ -5,7 +5,7 @@ PY := .venv/bin/python
 BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py remote_cache.py doctor.py readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens mutants tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -73,9 +73,6 @@ web: setup  ## click through the pages in headless Chromium (apt-get install chr
 
 screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
-
-mutants: setup  ## check that a test fails for each fault of tests/mutants.toml; 19 min on 2 cores (AMD EPYC, 23 November 2026); starts none after 30 min; repeat to continue
-	PYTHONPATH=. $(PY) tests/mutants.py --minutes 30
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3

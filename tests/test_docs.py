@@ -138,10 +138,8 @@ def test_the_walkthrough_s_tests_pass(
     own.test_losses_are_those_of_partial(tiny_config)
 
 
-def test_the_walkthrough_s_configuration_and_fault_fit(walkthrough: dict[str, str], tiny_config: dict) -> None:
+def test_the_walkthrough_s_configuration_fits(walkthrough: dict[str, str], tiny_config: dict) -> None:
     config = json.loads(walkthrough["configs/sd3_medium_bias.json"])
     here = config | {"data": config["data"] | {"path": "demo:pictures"}}
     assert validate(here, "walkthrough").adapter.method == "bias"
     assert len(config["about"]) > 30
-    fault = dict(re.findall(r"^(find|replace) = '''(.*)'''$", walkthrough["tests/mutants.toml"], re.M))
-    assert walkthrough[ADAPTER].count(fault["find"]) == 1 and fault["replace"] != fault["find"]

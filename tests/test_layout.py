@@ -1,4 +1,4 @@
-"""The house: twelve rooms, every import points down the list, no circle of files, and every package says what it answers."""
+"""The twelve rooms: imports point down their list, no files form a circle, every package says what it answers."""
 
 from __future__ import annotations
 

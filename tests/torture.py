@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from test_cases import members
-from warm_pytest import preload as preload_packages
 
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures, tiny_sd3
@@ -340,8 +339,18 @@ def torture(kills: int, whole: int, seed: int, folder: Path, limit: float) -> Ta
 
 
 def preload() -> None:
-    """Import what runs import late: children then start in a moment."""
-    preload_packages()
+    """Import what runs and tests import late, so that forked children start at once."""
+    import bitsandbytes  # noqa: F401
+    import diffusers.training_utils  # noqa: F401
+    import hypothesis  # noqa: F401
+    import optimum.quanto  # noqa: F401
+    import peft  # noqa: F401
+    import pytest  # noqa: F401
+    import transformers  # noqa: F401
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel  # noqa: F401
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
+
     import simpletune.runs.report.one  # noqa: F401
 
 
