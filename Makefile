@@ -14,10 +14,11 @@ help:  ## show this list; takes no time
 setup:  ## make .venv with everything that the tests need; time not measured (mostly the download of torch)
 	@source simpletune/setup.sh && simpletune_setup . dev
 
-quality: setup  ## run ruff and mypy, change nothing; 50 s without mypy's cache
+quality: setup  ## run ruff and mypy, change nothing; 50 s without mypy's cache; then list names that several modules define
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	@$(PY) tests/repeated_names.py
 
 style: setup  ## let ruff fix and format the code; 1 s
 	$(PY) -m ruff check --fix .
