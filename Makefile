@@ -5,7 +5,7 @@ PY := .venv/bin/python
 BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py remote_cache.py doctor.py readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -74,6 +74,9 @@ web: setup  ## click through the pages in headless Chromium (apt-get install chr
 
 screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
+
+compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit?
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3
