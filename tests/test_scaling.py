@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import cluster, measured_scaling, scaling
+from benchmarks import cluster, measured_scaling, scaling, scaling_plans
 from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
 from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
 from simpletune.config.load import validate
@@ -78,7 +78,7 @@ def test_a_card_is_simulated_with_one_and_two_passes_whatever_the_global_batch(m
 
     monkeypatch.setattr(cluster, "simulate", simulated)
     monkeypatch.setattr(cluster, "step_seconds", timed)
-    recipe = validate(json.loads(scaling.SD3.read_text()), "recipe", needs_data=False)
+    recipe = validate(json.loads(scaling_plans.SD3.read_text()), "recipe", needs_data=False)
     assert recipe.train.accumulation == 128
     found = cluster.compute_of(Job(recipe, 2048), 8, StatedSpeeds(card_of("A100-80GB")))
     assert passes == [(8, 1), (8, 2)]
@@ -109,17 +109,17 @@ def test_the_update_is_what_a_step_takes_beside_its_passes() -> None:
 
 def test_the_page_has_what_is_there(tmp_path: Path) -> None:
     name = "SD 2 base from scratch, 256 px"
-    found: dict[str, Json] = {key(name, scaling.PLANS[name], cards): row for cards, row in rows().items()}
+    found: dict[str, Json] = {key(name, scaling_plans.PLANS[name], cards): row for cards, row in rows().items()}
     for processes, seconds in ((1, 0.8), (2, 0.5)):
         found[f"measured: LoRA, {processes} on the CPU"] = {
             "processes": processes, "batch": 16.0, "micro": 2, "passes": 8 // processes, "seconds": seconds,
             "rate": 16 / seconds}  # fmt: skip
     found["measured: LoRA, exchange of 2 on the CPU"] = {"processes": 2, "bytes": 8, "seconds": 0.05}
     assert set(found) <= set(scaling.jobs())
-    text = write_report(page(found, scaling.PLANS), tmp_path / "page.html")[1].read_text()
+    text = write_report(page(found, scaling_plans.PLANS), tmp_path / "page.html")[1].read_text()
     assert "| 2 | 16 | 2 x 4 | 0.500 | 32.0 | 80% | 0.450 | 0.90 |" in text
     assert "| 128 | 2,048 | 16 x 1 |" in text and "11,600 | 66%" in text and "512 px" not in text
-    assert page(found, scaling.PLANS).facts[0].value.endswith("of 4")
+    assert page(found, scaling_plans.PLANS).facts[0].value.endswith("of 4")
 
 
 def test_processes_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_the_page_of_the_docs_repeats_the_results() -> None:
     root = Path(__file__).resolve().parent.parent
     rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
     lines = {re.sub(" +", " ", line) for line in (root / "docs/scaling.md").read_text().splitlines()}
-    for name, plan in scaling.PLANS.items():
+    for name, plan in scaling_plans.PLANS.items():
         found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
         for cards in scaling.CARDS[1:]:
             cells = predicted_cells(cards, found, plan)
