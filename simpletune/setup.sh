@@ -257,12 +257,18 @@ _setup_install() {
 
 # simpletune_setup ROOT run|dev: makes ROOT/.venv fit for training (run) or for the tests (dev), or exits with a remedy.
 simpletune_setup() {
-    local root extra=$2 venv lock=''
+    local root extra=$2 venv lock='' lock_file
     root=$(cd "$1" && pwd -P)
     venv=$root/.venv
     _setup_is_current "$extra" && return
     if command -v flock >/dev/null; then
-        exec {lock}>"$root/.venv.lock"
+        lock_file=$root/.venv.lock
+        [[ ! -e $lock_file || -f $lock_file ]] || # to open a pipe would wait forever
+            _setup_stop 3 "$lock_file is not a file; set-up locks it." "Move it away, then run the same command again."
+        : 2>/dev/null >>"$lock_file" ||
+            _setup_stop 3 "$lock_file cannot be written; set-up locks it and makes .venv beside it." \
+                "Make $root writable, or copy it to a folder that is."
+        exec {lock}>>"$lock_file" # ">" would cut off the target of a link
         flock -n "$lock" || { _setup_say "waiting for another set-up of $root" && flock "$lock"; } ||
             _setup_say "cannot lock here; continuing without a lock"
     fi

@@ -572,6 +572,36 @@ def test_the_venv_of_another_checkout_is_not_emptied(ready: Machine, tmp_path: P
     assert contents(tmp_path) == before
 
 
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+def test_the_lock_harms_nothing(machine: Machine, tmp_path: Path) -> None:
+    machine.python()
+    lock = machine.root / ".venv.lock"
+    for make in (os.mkfifo, os.mkdir):
+        make(lock)
+        status, output = machine.run("train.sh")
+        assert status == 3 and f"{lock} is not a file; set-up locks it." in output
+        lock.unlink() if lock.is_fifo() else lock.rmdir()
+    (tmp_path / "thesis.txt").write_text("years of work")
+    lock.symlink_to(tmp_path / "thesis.txt")
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is a folder in which even root makes no file")
+def test_a_checkout_that_cannot_be_written_is_named(machine: Machine) -> None:
+    machine.command(
+        "set up", f"""#!/bin/bash\nsource "{machine.root}/simpletune/setup.sh"\nsimpletune_setup /proc run\n"""
+    )
+    status, output = machine.run("../bin/set up")
+    assert status == 3
+    assert output.splitlines()[-2:] == [
+        "setup: /proc/.venv.lock cannot be written; set-up locks it and makes .venv beside it.",
+        "       Make /proc writable, or copy it to a folder that is.",
+    ]
+
+
 # train.sh
 
 
