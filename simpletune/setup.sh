@@ -8,7 +8,8 @@
 #
 # Environment: PYTHON                  the Python to make .venv with (default: the newest found, 3.13 to 3.11)
 #              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
-# Exit codes:  3  this machine lacks something (Python, venv, NVIDIA driver); nothing was installed
+# Exit codes:  3  this machine lacks something (Python, venv, NVIDIA driver), or .venv would have to be emptied and may hold
+#                 somebody's files; nothing was installed, and nothing deleted
 #              4  the install failed; its log is .venv/install.log
 
 set -euo pipefail
@@ -123,11 +124,61 @@ _setup_is_current() {
 
 _setup_recorded_index() { cat "$venv/.simpletune-torch-index" 2>/dev/null || true; }
 
+# True if what folder $1 holds can be made again: it is a virtual environment, or one that set-up began.
+_setup_is_environment() {
+    [[ ! -f $1/pyvenv.cfg ]] || return 0
+    # Installing into an environment of another kind (conda, a copied Python) leaves the files below in it, too.
+    [[ ! -e $1/.simpletune-keep ]] || return 1
+    [[ -e $1/.simpletune-installing || -e $1/.simpletune-installed-run || -e $1/.simpletune-installed-dev ]]
+}
+
+# Marks folder $1 as being installed into: until the marker goes, it counts as half-made.
+_setup_mark() {
+    _setup_is_environment "$1" || : >>"$1/.simpletune-keep"
+    : >>"$1/.simpletune-installing"
+}
+
+# Empties folder $1, or makes it, and marks it; the caller has called _setup_check_disposable before.
+_setup_empty() {
+    mkdir -p "$1"
+    : >>"$1/.simpletune-installing" # first, so that after a kill the rest is known to be an environment's
+    find -P "$1" -mindepth 1 ! -name .simpletune-installing -delete
+}
+
+# Stops unless $1 is absent, an empty folder or an environment, and no link: nothing else is ever emptied or replaced.
+# $2: why it cannot be used as it is.
+_setup_check_disposable() {
+    local defect=$2 reason first remedy path
+    printf -v path '%q' "$1"
+    remedy="Move it away: mv -i $path $path.old, then run the same command again."
+    if [[ -L $1 ]]; then
+        [[ -e $1 ]] || defect="its target is gone"
+        reason="it is a link, and set-up deletes nothing through a link."
+        remedy="Remove the link, which leaves its target as it is: rm $path, then run the same command again."
+    elif [[ ! -e $1 ]]; then
+        return 0
+    elif [[ ! -d $1 ]]; then
+        reason="it is not a folder."
+    elif _setup_is_environment "$1"; then
+        return 0
+    elif first=$(find "$1" -mindepth 1 -print -quit 2>/dev/null) && [[ -z $first ]]; then # a folder that cannot be read is not empty
+        return 0
+    else
+        reason="set-up did not make it, and without pyvenv.cfg it may hold somebody's files."
+    fi
+    local lines=("$1 cannot be used ($defect) and is not emptied: $reason" "$remedy")
+    [[ ! -e $1/.simpletune-installing || ! -x $1/bin/python ]] ||
+        lines+=("Or, if you have checked that all its packages are whole, keep it: rm $path/.simpletune-installing")
+    _setup_stop 3 "${lines[@]}"
+}
+
 # Prints why the existing .venv cannot be used; prints nothing if it can. Reads `root` and `venv`.
 _setup_venv_defect() {
     local file version
     if [[ -e $venv/.simpletune-installing ]]; then
-        echo "an earlier set-up was killed halfway"
+        echo "an earlier set-up stopped halfway"
+    elif [[ ! -e $venv/bin/python && ! -L $venv/bin/python ]]; then
+        echo "it has no Python"
     elif ! version=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
         echo "its Python is gone"
     elif [[ ! -d $venv/lib/python$version ]]; then
@@ -136,7 +187,7 @@ _setup_venv_defect() {
         echo "it has no working pip"
     else
         for file in "$venv"/.simpletune-installed-*; do
-            [[ ! -f $file ]] || grep -qxF "root $root" "$file" || { echo "it was moved or copied here" && return; }
+            [[ ! -f $file ]] || grep -qxF "root $root" "$file" || { echo "it was moved, copied or linked here" && return; }
         done
     fi
 }
@@ -159,7 +210,8 @@ _setup_install_failed() {
     fi
     tail -n 15 "$log" | sed 's/^/       | /' >&2
     # pip killed by a signal may leave a half-unpacked package, which a later pip takes for complete: keep the marker.
-    (($2 >= 128)) || rm -f "$venv/.simpletune-installing"
+    # Without a Python nothing else says that the folder may be emptied: keep it then, too.
+    (($2 >= 128)) || [[ ! -x $venv/bin/python ]] || rm -f "$venv/.simpletune-installing"
     _setup_stop 4 "$1 failed (exit status $2). The whole log: $log" "$cause"
 }
 
@@ -170,6 +222,7 @@ _setup_install() {
     [[ $extra == run ]] || target=".[$extra]" what="training and the tests"
     index=${SIMPLETUNE_TORCH_INDEX:-$(_setup_recorded_index)}
     [[ ! -e $venv ]] || defect=$(_setup_venv_defect)
+    [[ -e $venv && -z $defect ]] || _setup_check_disposable "$venv" "$defect"
     _setup_check_driver "$index"
     if [[ ! -e $venv || -n $defect ]]; then
         _setup_find_python
@@ -177,15 +230,14 @@ _setup_install() {
         [[ -z $defect ]] || made="remaking .venv ($defect) with Python $python_version, "
     fi
     _setup_say "${made}installing simpletune and the packages for $what${index:+, torch from SIMPLETUNE_TORCH_INDEX}. This takes minutes. Log: $log"
-    mkdir -p "$venv"
-    : >"$venv/.simpletune-installing"
-    if [[ -n $made ]]; then
-        find "$venv/" -mindepth 1 ! -name .simpletune-installing -delete
+    if [[ -z $made ]]; then
+        _setup_mark "$venv"
+    else
+        _setup_empty "$venv"
         "$python" -m venv "$venv" >"$log" 2>&1 ||
             _setup_install_failed "$python -m venv (if it lacks a module: sudo apt install python${python_version%.*}-venv)" $?
     fi
-    : >"$log"
-    rm -f "$venv"/.simpletune-installed-*
+    rm -f "$log" "$venv"/.simpletune-installed-*
     if [[ -n $index ]]; then
         torch=$(sed -nE 's/^ *"(torch[<>=][^"]*)".*/\1/p' "$root/pyproject.toml")
         # A torch from elsewhere would count as "already satisfied".
@@ -205,12 +257,18 @@ _setup_install() {
 
 # simpletune_setup ROOT run|dev: makes ROOT/.venv fit for training (run) or for the tests (dev), or exits with a remedy.
 simpletune_setup() {
-    local root extra=$2 venv lock=''
+    local root extra=$2 venv lock='' lock_file
     root=$(cd "$1" && pwd -P)
     venv=$root/.venv
     _setup_is_current "$extra" && return
     if command -v flock >/dev/null; then
-        exec {lock}>"$root/.venv.lock"
+        lock_file=$root/.venv.lock
+        [[ ! -e $lock_file || -f $lock_file ]] || # to open a pipe would wait forever
+            _setup_stop 3 "$lock_file is not a file; set-up locks it." "Move it away, then run the same command again."
+        : 2>/dev/null >>"$lock_file" ||
+            _setup_stop 3 "$lock_file cannot be written; set-up locks it and makes .venv beside it." \
+                "Make $root writable, or copy it to a folder that is."
+        exec {lock}>>"$lock_file" # ">" would cut off the target of a link
         flock -n "$lock" || { _setup_say "waiting for another set-up of $root" && flock "$lock"; } ||
             _setup_say "cannot lock here; continuing without a lock"
     fi

@@ -1,6 +1,7 @@
 """train.sh, test.sh and setup.sh on machines of every kind, with a fake Python, pip and nvidia-smi: no network, no GPU.
 
 The scripts are copied to a folder whose path has a space, and see a PATH of fakes and the few tools named here.
+tests/dry_gpu/setup.sh, which makes another environment by the same rules, is tested here, too.
 """
 
 import os
@@ -15,6 +16,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOOLS = "awk bash cat chmod cp cut df dirname du env find flock grep mkdir mv pwd rm sed sha256sum sleep tail timeout"
+DRY = "tests/dry_gpu/setup.sh"
 
 # What a Python answers to the questions of setup.sh; as .venv/bin/python it is also pip and the project.
 FAKE_PYTHON = """#!/bin/bash
@@ -25,7 +27,9 @@ case "$*" in
     "-c "*) echo "${{version%.*}}" ;;
     "-m venv "*)
         echo "venv $version" >>"$FAKE_LOG"
+        if [[ -n ${{FAKE_VENV_ERROR:-}} ]]; then echo "Error: $FAKE_VENV_ERROR"; exit 1; fi
         mkdir -p "$3/bin" "$3/lib/python${{version%.*}}"
+        : >"$3/pyvenv.cfg"
         cp "$0" "$3/bin/python" ;;
     "-m pip --version") ;;
     "-m pip "*)
@@ -47,7 +51,7 @@ class Machine:
         self.bin = folder / "bin"
         self.log = folder / "calls.log"
         self.bin.mkdir(parents=True)
-        for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh"):
+        for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh", DRY):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, self.root / name)
         (self.root / "configs").mkdir()
@@ -59,6 +63,7 @@ class Machine:
 
     def command(self, name: str, text: str) -> None:
         path = self.bin / name
+        path.unlink(missing_ok=True)  # it may be a link to the machine's own tool
         path.write_text(text)
         path.chmod(0o755)
 
@@ -319,7 +324,7 @@ def test_killed_set_up_is_made_anew(machine: Machine) -> None:
     (machine.root / ".venv" / "half").touch()
     status, output = machine.run("train.sh")
     assert status == 0, output
-    assert "remaking .venv (an earlier set-up was killed halfway)" in output
+    assert "remaking .venv (an earlier set-up stopped halfway)" in output
     assert not (machine.root / ".venv" / "half").exists()
     assert machine.run("train.sh") == (0, "")
 
@@ -338,7 +343,7 @@ def test_moved_project_is_made_anew(ready: Machine) -> None:
     ready.root = moved
     status, output = ready.run("train.sh")
     assert status == 0, output
-    assert "remaking .venv (it was moved or copied here)" in output
+    assert "remaking .venv (it was moved, copied or linked here)" in output
     assert ready.run("train.sh") == (0, "")
 
 
@@ -376,6 +381,225 @@ def test_failed_install_shows_the_log_and_the_remedy(machine: Machine, error: st
     status, output = machine.run("train.sh")  # the failure leaves nothing behind that needs cleaning
     assert status == 0, output
     assert "remaking" not in output
+
+
+# What .venv holds is deleted only if it can be made again
+
+
+def contents(folder: Path) -> dict[str, str | None]:
+    """Every path below a folder, except the lock: a file's text, a link's target, None for a folder."""
+    paths = [path for path in folder.rglob("*") if path.name != ".venv.lock"]
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_text()
+        if path.is_file()
+        else None
+        for path in paths
+    }
+
+
+@pytest.fixture(params=["train.sh", DRY])
+def setting(request: pytest.FixtureRequest, machine: Machine, tmp_path: Path) -> tuple[Machine, str, Path]:
+    """A machine, one of the scripts that set up, and where its environment lies."""
+    machine.python()
+    machine.command("df", "#!/bin/bash\necho header\necho /dev/x 9 9 99999999 9% /\n")
+    machine.environment["DRY_VENV"] = str(tmp_path / "an environment")
+    return machine, request.param, tmp_path / "an environment" if request.param == DRY else machine.root / ".venv"
+
+
+def precious(folder: Path, *names: str) -> Path:
+    """A folder of somebody's files, of which set-up has seen none."""
+    for name in ("thesis.txt", "bin/script", ".hidden", *names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("years of work")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("folder", r"\(it has no Python.*\) and is not emptied: set-up did not make it, and without pyvenv\.cfg"),
+        ("file", r"is not emptied: it is not a folder\.\n +Move it away: mv -i \S+"),
+        (
+            "link to a folder",
+            r"\(it has no Python.*: it is a link, .* through a link\.\n +Remove the link.* rm \S+",
+        ),
+        ("link to an empty folder", r"it is a link"),
+        ("link to a file", r"it is a link"),
+        ("link to a broken environment", r"it is a link"),
+        ("link to an unfinished environment", r"\(an earlier set-up stopped halfway\).* it is a link"),
+        ("link to nothing", r"\(its target is gone\) .* it is a link"),
+    ],
+)
+def test_somebody_s_files_are_not_deleted(
+    setting: tuple[Machine, str, Path], tmp_path: Path, kind: str, reason: str
+) -> None:
+    machine, script, venv = setting
+    target = tmp_path / "elsewhere"
+    place = target if kind.startswith("link") else venv
+    if kind.endswith("file"):
+        place.write_text("years of work")
+    elif kind.endswith("broken environment"):
+        precious(place, "pyvenv.cfg", ".simpletune-installed-run")
+    elif kind.endswith("unfinished environment"):
+        precious(place, "pyvenv.cfg", ".simpletune-installing")
+    elif kind.endswith("empty folder"):
+        place.mkdir()
+    elif not kind.endswith("nothing"):
+        precious(place)
+    if kind.startswith("link"):
+        venv.symlink_to(target)
+    before = contents(tmp_path)
+    for _ in range(2):  # the first call must not leave what the second takes for leave to delete
+        status, output = machine.run(script)
+        assert status == 3, output
+        assert re.search(reason, output, re.DOTALL), output
+        assert str(venv) in output and "run the same command again" in output
+        assert "keep it" not in output  # no Python in it, nothing to keep
+        assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("ending", ["", "/", "//", "/."])
+def test_a_link_is_seen_behind_a_slash(machine: Machine, tmp_path: Path, ending: str) -> None:
+    machine.python()
+    precious(tmp_path / "elsewhere", "pyvenv.cfg")
+    (tmp_path / "link").symlink_to("elsewhere")
+    before = contents(tmp_path)
+    status, output = machine.run(DRY, cwd=tmp_path, DRY_VENV=f"link{ending}")
+    assert status == 3 and "it is a link" in output
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "trace", ["", "pyvenv.cfg", ".simpletune-installing", ".simpletune-installed-run", ".simpletune-installed-dev"]
+)
+def test_an_empty_folder_and_a_broken_environment_are_used(setting: tuple[Machine, str, Path], trace: str) -> None:
+    machine, script, venv = setting
+    venv.mkdir()
+    if trace:
+        precious(venv, trace)
+    status, output = machine.run(script)
+    assert status == 0, output
+    assert "making" in output and not (venv / "thesis.txt").exists()
+    assert machine.run(script) == (0, "")
+
+
+def test_a_set_up_killed_while_it_empties_is_made_anew(setting: tuple[Machine, str, Path]) -> None:
+    machine, script, venv = setting
+    precious(venv, "pyvenv.cfg")
+    killed = """rm "$2/pyvenv.cfg" "$2/.hidden"; kill -9 $PPID; exit 1"""
+    machine.command("find", f"""#!/bin/bash\n[[ "$*" != *-delete* ]] || {{ {killed}; }}\n""")
+    assert machine.run(script)[0] == -signal.SIGKILL
+    assert (venv / "thesis.txt").exists() and not (venv / ".hidden").exists()
+    machine.command("find", f"""#!/bin/bash\nexec {shutil.which("find")} "$@"\n""")
+    status, output = machine.run(script)
+    assert status == 0, output
+    assert not (venv / "thesis.txt").exists()
+
+
+def test_a_venv_that_could_not_be_made_is_made_by_the_next_call(setting: tuple[Machine, str, Path]) -> None:
+    machine, script, venv = setting
+    status, output = machine.run(script, FAKE_VENV_ERROR="no room")
+    assert status == 4 and (venv / "install.log").read_text() == "Error: no room\n", output
+    status, output = machine.run(script)
+    assert status == 0, output
+
+
+def hand_made(machine: Machine, folder: Path, *, cfg: bool) -> Path:
+    """An environment that somebody made: a Python, and with `cfg` the file that `python -m venv` writes."""
+    precious(folder, "lib/python3.11/site-packages/theirs.py", *["pyvenv.cfg"] * cfg)
+    shutil.copy(machine.bin / "python3", folder / "bin" / "python")
+    return folder
+
+
+@pytest.mark.parametrize("cfg", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_hand_made_environment_that_works_is_used(
+    setting: tuple[Machine, str, Path], tmp_path: Path, linked: bool, cfg: bool
+) -> None:
+    machine, script, venv = setting
+    place = hand_made(machine, tmp_path / "elsewhere" if linked else venv, cfg=cfg)
+    if linked:
+        venv.symlink_to(place)
+    before = contents(place)
+    status, output = machine.run(script, FAKE_RUN_FAILS="lacking.py" if script == DRY else "nothing")
+    assert ("is not complete" in output) if script == DRY else status == 0, output  # the fake lacks the same ever after
+    assert machine.calls("pip") and not machine.calls("venv")
+    assert machine.run(script) == (0, "")
+    assert before.items() <= contents(place).items() and venv.is_symlink() == linked
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_hand_made_environment_is_kept_when_it_breaks_later(
+    setting: tuple[Machine, str, Path], tmp_path: Path, linked: bool
+) -> None:
+    machine, script, venv = setting
+    place = hand_made(machine, tmp_path / "elsewhere" if linked else venv, cfg=linked)
+    if linked:
+        venv.symlink_to(place)
+    lacks = "lacking.py" if script == DRY else "nothing"
+    assert machine.run(script, FAKE_PIP_ERROR="no network", FAKE_RUN_FAILS=lacks)[0] == 4
+    assert not (place / ".simpletune-installing").exists()  # a refused package does not make it half-made
+    process = machine.start(script, FAKE_PIP_SECONDS="30", FAKE_RUN_FAILS=lacks)
+    begun = time.monotonic()
+    while len(machine.calls("pip")) < 2 and time.monotonic() < begun + 20:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = contents(place)
+    status, output = machine.run(script)
+    assert status == 3 and "(an earlier set-up stopped halfway)" in output
+    assert contents(place) == before and before["thesis.txt"] == "years of work"
+    assert re.search(r"keep it: rm .*/\.simpletune-installing\n", output)
+    (place / ".simpletune-installing").unlink()
+    status, output = machine.run(script)
+    assert status == 0, output
+    (place / "bin" / "python").unlink()
+    before = contents(place)
+    status, output = machine.run(script)
+    assert status == 3 and "keep it" not in output
+    assert contents(place) == before
+
+
+def test_the_venv_of_another_checkout_is_not_emptied(ready: Machine, tmp_path: Path) -> None:
+    other = Machine(tmp_path / "other")
+    other.python()
+    (other.root / ".venv").symlink_to(ready.root / ".venv")
+    before = contents(tmp_path)
+    status, output = other.run("train.sh")
+    assert status == 3 and "(it was moved, copied or linked here)" in output and "it is a link" in output
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+def test_the_lock_harms_nothing(machine: Machine, tmp_path: Path) -> None:
+    machine.python()
+    lock = machine.root / ".venv.lock"
+    for make in (os.mkfifo, os.mkdir):
+        make(lock)
+        status, output = machine.run("train.sh")
+        assert status == 3 and f"{lock} is not a file; set-up locks it." in output
+        lock.unlink() if lock.is_fifo() else lock.rmdir()
+    (tmp_path / "thesis.txt").write_text("years of work")
+    lock.symlink_to(tmp_path / "thesis.txt")
+    status, output = machine.run("train.sh")
+    assert status == 0, output
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is a folder in which even root makes no file")
+def test_a_checkout_that_cannot_be_written_is_named(machine: Machine) -> None:
+    machine.command(
+        "set up", f"""#!/bin/bash\nsource "{machine.root}/simpletune/setup.sh"\nsimpletune_setup /proc run\n"""
+    )
+    status, output = machine.run("../bin/set up")
+    assert status == 3
+    assert output.splitlines()[-2:] == [
+        "setup: /proc/.venv.lock cannot be written; set-up locks it and makes .venv beside it.",
+        "       Make /proc writable, or copy it to a folder that is.",
+    ]
 
 
 # train.sh
