@@ -72,16 +72,24 @@ def run(words: list[str], job: dict[str, object], imported: Path) -> int:
         port = free.getsockname()[1]
     world, late = int(str(job["processes"])), time.monotonic() + float(str(job["seconds"]))
     running, failed = {start(words, rank, world, port, (str(job["log"]), imported)) for rank in range(world)}, 0
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        running.discard(pid)
-        failed = failed or (os.waitstatus_to_exitcode(status) if pid else 0)
-        if failed or time.monotonic() > late:
-            for other in running:
-                os.killpg(other, signal.SIGKILL)
-        if not pid:
-            time.sleep(0.01)
+    try:
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            running.discard(pid)
+            failed = failed or (os.waitstatus_to_exitcode(status) if pid else 0)
+            if failed or time.monotonic() > late:
+                end(running)
+            if not pid:
+                time.sleep(0.01)
+    finally:
+        end(running)
     return failed
+
+
+def end(running: set[int]) -> None:
+    """Kill commands and what they have started."""
+    for group in running:
+        os.killpg(group, signal.SIGKILL)
 
 
 def start(words: list[str], rank: int, world: int, port: int, files: tuple[str, Path]) -> int:

@@ -278,7 +278,6 @@ def _runs() -> Named:
 
 
 EXCUSED = {
-    "precision.compute=auto": "one of the others, by the device",
     "train.batch_size=auto": "searches the memory of a card",
     "memory.checkpointing=auto": "searches the memory of a card",
     "memory.profile": "sets other fields",

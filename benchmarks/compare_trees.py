@@ -180,7 +180,10 @@ class Tree:
             "TMPDIR": str(place / "temporary"), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error",
         }  # fmt: skip
         self.knows = functools.cache(self._knows)
-        self.schema: Json = json.loads(self.run(self.words("schema")).stdout)
+        printed = self.run(self.words("schema"))
+        if printed.returncode:
+            raise SystemExit(f"compare: {code} prints no schema: {printed.stderr.strip()}")
+        self.schema: Json = json.loads(printed.stdout)
 
     def run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run the command line in a process of its own."""
