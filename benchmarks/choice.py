@@ -19,8 +19,8 @@ from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, pr
 from benchmarks.table import Results, describe_machine
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.data.demo import pictures
+from simpletune.runs.best_checkpoint import FIDELITY, choose
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.choice import FIDELITY, choose
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.weights import result_of
 from simpletune.system.console import say

@@ -12,8 +12,8 @@ from benchmarks.predicted_seconds import encoding
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import LATENT_BYTES
 from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.recorder import BACKWARD
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
 
 MACHINE = 8  # cards of a machine

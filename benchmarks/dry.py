@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.dry_row import predict
 from benchmarks.dry_rows import Row, rows_of
 from benchmarks.table import Results
-from simpletune.estimate.predict import CONTEXT, needed
+from simpletune.estimate.job_estimate import CONTEXT, needed
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 from simpletune.system.gpus import Card, card_of

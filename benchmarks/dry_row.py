@@ -126,8 +126,8 @@ def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
     import torch
 
     from simpletune.stages.load import empty_base
-    from simpletune.stages.step.core import assemble
     from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+    from simpletune.stages.step.train_step import assemble
 
     device, side = torch.device("cuda"), config.data.resolution
     transformer = empty_base(config.model, config.memory, config.precision, device, [(side, side)])
@@ -144,7 +144,7 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.estimate.simulate.without_values import ShapesOnlyModel
+    from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel
     from simpletune.stages.latent_cache import free_memory
     from simpletune.stages.sample import Request, Sampler
 

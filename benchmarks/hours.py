@@ -1,7 +1,7 @@
 """``hours``: predict seconds, hours and prices of published jobs, and compare with the published figures.
 
 Everything is predicted from the operations of our step and the stated figures of a card
-(``simpletune/estimate/timing/stated.py``). For published rows the step has diffusers' blocks of SD3, which their
+(``simpletune/estimate/timing/datasheet.py``). For published rows the step has diffusers' blocks of SD3, which their
 authors ran. Nothing was fitted to a published figure, and nothing here ran on a card.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.predicted_seconds import card_named, config_of, of_step, predict
 from benchmarks.published import LORA, SD15, Row, costs, rows
 from benchmarks.table import Results
 from simpletune.estimate.job_time import STATED
-from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.runs.report import write_report
 from simpletune.runs.report.content import Chart, Fact, Report
 from simpletune.system.console import say

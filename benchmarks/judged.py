@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.quality import Easel, Prompt, file_name
 from simpletune.apps.cli.main import main as simpletune
-from simpletune.commands.evaluate.draw import FOLDER
+from simpletune.commands.evaluate.generate import FOLDER
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig

@@ -24,8 +24,8 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
 
     from benchmarks.memory import config_of
     from simpletune.stages.load import empty_base
-    from simpletune.stages.step.core import assemble
     from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+    from simpletune.stages.step.train_step import assemble
     from simpletune.system.stage_timer import peak_rss_gib
 
     config = config_of(overrides)

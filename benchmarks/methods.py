@@ -17,8 +17,8 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.sd3.shapes import sd3_medium_config
 from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.models.shared.weights import fill
-from simpletune.stages.step.core import assemble
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import assemble
 from simpletune.system.console import say
 from simpletune.system.options import Json
 

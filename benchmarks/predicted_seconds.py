@@ -26,9 +26,9 @@ from simpletune.estimate.simulate.simulate_stages import (
     of_encoding,
     text_snapshots,
 )
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.recorder import Section
 from simpletune.estimate.timing.speeds import ITEM
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.prompts import BATCH
 from simpletune.system.console import silent

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from benchmarks.table import Results, describe_machine
 from simpletune.data.cache.cache import Cache
-from simpletune.data.cache.shards.ahead import ReadAhead
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.index import Index, write_rows
 from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards.prefetch import ReadAhead
+from simpletune.data.cache.shards.sample_index import Index, write_rows
 from simpletune.data.cache.shards.shard import Row
 from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say

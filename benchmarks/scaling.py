@@ -16,7 +16,7 @@ from benchmarks.measured_scaling import exchange_of, measured
 from benchmarks.scaling_plans import PLANS, Plan
 from benchmarks.scaling_tables import page
 from benchmarks.table import Results
-from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.runs.report import write_report
 from simpletune.system.console import say
 from simpletune.system.gpus import card_of

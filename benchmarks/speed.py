@@ -34,8 +34,8 @@ from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.models.shared.weights import TensorSource, fill
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import stays_on_host
-from simpletune.stages.step.core import assemble
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import assemble
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.gpus import peak_tflops

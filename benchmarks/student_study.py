@@ -22,8 +22,8 @@ from benchmarks.table import Results, describe_machine, table
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
+from simpletune.estimate.job_estimate import MIB, estimate
 from simpletune.estimate.job_time import job_time
-from simpletune.estimate.predict import MIB, estimate
 from simpletune.runs.folder import read_summary
 from simpletune.system.console import say
 from simpletune.system.gpus import card_of

@@ -18,7 +18,7 @@ from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.runs.folder import SUMMARY
 from simpletune.runs.report import make_report, write_report
 from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.recorded import RunRecord, read_run
+from simpletune.runs.report.run_data import RunRecord, read_run
 from simpletune.system.console import say
 
 DEMO, REAL = Path("configs/demo.json"), Path("configs/sd3_medium_lora_r16_int8.json")

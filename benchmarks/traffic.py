@@ -16,9 +16,9 @@ from benchmarks.memory import BF16, FULL, NF4, PLAN
 from benchmarks.predicted_seconds import config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.recorder import Section
 from simpletune.estimate.timing.speeds import ITEM, SCALES
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.estimate.timing.work import Work
 from simpletune.system.console import say

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.table import Results
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.predict import estimate, needed
+from simpletune.estimate.job_estimate import estimate, needed
 from simpletune.runs.report import write_report
 from simpletune.runs.report.content import Chart, Fact, Report, Section, Table
 from simpletune.system.console import say

@@ -15,8 +15,8 @@ from benchmarks import judged, prior, vertex
 from benchmarks.judged import Studio, Tuned
 from benchmarks.quality import PRECISIONS, accuracies, file_name, unrelated
 from benchmarks.table import Results, describe_machine, table
+from simpletune.estimate.job_estimate import estimate
 from simpletune.estimate.job_time import job_time
-from simpletune.estimate.predict import estimate
 from simpletune.system.console import say
 from simpletune.system.gpus import card_of
 from simpletune.system.options import Json

@@ -40,8 +40,8 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, result_of
 from simpletune.stages.sample import Request
-from simpletune.stages.step.core import assemble
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import assemble
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say

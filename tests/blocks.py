@@ -25,7 +25,7 @@ from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
 from simpletune.models.sd15 import unet as unets
-from simpletune.models.shared.transformer import units_of
+from simpletune.models.shared.denoiser import units_of
 from simpletune.models.shared.weights import TensorSource, fill
 from simpletune.stages.sample import autocast_of
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tiny_sd15
 from PIL import Image, ImageDraw
-
 from simpletune.demo import pictures, tiny_sd3
 
 SIDE = 64

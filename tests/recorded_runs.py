@@ -11,7 +11,7 @@ from PIL import Image
 
 from simpletune.config.load import with_default_tags
 from simpletune.config.schema import TrainConfig
-from simpletune.runs.report.recorded import Json
+from simpletune.runs.report.run_data import Json
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import Request
 

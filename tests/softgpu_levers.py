@@ -28,9 +28,9 @@ from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.shapes import is_conditioning
 from simpletune.models.sd3.transformer import RandomTensors
-from simpletune.stages.step.batches import Batches, Prefetcher
-from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.batch_loader import Batches, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.step.train_step import StepCore, assemble
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 
 BATCH = 2

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.device_terms import cublas_workspace, quanto_product, temporaries
 from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.kernel_workspace import cublas_workspace, quanto_product, temporaries
 from simpletune.engine.memory.snapshot import HOST, rounded
 from simpletune.engine.profiling import phase
 

@@ -18,8 +18,8 @@ from simpletune.apps.cli.main import main
 from simpletune.runs.folder import METRICS, read_metrics
 from simpletune.runs.report import make_report, write_report
 from simpletune.runs.report.content import Report
-from simpletune.runs.report.recorded import read_run
-from simpletune.stages.step.core import StepCore
+from simpletune.runs.report.run_data import read_run
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError

@@ -26,8 +26,8 @@ from simpletune.estimate.estimate_command import chosen
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.gpus import card_of
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train

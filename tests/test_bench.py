@@ -32,7 +32,7 @@ from benchmarks import (
 from benchmarks.table import Results, shown
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import pictures
-from simpletune.estimate.predict import needed
+from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.report import write_report
 from simpletune.system import prices

@@ -15,9 +15,9 @@ from simpletune.config.load import read_config
 from simpletune.data.demo import tiny_sd3
 from simpletune.engine.profiling.events import Recording, Span
 from simpletune.engine.profiling.kinds import KINDS, shares
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.core import assemble
+from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.step.train_step import assemble
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from tiny_captioners import WRITERS
 from simpletune.apps.cli.main import main
 from simpletune.commands.caption import caption as captioning
 from simpletune.commands.caption.caption import Request, finished, run
-from simpletune.commands.caption.kinds import Captioner
+from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.loading import PRECISIONS, find_captioner, load_captioner, predict
 from simpletune.commands.caption.record import RECORD, Record
 from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption

@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
-from simpletune.apps.cli.drawing_arguments import add_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate

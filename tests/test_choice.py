@@ -12,16 +12,26 @@ from PIL import Image
 from shared_runs import TrainOnce
 
 from simpletune.apps.cli.main import main
-from simpletune.config.evaluation import LEAST, MOST, settle_evaluation
 from simpletune.config.load import ConfigError, validate
-from simpletune.runs import choice
+from simpletune.config.validation_schedule import LEAST, MOST, settle_evaluation
+from simpletune.runs import best_checkpoint
+from simpletune.runs.best_checkpoint import (
+    FIDELITY,
+    HELD_OUT,
+    LAST,
+    USER,
+    choose,
+    compared,
+    is_lower,
+    put_choice,
+    since_best,
+)
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.choice import FIDELITY, HELD_OUT, LAST, USER, choose, compared, is_lower, put_choice, since_best
 from simpletune.runs.folder import DRIFT, read_rows
-from simpletune.runs.names import find_named
-from simpletune.runs.report.choice import choice_sections
+from simpletune.runs.report.best_checkpoint import choice_sections
 from simpletune.runs.report.fidelity import fidelity_sections
-from simpletune.runs.report.recorded import RunRecord
+from simpletune.runs.report.run_data import RunRecord
+from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.training.loop import train
@@ -187,7 +197,7 @@ def evaluated_config(tiny_config: dict, **validation: object) -> dict:
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.training.evaluate import Evaluator
+    from simpletune.training.validation_loss import Evaluator
 
     config = evaluated_config(tiny_config, class_prompt="a disc")
     config["adapter"] = {"method": method} | ({"rank": 2} if method == "lora" else {})
@@ -250,7 +260,7 @@ def test_full_fine_tuning_without_the_base_s_predictions_has_a_loss_and_no_drift
 
 
 def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.training.evaluate import Evaluated, Evaluator
+    from simpletune.training.validation_loss import Evaluated, Evaluator
 
     losses = {0: 3.0, 2: 2.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.6}
     given = lambda self, transformer, step: Evaluated(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
@@ -268,7 +278,7 @@ def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch:
 def test_training_ends_early_and_is_finished(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from simpletune.training.evaluate import Evaluated, Evaluator
+    from simpletune.training.validation_loss import Evaluated, Evaluator
 
     asked: list[int] = []
 
@@ -301,7 +311,7 @@ def test_stopping_early_needs_held_out_pictures(tiny_config: dict) -> None:
 def test_without_evaluations_nothing_is_written(tiny_config: dict, train_once: TrainOnce) -> None:
     folder = train_once(tiny_config)
     assert not (folder / DRIFT).exists() and not (folder / "evaluations.jsonl").exists()
-    assert json.loads((folder / "summary.json").read_text())["best"]["by"] == choice.LAST
+    assert json.loads((folder / "summary.json").read_text())["best"]["by"] == best_checkpoint.LAST
 
 
 # The report

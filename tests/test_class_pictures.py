@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.estimate.needs import needs_of
+from simpletune.estimate.host_needs import needs_of
 from simpletune.estimate.simulate.simulate_stages import predict_stage, simulate_stages
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

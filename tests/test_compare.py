@@ -16,19 +16,19 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
-from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
 from simpletune.commands.generate.compare import compare, models_to_compare, named
 from simpletune.commands.generate.generate import default_prompt, generate, weights_of
+from simpletune.commands.generate.image_scores import Likeness
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import open_session
-from simpletune.commands.generate.similarity import Likeness
 from simpletune.config.load import validate
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.runs.names import LORA_FILE
 from simpletune.runs.weights import BASE, checkpoints_of, overwrite
+from simpletune.runs.weights_names import LORA_FILE
 from simpletune.stages.png import drawn_as
 from simpletune.system.options import UserError
 from simpletune.training.loop import train

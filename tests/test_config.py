@@ -25,8 +25,8 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
+from simpletune.config.stored_configs import read_saved
 from simpletune.data.demo import SHIPPED
 from simpletune.system.options import ConfigError, Option, UserError, first_lines, option_classes, shortened
 

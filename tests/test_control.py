@@ -22,7 +22,7 @@ from simpletune.adapters.methods.layers import at_strength
 from simpletune.apps.cli.control import awaited
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.estimate import drawn as predicted
+from simpletune.estimate import generate_memory as predicted
 from simpletune.models.shared.fp16_blocks import Fp16Blocks
 from simpletune.runs import checkpoint
 from simpletune.runs.control import (
@@ -40,7 +40,7 @@ from simpletune.stages.sample import Request
 from simpletune.system import failpoints, signals
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError
-from simpletune.training import control, drawn
+from simpletune.training import control, requested_pictures
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
 def test_a_picture_does_not_decide_which_blocks_later_evaluations_compute_in_fp32() -> None:
     model, blocks = torch.nn.Linear(1, 1), Fp16Blocks.__new__(Fp16Blocks)
     model.__dict__["fp16_blocks"], blocks.drawn_wide = blocks, frozenset({3})
-    with drawn.unchanged(model):
+    with requested_pictures.unchanged(model):
         blocks.drawn_wide = frozenset({3, 7})
     assert blocks.drawn_wide == {3}
 
@@ -252,12 +252,12 @@ def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monk
     def fail(*_: object) -> None:
         raise RuntimeError("the autoencoder broke")
 
-    honest = drawn.Request
+    honest = requested_pictures.Request
 
     def request(prompt: str, *rest: object) -> Request:
         return fail() if prompt == "breaks" else honest(prompt, *rest)  # type: ignore[func-returns-value,return-value]
 
-    monkeypatch.setattr(drawn, "Request", request)
+    monkeypatch.setattr(requested_pictures, "Request", request)
     in_step(
         2,
         asking(
@@ -286,7 +286,7 @@ def test_a_picture_that_is_predicted_not_to_fit_is_refused(
     tiny_config["output"]["cache"] = str(tmp_path)
     config = validate(tiny_config, "tiny")
     asked = DrawRequest(id="now", prompt="a red disc", steps=2)
-    config = config.model_copy(update={"validation": drawn.validation_for(config, asked)})
+    config = config.model_copy(update={"validation": requested_pictures.validation_for(config, asked)})
 
     def card(size: int) -> None:
         found = Card("Small", size / 2**30, (8, 9), found=1.0), 0
@@ -310,10 +310,10 @@ def test_the_run_s_own_prediction_serves_for_pictures_like_those_of_its_validati
     config = validate(tiny_config, "tiny")
     for changes, alike in (({}, True), ({"seed": 9}, True), ({"width": 16}, False), ({"steps": 3}, False)):
         asked = DrawRequest(id="now", prompt="another", **changes)
-        assert drawn.is_alike(config, drawn.validation_for(config, asked)) is alike
+        assert requested_pictures.is_alike(config, requested_pictures.validation_for(config, asked)) is alike
     tiny_config["validation"]["prompts"] = []
     config = validate(tiny_config, "tiny")
-    assert not drawn.is_alike(config, config.validation)
+    assert not requested_pictures.is_alike(config, config.validation)
 
 
 def test_looking_costs_little_and_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ import reduction as reference
 
 from simpletune.config.load import validate
 from simpletune.stages.step import reduction
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.dealing import Share, leaves
+from simpletune.stages.step.assignment import Share, leaves
+from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.reduction import TreeSum, top_of_tree
 from simpletune.system.options import ConfigError
 from simpletune.training.accelerator import require_processes

@@ -15,18 +15,18 @@ from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
-from simpletune.apps.cli.drawing_arguments import tile
 from simpletune.apps.cli.evaluate import finite
+from simpletune.apps.cli.generate_arguments import tile
 from simpletune.apps.cli.main import main
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
+from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.option import SD15
-from simpletune.models.sd15.unet_config import HUB_NAMES, SD15_NAME
 from simpletune.runs.folder import SCORES
 from simpletune.runs.report.content import Section
 from simpletune.runs.report.fidelity import _result
-from simpletune.runs.report.one import picture_section
+from simpletune.runs.report.single_run import picture_section
 
 NAMES = [f"transformer_blocks.{block}.attn.{part}" for block in range(2) for part in ("to_q", "to_k", "to_v")]
 SHAPES = {f"{name}.weight": (64, 64) for name in NAMES} | {f"{name}.bias": (64,) for name in NAMES}

@@ -14,7 +14,7 @@ from torch.nn import functional
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_terms import (
+from simpletune.engine.memory.attention_workspace import (
     CudaLayouts,
     attention_kernel,
     cudnn_backward,
@@ -23,7 +23,7 @@ from simpletune.engine.memory.attention_terms import (
     flash_backward,
 )  # fmt: skip
 from simpletune.engine.memory.cuda_autocast import IN_FP32, autocast_like_cuda
-from simpletune.engine.memory.device_terms import convolution_workspace, reduction, temporaries
+from simpletune.engine.memory.kernel_workspace import convolution_workspace, reduction, temporaries
 from simpletune.estimate.simulate.simulate import accounting_like_cuda, simulate
 from simpletune.estimate.simulate.simulate_stages import predict_stage
 
@@ -121,7 +121,7 @@ def test_a_convolutions_allowance_is_one_copy_of_input_weight_and_output(stride:
 def test_the_autoencoders_stages_have_the_allowance(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     with_allowance = predict_stage(config, "latents", L4).bytes
-    monkeypatch.setattr("simpletune.engine.memory.device_terms.convolution_workspace", lambda *_: 0)
+    monkeypatch.setattr("simpletune.engine.memory.kernel_workspace.convolution_workspace", lambda *_: 0)
     assert predict_stage(config, "latents", L4).bytes < with_allowance
 
 

@@ -547,7 +547,7 @@ def test_the_trial_steps_draw_new_values_and_the_same_in_every_trial() -> None:
     import torch
 
     from simpletune.commands.doctor import probe_steps
-    from simpletune.stages.step.batches import Batch
+    from simpletune.stages.step.batch_loader import Batch
 
     class Core:
         def step(self, batches: list[Batch]) -> tuple[torch.Tensor, None]:

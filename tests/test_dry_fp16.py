@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.devices import BF16_FROM
 from simpletune.training.loop import train
 

@@ -11,8 +11,8 @@ from slow_cases import slow_but
 
 from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
-from simpletune.engine.memory.attention_terms import attention_kernel
-from simpletune.estimate.predict import CONTEXT, needed
+from simpletune.engine.memory.attention_workspace import attention_kernel
+from simpletune.estimate.job_estimate import CONTEXT, needed
 from simpletune.system.gpus import Card, card_of
 from simpletune.system.options import UserError
 

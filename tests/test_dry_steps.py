@@ -18,7 +18,7 @@ from simpletune.engine.memory.copy_stream import PinnedPages
 from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.tensors import all_tensors
 from simpletune.stages import load
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 
 pytestmark = pytest.mark.dry
 WATCHED = ("synchronisations", "cudaDeviceSynchronize", "pageable_copies", "cudaHostAlloc", "cuMemCreate")

@@ -23,7 +23,7 @@ from benchmarks.elementwise import Row
 from simpletune.engine.kernels import adaln_operators
 from simpletune.engine.kernels.adaln import Gated, Modulation, add_gated, modulated
 from simpletune.engine.memory.checkpointing import set_passes
-from simpletune.engine.memory.device_terms import temporaries
+from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.estimate.timing.work import Work, works_of
 from simpletune.models.sd3.joint_block import JointBlock, use_joint_blocks
 from simpletune.system.options import UserError

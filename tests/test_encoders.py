@@ -26,7 +26,7 @@ from simpletune.commands.evaluate.encoders.preprocessing import (
     scaled_and_cut,
     squashed,
 )
-from simpletune.commands.evaluate.predict import encoding
+from simpletune.commands.evaluate.estimate import encoding
 from simpletune.data.demo import pictures, vocabulary
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError

@@ -22,7 +22,7 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.fake_results import FakeResults
 from simpletune.estimate.auto_checkpointing import with_checkpointed
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.predict import _stored
+from simpletune.estimate.job_estimate import _stored
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.estimate.timing.recorder import Recorder

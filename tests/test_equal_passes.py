@@ -9,7 +9,7 @@ import pytest
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import Json
 
 MIXED = ("precision.weights=bf16", "precision.compute=bf16")

@@ -16,9 +16,9 @@ from simpletune.engine.optim import Optimizer
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.job_estimate import _stored, estimate
 from simpletune.estimate.planning import Search
-from simpletune.estimate.predict import _stored, estimate
-from simpletune.estimate.simulate import trained
+from simpletune.estimate.simulate import training_stage
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.optimizer_states import make_states
 from simpletune.estimate.timing.recorder import Recorder
@@ -109,8 +109,8 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
         Path("configs/demo.json"),
         [f"output.cache={tmp_path / 'search'}", "precision.weights=bf16", "precision.compute=bf16", "device=cpu"],
     )
-    steps, take = [], trained.take_steps
-    monkeypatch.setattr(trained, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
+    steps, take = [], training_stage.take_steps
+    monkeypatch.setattr(training_stage, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
     card = replace(card_of("L4"), name="Test", found=1.0)
     result, *_ = Search(config, card).fastest()
     predicted = sum(1 for _ in (tmp_path / "search" / "estimates").glob("*-step.json"))

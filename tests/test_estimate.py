@@ -12,14 +12,14 @@ import torch
 
 from simpletune.apps.cli.main import main, parser
 from simpletune.config.load import validate
-from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
-from simpletune.estimate import forecast as forecasting
-from simpletune.estimate import predict as estimating
+from simpletune.estimate import job_estimate as estimating
+from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
-from simpletune.estimate.forecast import cheapest_change, compare_with_measured, forecast, print_comparison
-from simpletune.estimate.needs import Needs
-from simpletune.estimate.predict import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.host_needs import Needs
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, forecast, print_comparison
 from simpletune.estimate.simulate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops

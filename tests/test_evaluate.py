@@ -18,11 +18,11 @@ from tiny_encoders import write_clip, write_dino
 from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate import evaluate as command
-from simpletune.commands.evaluate.draw import Gallery
 from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.commands.evaluate.estimate import predict
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
+from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import points_of, shots_of
-from simpletune.commands.evaluate.predict import predict
 from simpletune.commands.evaluate.prompts import Prompt
 from simpletune.commands.evaluate.table import lines, main_encoders
 from simpletune.runs.folder import read_scores
@@ -295,7 +295,7 @@ def test_only_a_prediction_draws_nothing(run: Path, encoders: list[str], capsys:
 def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.commands.evaluate import predict as module
+    from simpletune.commands.evaluate import estimate as module
     from simpletune.system.gpus import Card
 
     args = parsed(run, "--encoders", *encoders)
@@ -329,7 +329,7 @@ class Counted:
 def test_predicted_time_is_that_of_every_operation(
     run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.commands.evaluate import predict as module
+    from simpletune.commands.evaluate import estimate as module
 
     monkeypatch.setattr(module, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
     known = command.encoders_of(False, encoders)
@@ -347,7 +347,7 @@ def test_predicted_time_is_that_of_every_operation(
 
 
 def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
-    from simpletune.commands.evaluate.predict import speeds_at_hand
+    from simpletune.commands.evaluate.estimate import speeds_at_hand
     from simpletune.estimate.timing.constants import VERSION, Constants, file_of, write
     from simpletune.estimate.timing.grid import Grid
     from simpletune.system.environment import cpu_name
@@ -367,7 +367,7 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     """Of processor time, which other programs do not lengthen much; a quarter before operations were counted."""
     import time
 
-    from simpletune.commands.evaluate.draw import draw_missing
+    from simpletune.commands.evaluate.generate import draw_missing
 
     args = parsed(run, "--encoders", *encoders)
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None

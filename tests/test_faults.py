@@ -26,13 +26,13 @@ from simpletune.engine.optim.rounding import key_draws
 from simpletune.estimate import disk_needs as space
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.stages.step.batches import Batches
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batches
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system import disk
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 from simpletune.training.setup import Run
-from simpletune.training.validation import Previews
+from simpletune.training.validation_pictures import Previews
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -477,8 +477,8 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
         calls.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
-    monkeypatch.setattr("simpletune.training.validation.draw", fail)
-    monkeypatch.setattr("simpletune.training.evaluate.Evaluator.evaluate", fail)
+    monkeypatch.setattr("simpletune.training.validation_pictures.draw", fail)
+    monkeypatch.setattr("simpletune.training.validation_loss.Evaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
     monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
     monkeypatch.setattr("simpletune.engine.profiling.window.Window.start", fail)

@@ -250,7 +250,7 @@ def test_memory_is_measured_in_one_process_beside_stored_predictions(
 
 
 def test_every_target_has_a_stored_prediction_and_another_card_s_workspace_is_added() -> None:
-    from simpletune.engine.memory.device_terms import cublas_workspace
+    from simpletune.engine.memory.kernel_workspace import cublas_workspace
 
     stored = measured_memory.stored_predictions()
     assert {name for name, row in memory.ROWS.items() if row.target_mib and not row.whole} <= set(stored)

@@ -27,8 +27,8 @@ from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.shapes import sd3_medium_config
 from simpletune.models.sd3.transformer import RandomTensors
 from simpletune.models.shared.flops import Flops, trained_of
-from simpletune.stages.step.core import StepCore, assemble
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import StepCore, assemble
 
 TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.

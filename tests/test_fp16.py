@@ -32,8 +32,8 @@ from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.runs.report import report_at_end
-from simpletune.stages.step.core import StepCore
 from simpletune.stages.step.fp16 import is_overflow
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import ConfigError, UserError, option_classes
 from simpletune.training.loop import train
 
@@ -321,7 +321,7 @@ def test_a_step_that_overflows_without_a_scale_is_not_finite() -> None:
 
 
 def test_what_is_nan_by_itself_still_ends_the_run(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.stages.step.batches import Batches
+    from simpletune.stages.step.batch_loader import Batches
 
     honest = Batches.fetch
 

@@ -13,7 +13,7 @@ import tiny_sd15
 from simpletune.config.load import validate
 from simpletune.data.demo import tiny_sd3
 from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
-from simpletune.models.sd15.unet_config import bundled
+from simpletune.models.sd15.config import bundled
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow

@@ -403,7 +403,7 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
 @pytest.mark.parametrize("on", [False, True])
 def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA itself raises where the host waits, in every step but the first two, which fill caches."""
-    from simpletune.stages.step.core import StepCore
+    from simpletune.stages.step.train_step import StepCore
 
     honest, steps = StepCore.step, []
 

@@ -21,7 +21,7 @@ from benchmarks.predicted_seconds import (
 from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
 from simpletune.config.load import validate
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.stated import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
+from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.runs.report import write_report
 from simpletune.system.gpus import CARDS, card_of

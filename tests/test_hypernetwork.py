@@ -29,16 +29,16 @@ from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.files.describe import describe, in_words
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.hypernetwork_layer import networks_of
+from simpletune.adapters.methods.hypernetworks.files import read, write, write_a1111
 from simpletune.adapters.methods.layers import all_layers
 from simpletune.adapters.methods.lora import OUTPUT, Lora
-from simpletune.adapters.methods.networks.files import read, write, write_a1111
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import FP32
 from simpletune.engine.tensors import trained_parameters
+from simpletune.models.sd15.config import bundled
 from simpletune.models.sd15.flops import unet_flops
 from simpletune.models.sd15.shapes import parameter_shapes, units_of
-from simpletune.models.sd15.unet_config import bundled
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attach import attach

@@ -11,7 +11,7 @@ import pytest
 from import_cases import CASES, LARGE
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.importers import left_out
+from simpletune.commands.importers import unsupported_keys
 from simpletune.commands.importers.importing import Imported, form_of, import_file
 from simpletune.commands.importers.kohya_table import ROWS as KOHYA_ROWS
 from simpletune.commands.importers.onetrainer_table import ROWS as ONETRAINER_ROWS
@@ -324,7 +324,7 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
 def test_the_documentation_has_a_line_for_every_key() -> None:
     page = (ROOT / "docs" / "import.md").read_text()
     keys = {row.key for table in (SIMPLETUNER_ROWS, SIMPLETUNER_LORA, KOHYA_ROWS, ONETRAINER_ROWS) for row in table}
-    keys |= {key for name in dir(left_out) if name.isupper() for key in getattr(left_out, name)}
+    keys |= {key for name in dir(unsupported_keys) if name.isupper() for key in getattr(unsupported_keys, name)}
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
     missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}

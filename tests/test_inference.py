@@ -16,13 +16,13 @@ from PIL import Image
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
-from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
 from simpletune.commands.generate import shared_base
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
+from simpletune.commands.generate.image_scores import latent_distance
 from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
 from simpletune.commands.generate.shared_base import SharedBase
-from simpletune.commands.generate.similarity import latent_distance
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
@@ -31,8 +31,8 @@ from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.compile import compile_blocks
-from simpletune.runs.names import split_scale
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
+from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import drawn_as
 from simpletune.stages.sample import Request, Sampler, batches, encode_starts
 from simpletune.stages.text_cache import TextCache
@@ -335,7 +335,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
 ) -> None:
     from types import SimpleNamespace
 
-    from simpletune.commands.generate import predicted
+    from simpletune.commands.generate import estimate
     from simpletune.system.gpus import Card
 
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
@@ -345,18 +345,18 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
         drawn.append((largest.width, precision.weights, batch))
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 
-    monkeypatch.setattr(predicted, "card_at_hand", lambda device: (card, held))
-    monkeypatch.setattr(predicted, "predict_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
-    monkeypatch.setattr(predicted, "drawing_bytes", drawing_bytes)
-    monkeypatch.setattr(predicted, "decoding_bytes", lambda config, request: request.width * mib)
-    monkeypatch.setattr(predicted, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
-    monkeypatch.setattr(predicted, "needed", lambda size: size)
+    monkeypatch.setattr(estimate, "card_at_hand", lambda device: (card, held))
+    monkeypatch.setattr(estimate, "predict_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
+    monkeypatch.setattr(estimate, "drawing_bytes", drawing_bytes)
+    monkeypatch.setattr(estimate, "decoding_bytes", lambda config, request: request.width * mib)
+    monkeypatch.setattr(estimate, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
+    monkeypatch.setattr(estimate, "needed", lambda size: size)
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:
         speed = SimpleNamespace(batch_size=8)
         session = SimpleNamespace(config=None, device=torch.device(kind), speed=speed)
-        predicted.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
+        estimate.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
 
     require("cuda")  # 3,996 MiB beside 100 in use fill the card's 4,096 to the byte
     assert sorted(drawn) == [(3996, "bf16", 3), (3996, "int8", 3)], "the largest picture, in each precision once"

@@ -13,12 +13,12 @@ from PIL import Image
 from simpletune.apps.cli.main import main
 from simpletune.apps.cli.train import of_folder
 from simpletune.commands.doctor.finding import OK, WARNING, Finding
-from simpletune.commands.init import Answers, Suggestion, command, look, machine, suggest
+from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import ask
 from simpletune.commands.init.defaults import PROFILES, profile_of
 from simpletune.config.load import read_config, validate
-from simpletune.data.sources.several import scan_sources
+from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.split import split_pictures
 from simpletune.system.gpus import Card, card_of
 from simpletune.system.options import Json, UserError
@@ -144,7 +144,7 @@ def test_without_captions_one_prompt_names_it(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_where_captions_come_from(name: str, caption: str | None, kind: str, tmp_path: Path) -> None:
-    seen = look(write(tmp_path / "a", 4, name=name, caption=caption))
+    seen = inspect_folder(write(tmp_path / "a", 4, name=name, caption=caption))
     assert seen.captions == kind
     config = accepted(suggest(tmp_path / "a", seen=seen).config)
     assert ("prompt" in config["data"]) == (kind == "none")
@@ -164,7 +164,7 @@ def test_some_missing_captions_leave_pictures_out_and_many_are_not_used(tmp_path
 
 
 def validated(found: Suggestion):  # type: ignore[no-untyped-def]
-    return look(Path(found.config["data"]["path"])).report
+    return inspect_folder(Path(found.config["data"]["path"])).report
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_guess_of_what_it_is(count: int, captioned: bool, what: str, tmp_pat
     folder = write(tmp_path / "a", count, 64, caption="a thing {}" if captioned else None)
     found = suggest(folder)
     assert f"{what} (" in why(found, "adapter.method") and "a guess" in why(found, "adapter.method")
-    said = suggest(folder, Answers("style"), seen=look(folder))
+    said = suggest(folder, Answers("style"), seen=inspect_folder(folder))
     assert why(said, "adapter.method").endswith("you said so")
 
 
@@ -225,7 +225,7 @@ def test_from_50_pictures_on_a_tenth_is_held_out(count: int, held: bool, tmp_pat
     split = accepted(found.config)["validation"].get("split")
     assert (split is not None) == held
     if held:
-        trained, out = split_pictures(look(tmp_path / "a").pictures, split)
+        trained, out = split_pictures(inspect_folder(tmp_path / "a").pictures, split)
         assert 0.02 * count < len(out) < 0.25 * count and len(trained) + len(out) == count
 
 

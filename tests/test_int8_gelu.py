@@ -24,7 +24,7 @@ from simpletune.engine.memory.snapshot import rounded
 from simpletune.engine.quant import int8_gelu, int8_products
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
-from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.work import Work, works_of
 from simpletune.system.gpus import card_of
 

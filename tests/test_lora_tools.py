@@ -23,7 +23,7 @@ from slow_cases import slow_but
 from torch import nn
 
 from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras, strengths
-from simpletune.adapters.files.bases import Base, locate
+from simpletune.adapters.files.base_reader import Base, locate
 from simpletune.adapters.files.extract import extract
 from simpletune.adapters.files.factors import resized
 from simpletune.adapters.files.mix import METHODS, Recipe, mix

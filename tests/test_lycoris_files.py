@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
 from simpletune.adapters.files.describe import describe, in_words
 from simpletune.adapters.files.factors import resized
+from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate, plain
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.structured import LohaUpdate, LokrUpdate, plain
 from simpletune.adapters.files.updates import Update
 from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter

@@ -15,11 +15,11 @@ from torch import nn
 from simpletune.engine.memory.machine_weights import MachineWeights, Offer
 from simpletune.engine.tensors import plain_tensors
 from simpletune.models.shared.fp16_blocks import _wide_parameter
-from simpletune.runs import checkpoint, mending
-from simpletune.runs.names import run_config
+from simpletune.runs import checkpoint, repair
 from simpletune.runs.outputs import numbered_folder
+from simpletune.runs.weights_names import run_config
 from simpletune.system.options import UserError
-from simpletune.training import together
+from simpletune.training import heartbeats
 
 
 def open_files() -> int:
@@ -81,9 +81,9 @@ def test_a_parameter_in_fp32_has_the_same_numbers() -> None:
 def test_the_end_of_a_process_is_said_on_its_error_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, bytes]] = []
     codes: list[int] = []
-    monkeypatch.setattr(together.os, "write", lambda handle, text: said.append((handle, text)))
-    monkeypatch.setattr(together.os, "_exit", codes.append)
-    watch = together.Watch()
+    monkeypatch.setattr(heartbeats.os, "write", lambda handle, text: said.append((handle, text)))
+    monkeypatch.setattr(heartbeats.os, "_exit", codes.append)
+    watch = heartbeats.Watch()
     watch.number, watch.of = 1, 2
     watch.end("process 0 has failed: no room")
     ((handle, text),) = said
@@ -92,9 +92,9 @@ def test_the_end_of_a_process_is_said_on_its_error_stream(monkeypatch: pytest.Mo
     def closed(*words: object) -> None:
         raise OSError(errno.EBADF, "closed")
 
-    monkeypatch.setattr(together.os, "write", closed)
+    monkeypatch.setattr(heartbeats.os, "write", closed)
     watch.end("again")
-    assert codes == [together.LOST] * 2, "it ends even where nobody listens"
+    assert codes == [heartbeats.LOST] * 2, "it ends even where nobody listens"
 
 
 def test_a_file_s_fault_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +132,13 @@ def test_a_file_s_fault_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_s_own_file_that_is_damaged_is_set_aside(text: str | None, said: str, tmp_path: Path, capsys) -> None:
     needed = {"step": (int,), "loss": (int, float)}
     file = tmp_path / "summary.json"
-    assert mending.read_own(file, needed) is None and capsys.readouterr().out == ""
+    assert repair.read_own(file, needed) is None and capsys.readouterr().out == ""
     file.mkdir() if text is None else file.write_text(text)
-    assert mending.read_own(file, needed) is None
+    assert repair.read_own(file, needed) is None
     assert capsys.readouterr().out == f"warning {file} {said}: set aside as summary.json.damaged\n"
     assert not file.exists() and (tmp_path / "summary.json.damaged").exists()
     file.write_text(json.dumps({"step": 3, "loss": 0.5, "more": None}))
-    assert mending.read_own(file, needed) == {"step": 3, "loss": 0.5, "more": None}
+    assert repair.read_own(file, needed) == {"step": 3, "loss": 0.5, "more": None}
 
 
 def test_what_is_no_run_has_no_configuration(tmp_path: Path) -> None:

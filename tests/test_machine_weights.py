@@ -36,10 +36,10 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.machine_weights import MachineWeights, Offer, is_shared, loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
-from simpletune.estimate.needs import Needs
+from simpletune.estimate.host_needs import Needs
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.sd3.transformer import RandomTensors
-from simpletune.models.shared.transformer import inside, units_of
+from simpletune.models.shared.denoiser import inside, units_of
 from simpletune.stages.load import leaves_weights_on_host
 from simpletune.system.options import UserError
 

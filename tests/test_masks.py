@@ -26,7 +26,7 @@ from simpletune.models.objectives.flow import Flow
 from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.masks import MaskCache
-from simpletune.stages.step.batches import Batches
+from simpletune.stages.step.batch_loader import Batches
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 

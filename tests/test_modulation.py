@@ -22,7 +22,7 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.apps.cli.drawing_arguments import add_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments
 from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
@@ -40,7 +40,7 @@ from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import Modulation, ModulationPlan, detach_modulation
 from simpletune.stages.sample import Request, Sampler, autocast_of
-from simpletune.stages.step.dealing import Share
+from simpletune.stages.step.assignment import Share
 from simpletune.stages.step.passes import Passes
 from simpletune.system.options import ConfigError
 from simpletune.training import setup

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from test_compare import parsed
 
-from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
 from simpletune.apps.cli.main import main
 from simpletune.apps.cli.serve import serve_arguments
 from simpletune.apps.serve.server import _served_models
@@ -25,9 +25,9 @@ from simpletune.commands.generate.generate import generate, weights_of
 from simpletune.commands.generate.session import open_session
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
-from simpletune.runs.names import RunName, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.runs.push import files_of
 from simpletune.runs.weights import BASE, result_of
+from simpletune.runs.weights_names import RunName, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.system.atomic import remove
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
@@ -220,7 +220,9 @@ def test_where_no_run_is_finished_a_stopped_one_is_named(here: Path, tmp_path: P
 
 
 def test_names_import_no_torch() -> None:
-    code = "import sys, simpletune.runs.names, simpletune.runs.report.one; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, simpletune.runs.weights_names, simpletune.runs.report.single_run; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

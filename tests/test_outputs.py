@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.attach import load_lora
-from simpletune.apps.cli.drawing_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate

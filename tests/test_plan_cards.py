@@ -14,11 +14,11 @@ from simpletune.apps.cli.main import main
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.best_card import CardPlan, cheapest, fastest, in_words, plan_on, table
 from simpletune.estimate.estimate_command import read_for_estimate
+from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.levers import changes_of_quality, with_changes
 from simpletune.estimate.planning import Choice, Search, candidate_lists
-from simpletune.estimate.predict import MIB
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.recorder import Section
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.timeline import step_seconds, use_of
 from simpletune.estimate.timing.work import Work
 from simpletune.system.gpus import CARDS, Card, card_of

@@ -14,11 +14,12 @@ import torch
 from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config
 from simpletune.config.rules.recompute import may_recompute_alone
-from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.first_that_fits import first_that_fits, lasting, likely_first
+from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
 from simpletune.estimate.planning import (
@@ -28,9 +29,8 @@ from simpletune.estimate.planning import (
     candidate_lists,
     largest_peak,
 )
-from simpletune.estimate.predict import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.simulate.trained import train
+from simpletune.estimate.simulate.training_stage import train
 from simpletune.system.gpus import FOUND, GIB, Card, card_of
 from simpletune.system.options import UserError
 

@@ -15,20 +15,20 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.snapshot import MemorySnapshot
-from simpletune.estimate import forecast as forecasting
+from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.estimate_command import price_of as asked_price
-from simpletune.estimate.forecast import price_of
+from simpletune.estimate.job_estimate import Estimate
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
-from simpletune.estimate.predict import Estimate
+from simpletune.estimate.run_estimate import price_of
 from simpletune.estimate.simulate.simulate import StepReport
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, file_of, write
 from simpletune.estimate.timing.grid import Grid
 from simpletune.estimate.timing.recorder import Section
 from simpletune.estimate.timing.work import Work
+from simpletune.runs.estimate_record import beside_measured, keep, lines
 from simpletune.runs.folder import PREDICTED
-from simpletune.runs.predicted import beside_measured, keep, lines
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data

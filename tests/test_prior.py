@@ -19,10 +19,10 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
-from simpletune.stages.step.batches import Batch, Batches
-from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.batch_loader import Batch, Batches
 from simpletune.stages.step.passes import Passes
 from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.step.train_step import StepCore, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train

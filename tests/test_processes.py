@@ -27,8 +27,8 @@ from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.stages.plan_data import make_plan
-from simpletune.stages.step.core import ignore_frozen_in_ddp
-from simpletune.stages.step.dealing import Share
+from simpletune.stages.step.assignment import Share
+from simpletune.stages.step.train_step import ignore_frozen_in_ddp
 from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}

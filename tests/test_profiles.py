@@ -15,15 +15,15 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory import Memory
-from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA
 from simpletune.estimate import auto_checkpointing, levers
 from simpletune.estimate.auto_checkpointing import Recomputed, choose, choose_on, with_checkpointed
+from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
-from simpletune.estimate.predict import needed
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.stages.step.core import StepCore, assemble
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import StepCore, assemble
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train

@@ -13,7 +13,7 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import make_samples
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.several import source_notes
+from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Picture
 from simpletune.models.objectives.flow import Flow
 

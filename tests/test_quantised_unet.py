@@ -16,7 +16,7 @@ from diffusers.models.upsampling import Upsample2D
 from optimum.quanto import QLinear
 from torch import Tensor, nn
 
-from simpletune.adapters.files.bases import KeptTensors
+from simpletune.adapters.files.base_reader import KeptTensors
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
@@ -26,9 +26,9 @@ from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.plain import FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.denoiser import set_units
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
-from simpletune.models.shared.transformer import set_units
 from simpletune.models.shared.weights import fill
 from simpletune.system.safetensors_file import WeightReader
 

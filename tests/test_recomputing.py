@@ -38,8 +38,8 @@ from simpletune.engine.memory import feed_forward
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.checkpointing import Parts, set_passes
 from simpletune.engine.memory.feed_forward import tiles
-from simpletune.engine.memory.kept_attention import KERNELS, KeptAttention, Output
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
+from simpletune.engine.memory.selective_checkpointing import KERNELS, KeptAttention, Output
 from simpletune.engine.memory.snapshot import rounded
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd15.shapes import units_of

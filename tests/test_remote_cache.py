@@ -20,9 +20,9 @@ from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
 
 from benchmarks.ranges_server import serving_ranges
-from simpletune.data.cache.shards import joining
+from simpletune.data.cache.shards import shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.local_part import LocalPart
+from simpletune.data.cache.shards.local_cache import LocalPart
 from simpletune.data.cache.shards.place import GIB, CachePlace, open_cache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import TextCache
@@ -56,7 +56,7 @@ def server(faults: Faults) -> Iterator[str]:
 def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in object_store.settings(server).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(joining, "SAMPLES", 5)
+    monkeypatch.setattr(shard_writer, "SAMPLES", 5)
     yield
     failpoints.disarm()
     faults.choose = lambda number, method, path: None
@@ -154,7 +154,7 @@ def test_a_machine_that_vanishes_while_it_fills_leaves_nothing_wrong(
 
 
 def _stored_rows(url: str, folder: Path) -> list:
-    from simpletune.data.cache.shards.index import read_rows
+    from simpletune.data.cache.shards.sample_index import read_rows
 
     content, _ = Store(f"{url}/text/a").read("index.parquet") or pytest.fail("no index")
     (folder / "index").write_bytes(content)

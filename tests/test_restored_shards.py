@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simpletune.engine.fsdp.checkpoints import NonFinite, held_rows, places_of, require_written, restore_parts
 from simpletune.engine.fsdp.files import VALUES, SavedStates, file_of, restore_states
-from simpletune.engine.fsdp.shards import KEY
+from simpletune.engine.fsdp.fsdp_model import KEY
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.optimizer import state_to_tensors
 from simpletune.engine.optim.place import Place

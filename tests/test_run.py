@@ -19,10 +19,10 @@ from shared_runs import TrainOnce
 
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
-from simpletune.runs.choice import best_step
+from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
 from simpletune.stages.png import drawn_as
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import CHUNK, sha256_of

@@ -14,7 +14,7 @@ from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, 
 from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.timing.stated import StatedSpeeds
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.runs.report import write_report
 from simpletune.system.gpus import card_of
 from simpletune.system.options import Json

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.config import bundled
 from simpletune.models.sd15.files import LAYOUT
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sd15.original_names import origins
 from simpletune.models.sd15.shapes import parameter_shapes
-from simpletune.models.sd15.unet_config import bundled
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.system.options import UserError

@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
-from simpletune.models.sd15.unet_config import HUB_NAMES
+from simpletune.models.shared.denoiser import Transformer, units_of
 from simpletune.models.shared.flops import trained_of
 from simpletune.models.shared.sources import hub_parts
-from simpletune.models.shared.transformer import Transformer, units_of
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 
+from simpletune.models.sd15.config import bundled, require_supported
 from simpletune.models.sd15.shapes import Unit, parameter_shapes, unit_names, units_of
-from simpletune.models.sd15.unet_config import bundled, require_supported
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 

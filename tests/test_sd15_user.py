@@ -21,8 +21,8 @@ from simpletune.models.recognise import family_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.model_card import example_of, snippet
-from simpletune.runs.names import run_config
 from simpletune.runs.report.settings import settings_of
+from simpletune.runs.weights_names import run_config
 from simpletune.stages.png import drawn_as
 from simpletune.system.options import ConfigError
 

@@ -295,7 +295,7 @@ def test_the_page_has_every_configuration_and_each_says_what_the_page_says() -> 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
     """A card of the file's size has 96.5% of it; simpletune asks for 500 MiB and 5% more than the peak."""
-    from simpletune.estimate.predict import needed
+    from simpletune.estimate.job_estimate import needed
     from simpletune.estimate.simulate.simulate_stages import simulate_stages
 
     config, _ = read_config(file, ["data.path=demo:pictures", "device=auto"])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from cached_samples import KEYS, fill, sample
 
-from simpletune.data.cache.shards import catalogue, joining
+from simpletune.data.cache.shards import shard_index, shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.catalogue import Catalogue
-from simpletune.data.cache.shards.local_part import LocalPart
+from simpletune.data.cache.shards.local_cache import LocalPart
 from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.data.cache.shards.shard import HEADER_BYTES, parse_header
-from simpletune.data.cache.shards.shelf import TRIES, FolderShelf, StoreShelf
+from simpletune.data.cache.shards.shard_index import Catalogue
+from simpletune.data.cache.shards.shard_store import TRIES, FolderShelf, StoreShelf
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import Changed, Store
 
@@ -58,7 +58,7 @@ def test_a_cut_shard_is_named_and_its_samples_count_as_missing(cut: int, reason:
 def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(opened(tmp_path), KEYS[:3])
     (tmp_path / "text/a/index.parquet").unlink()
-    monkeypatch.setattr(catalogue, "HEADER", 16)
+    monkeypatch.setattr(shard_index, "HEADER", 16)
     again = opened(tmp_path)
     assert [again.load(key).keys() for key in KEYS[:3]] == [sample(key).keys() for key in KEYS[:3]]
 
@@ -102,11 +102,11 @@ def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monke
         file.write_bytes(bytes(size))
 
     def divided() -> list[tuple[str, bool]]:
-        return [("".join(file.name for file in portion), full) for portion, full in joining._shards_of(files)]
+        return [("".join(file.name for file in portion), full) for portion, full in shard_writer._shards_of(files)]
 
-    monkeypatch.setattr(joining, "BYTES", 10)
+    monkeypatch.setattr(shard_writer, "BYTES", 10)
     assert divided() == [("01", True), ("2", True), ("3", True), ("456", False)]
-    monkeypatch.setattr(joining, "SAMPLES", 3)
+    monkeypatch.setattr(shard_writer, "SAMPLES", 3)
     assert divided() == [("01", True), ("2", True), ("3", True), ("456", True)]
     files[0].unlink()  # another process has joined it
     assert divided() == [("12", True), ("3", True), ("456", True)]

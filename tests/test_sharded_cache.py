@@ -22,11 +22,11 @@ from test_run import run_with, saved_weights
 
 from simpletune.config.load import validate
 from simpletune.data.cache.cache import Cache, Share
-from simpletune.data.cache.shards import catalogue, joining
-from simpletune.data.cache.shards import index as index_module
+from simpletune.data.cache.shards import sample_index as index_module
+from simpletune.data.cache.shards import shard_index, shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.index import Index, read_rows, write_rows
 from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.cache.shards.sample_index import Index, read_rows, write_rows
 from simpletune.data.cache.shards.shard import Row
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
@@ -40,7 +40,7 @@ from simpletune.training.loop import prepare_only
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shards of five samples."""
-    monkeypatch.setattr(joining, "SAMPLES", 5)
+    monkeypatch.setattr(shard_writer, "SAMPLES", 5)
     yield
     failpoints.disarm()
 
@@ -258,10 +258,10 @@ def _without_key(row: Row) -> tuple:
 
 def test_the_index_is_not_written_for_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a million samples do not cost a thousand times the index."""
-    monkeypatch.setattr(joining, "SAMPLES", 1)
-    monkeypatch.setattr(catalogue, "UNNAMED", 8)
+    monkeypatch.setattr(shard_writer, "SAMPLES", 1)
+    monkeypatch.setattr(shard_index, "UNNAMED", 8)
     written = []
-    monkeypatch.setattr(catalogue, "write_rows", lambda *rest: written.append(1) or write_rows(*rest))
+    monkeypatch.setattr(shard_index, "write_rows", lambda *rest: written.append(1) or write_rows(*rest))
     fill(opened(tmp_path), [f"{n}" for n in range(60)])
     assert len(shards_in(tmp_path)) == 60 and 2 <= len(written) <= 8
 

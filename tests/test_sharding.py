@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures, tiny_sd3
-from simpletune.engine.fsdp.shards import starts_of
+from simpletune.engine.fsdp.fsdp_model import starts_of
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.optim.eight_bit_shards import SMALLEST, dequantised, joined, quantised
+from simpletune.engine.optim.eight_bit_parts import SMALLEST, dequantised, joined, quantised
 from simpletune.engine.optim.place import Place, ShardGenerator, StatePiece, joined_state
 from simpletune.engine.quant.plain import FP32
 from simpletune.estimate.simulate.processes import fake_processes, one_of
@@ -28,8 +28,8 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import read_metrics, read_rows
-from simpletune.runs.names import RunName, find_in_run
 from simpletune.runs.weights import overwrite
+from simpletune.runs.weights_names import RunName, find_in_run
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
 from simpletune.system.safetensors_file import WeightReader
@@ -398,8 +398,8 @@ class Net(torch.nn.Module):
 
 def by_hand(rank: int) -> None:
     """Three steps of AdamW in fp32 by the paper's equations, and in bf16 by rounding a whole model's gradients."""
-    from simpletune.engine.fsdp.leading import whole_of
-    from simpletune.engine.fsdp.shards import Sharding, local
+    from simpletune.engine.fsdp.fsdp_model import Sharding, local
+    from simpletune.engine.fsdp.rank_zero import whole_of
     from simpletune.engine.optim.adamw import AdamW
     from simpletune.engine.optim.rounding import key_draws
 

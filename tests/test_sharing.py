@@ -20,7 +20,7 @@ from simpletune.adapters.files.updates import Update
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.runs.sharing import MOST, PREFIX, data_uri, trained_at, trigger_of
+from simpletune.runs.shared_metadata import MOST, PREFIX, data_uri, trained_at, trigger_of
 from simpletune.system.safetensors_file import content_hash
 
 LAYER = "transformer_blocks.0.attn.to_q"

@@ -18,11 +18,11 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
-from simpletune.config.saved import read_saved
+from simpletune.config.stored_configs import read_saved
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw, make_samples, without
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.several import Several, example_prompt, scan_sources, too_small
+from simpletune.data.sources.multi_source import Several, example_prompt, scan_sources, too_small
 from simpletune.data.sources.source import Picture, Rejected, Source
 from simpletune.models.objectives.flow import Flow
 from simpletune.runs import checkpoint

@@ -18,8 +18,8 @@ from simpletune.config.load import read_config
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attention import Shape, settle_attention, usable
-from simpletune.stages.step.batches import Batches, Prefetcher
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batches, Prefetcher
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import UserError
 from simpletune.training import loop as train_module
 from simpletune.training.pending_steps import MetricsQueue, PendingStep

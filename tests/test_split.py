@@ -14,16 +14,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simpletune.apps.cli.main import main
-from simpletune.config.evaluation import ON_TRAINING, loss_name
 from simpletune.config.load import validate
+from simpletune.config.validation_schedule import ON_TRAINING, loss_name
 from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.data.sources.source import Picture
 from simpletune.data.split import split_pictures
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report.losses import loss_section
-from simpletune.runs.report.one import headline
-from simpletune.runs.report.recorded import read_run
+from simpletune.runs.report.run_data import read_run
+from simpletune.runs.report.single_run import headline
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train

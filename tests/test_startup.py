@@ -15,7 +15,7 @@ UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
     "diffusers.pipelines", "transformers.trainer", "transformers.pipelines",
-    "simpletune.estimate.predict", "simpletune.estimate.simulate.simulate_stages", "simpletune.runs.report",
+    "simpletune.estimate.job_estimate", "simpletune.estimate.simulate.simulate_stages", "simpletune.runs.report",
 )  # fmt: skip
 TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
 

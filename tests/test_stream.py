@@ -26,15 +26,15 @@ from simpletune.data.samples import Draw, View
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.source import Rejected, UnusablePicture
 from simpletune.data.streaming.columns import Columns
-from simpletune.data.streaming.opening import Form, open_rows
+from simpletune.data.streaming.open_dataset import Form, open_rows
 from simpletune.data.streaming.order import epoch_order, substituted
 from simpletune.data.streaming.rows import Held, ShardedRows
-from simpletune.estimate.needs import counts_of
+from simpletune.estimate.host_needs import counts_of
 from simpletune.runs.folder import read_metrics
+from simpletune.stages.copy_cache import take_over
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_encode import Filling
 from simpletune.stages.stream_plan import StreamPlan, stream_plan
-from simpletune.stages.take_over import take_over
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 

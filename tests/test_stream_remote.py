@@ -13,7 +13,7 @@ from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
 from simpletune.data.streaming import remote_files
 from simpletune.data.streaming.columns import Columns
-from simpletune.data.streaming.opening import Form, open_rows
+from simpletune.data.streaming.open_dataset import Form, open_rows
 from simpletune.data.streaming.remote_files import KeptFiles, RangeFile, StoreFiles, split_url
 from simpletune.data.streaming.rows import ShardedRows
 from simpletune.system.options import UserError

@@ -16,8 +16,8 @@ from PIL import Image, ImageCms
 from simpletune.config.load import validate
 from simpletune.data.sources import table
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.multi_source import too_small
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.several import too_small
 from simpletune.data.sources.source import Picture
 from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics

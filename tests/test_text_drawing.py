@@ -29,12 +29,12 @@ from simpletune.apps.serve import server
 from simpletune.apps.serve.requests import ImageRequest
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.models.shared.text_layers import split_text
-from simpletune.runs.names import RunName, find_named
 from simpletune.runs.push import files_of
-from simpletune.runs.report.one import report_of
-from simpletune.runs.report.recorded import read_run
+from simpletune.runs.report.run_data import read_run
+from simpletune.runs.report.single_run import report_of
 from simpletune.runs.text_side import embedding_of, text_side_of, with_embeddings
 from simpletune.runs.weights import BASE, Weights, weights_of
+from simpletune.runs.weights_names import RunName, find_named
 from simpletune.stages.png import drawn_as
 from simpletune.stages.prompt_store import PromptStore
 from simpletune.stages.sample import Request

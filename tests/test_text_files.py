@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from simpletune.adapters.files.describe import describe, in_words
-from simpletune.adapters.files.of_weight import OftUpdate
+from simpletune.adapters.files.dora_oft import OftUpdate
+from simpletune.adapters.files.lokr_loha import LokrUpdate
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.structured import LokrUpdate
 from simpletune.adapters.files.updates import Update
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings

@@ -28,14 +28,14 @@ from simpletune.config.schema import TrainConfig
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
-from simpletune.stages.step.batches import Batch, Batches
-from simpletune.stages.step.core import StepCore, assemble, untrained
+from simpletune.stages.step.batch_loader import Batch, Batches
 from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.step.train_step import StepCore, assemble, untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
-from simpletune.training.validation import Previews
+from simpletune.training.validation_pictures import Previews
 
 CPU = torch.device("cpu")
 VECTORS = {"token": "flat", "initial": "striped", "vectors": 2, "learning_rate": 0.01}

@@ -18,18 +18,18 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import tiny_sd3
 from simpletune.estimate.disk_needs import DataCounts
+from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
-from simpletune.estimate.predict import _restored, _stored
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_stages
 from simpletune.estimate.time_text import CardRow, card_table, in_words
-from simpletune.estimate.timing import calibrate, moment
+from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, file_of, write
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.grid import Grid
 from simpletune.estimate.timing.probes import Probe
 from simpletune.estimate.timing.recorder import COMPUTE, Section
 from simpletune.estimate.timing.speeds import MeasuredSpeeds
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.stopwatch import Call
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.estimate.timing.work import Work
@@ -341,20 +341,20 @@ def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> 
         built.append(point)
         return lambda: None
 
-    monkeypatch.setattr(moment, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
+    monkeypatch.setattr(cpu_speed, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
     traffic = Probe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
     for size in (4096, 2**27, 3 * 2**27 + 1):
-        assert moment.timed(traffic, (size,)) == pytest.approx(size * 1e-9)
-    assert max(point[0] for point in built) <= moment.LARGEST
-    assert built[0] == (4096,) and len(built) == moment.COPIES + 2, "small operands take turns"
+        assert cpu_speed.timed(traffic, (size,)) == pytest.approx(size * 1e-9)
+    assert max(point[0] for point in built) <= cpu_speed.LARGEST
+    assert built[0] == (4096,) and len(built) == cpu_speed.COPIES + 2, "small operands take turns"
     products = Probe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
-    assert moment.timed(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
-    assert math.prod(built[-1]) <= moment.MOST_PRODUCTS
+    assert cpu_speed.timed(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
+    assert math.prod(built[-1]) <= cpu_speed.MOST_PRODUCTS
 
 
 def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
-    speeds = moment.speeds_of_moment()
-    assert moment.speeds_of_moment() is speeds and not speeds.cuda
+    speeds = cpu_speed.speeds_of_moment()
+    assert cpu_speed.speeds_of_moment() is speeds and not speeds.cuda
     small, large = (speeds.seconds("product_tn", "fp32", (size, size, size)) for size in (16, 512))
     assert 0 < 10 * small < large
     assert 0 < speeds.seconds("add", "fp32", (4096,)) < speeds.seconds("add", "fp32", (2**24,))

@@ -22,7 +22,19 @@ from test_processes import LEVERS, changed, ground, require_same, run_of, togeth
 
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.together import APART, FAILED, LEFT, LOST, MEETING, MET, STOPPED, TRAINS, Judge, Patience, Sign
+from simpletune.training.heartbeats import (
+    APART,
+    FAILED,
+    LEFT,
+    LOST,
+    MEETING,
+    MET,
+    STOPPED,
+    TRAINS,
+    Judge,
+    Patience,
+    Sign,
+)
 
 PATIENCE = Patience(beat=2, silent=24, absent=900, meeting=60, failed=10, stopped=60, stuck=1800)
 
@@ -130,7 +142,7 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
 from simpletune.system.options import UserError
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.training import together
 together.PATIENCE = together.Patience(beat=0.2, silent=3, meeting=30, failed=1, stuck=4)
 step, steps = StepCore.step, []
@@ -205,7 +217,7 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
 from simpletune.engine.memory.machine_weights import MachineWeights
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 step, steps = StepCore.step, []
 def look(self, *words):
     steps.append(1)

@@ -23,7 +23,7 @@ from simpletune.config.load import validate
 from simpletune.engine.profiling import EpochTraces, Facts, phase, summary, trace_file, window
 from simpletune.engine.profiling.option import Profile
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.setup import Run

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from simpletune.config.load import validate
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.trackers import Trackers, weights_and_biases

@@ -40,10 +40,10 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.models.sd15.shapes import units_of
-from simpletune.models.shared.transformer import units_of as model_units
+from simpletune.models.shared.denoiser import units_of as model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.batches import Batches, Prefetcher
+from simpletune.stages.step.batch_loader import Batches, Prefetcher
 from simpletune.training import loop
 from simpletune.training.loop import train
 

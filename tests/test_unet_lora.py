@@ -33,7 +33,7 @@ from simpletune.apps.cli.main import main
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
 from simpletune.models.sd15.lora_names import NAMES
-from simpletune.runs.names import find_named
+from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

@@ -15,11 +15,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
-from simpletune.apps.web import queue, running
+from simpletune.apps.web import queue, run_live
 from simpletune.apps.web.run.charts import Line, chart, limits, thinned_places, ticks
 from simpletune.apps.web.run.pictures import matrix_of
 from simpletune.apps.web.run.series import MOST, Follower, Series
-from simpletune.apps.web.running import progress_of
+from simpletune.apps.web.run_live import progress_of
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.stages.png import save_png
@@ -71,7 +71,7 @@ def client(tmp_path: Path) -> TestClient:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The verbs that the page would start."""
     found: list[list[str]] = []
-    monkeypatch.setattr(running, "start", lambda roots, words, name: found.append([name, *words]))
+    monkeypatch.setattr(run_live, "start", lambda roots, words, name: found.append([name, *words]))
     return found
 
 

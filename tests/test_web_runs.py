@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from web_pages import open_pages
 
-from simpletune.apps.web import all_runs, queue, run_state
-from simpletune.apps.web.all_runs import differences, flat, in_words
+from simpletune.apps.web import queue, run_state, runs_page
 from simpletune.apps.web.queue import Entry
 from simpletune.apps.web.roots import make_roots
+from simpletune.apps.web.runs_page import differences, flat, in_words
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +82,13 @@ def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for number in range(200):
         make_run(tmp_path / "runs" / f"run{number}", picture=False, seed=number)
     roots = make_roots(tmp_path / "runs", [tmp_path])
-    assert len(all_runs.rows(roots)) == 200
+    assert len(runs_page.rows(roots)) == 200
     reads = []
-    monkeypatch.setattr(all_runs, "state_of", lambda folder: reads.append(folder) or run_state.state_of(folder))
+    monkeypatch.setattr(runs_page, "state_of", lambda folder: reads.append(folder) or run_state.state_of(folder))
     with (tmp_path / "runs" / "run7" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss": 0.5}\n')
     begun = time.process_time()
-    shown = all_runs.rows(roots)
+    shown = runs_page.rows(roots)
     print(f"{time.process_time() - begun:.3f} s of processor time for the table of 200 runs, one changed")
     assert [folder.name for folder in reads] == ["run7"]  # the others are read when they change
     assert any(row["state"].done == 11 for row in shown)  # type: ignore[attr-defined]

@@ -351,7 +351,7 @@ def preload() -> None:
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
-    import simpletune.runs.report.one  # noqa: F401
+    import simpletune.runs.report.single_run  # noqa: F401
 
 
 def main() -> None:

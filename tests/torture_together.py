@@ -24,7 +24,7 @@ from test_processes import changed, require_same, run_of
 from simpletune.data.demo import pictures, tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.together import LOST
+from simpletune.training.heartbeats import LOST
 
 STEPS, EVERY, MOST = 4, 2, 30.0
 PREPARING = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from simpletune.config.batches import batch_rules
 from simpletune.config.rules.adapter import adapter_rules
 from simpletune.config.rules.family import family_rules
+from simpletune.config.rules.fsdp import sharding_rules
 from simpletune.config.rules.optimizer import optimizer_rules
 from simpletune.config.rules.recompute import recompute_rules
-from simpletune.config.rules.sharding import sharding_rules
 from simpletune.config.rules.stream import stream_rules
 from simpletune.config.rules.text import text_rules
 from simpletune.config.schema import TrainConfig

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from simpletune.adapters.text.option import result_names
 from simpletune.adapters.text.sizes import text_parameters
-from simpletune.config.evaluation import ON_TRAINING
 from simpletune.config.prior import NoPrior, describe
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
-from simpletune.data.sources.several import source_notes
+from simpletune.config.validation_schedule import ON_TRAINING
+from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file

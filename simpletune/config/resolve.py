@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.data.demo import resolve, transformer_config
-from simpletune.data.sources.several import field_of, source_problems, with_paths
+from simpletune.data.sources.multi_source import field_of, source_problems, with_paths
 from simpletune.system.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]

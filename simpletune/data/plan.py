@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.samples import Draw, Sample, View, repeats_of
-from simpletune.data.shares import SourceShare
-from simpletune.data.sources.several import Several
+from simpletune.data.source_mix import SourceShare
+from simpletune.data.sources.multi_source import Several
 from simpletune.data.sources.source import Source
 from simpletune.models.objectives import Objective
 from simpletune.models.shared.buckets import Size

@@ -9,10 +9,10 @@ import torch
 
 from simpletune.config.batches import of_process, sizes_of, with_batch
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.device_terms import cublas_workspace
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate.auto_checkpointing import ANY, with_checkpointed
-from simpletune.estimate.forecast import card_at_hand
-from simpletune.estimate.predict import MIB, key_of_prediction, largest_peak
+from simpletune.estimate.job_estimate import MIB, key_of_prediction, largest_peak
+from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.engine.memory.snapshot import KINDS
-from simpletune.estimate.predict import Estimate
+from simpletune.estimate.job_estimate import Estimate
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 

@@ -16,8 +16,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_batch import choose_batch
 from simpletune.estimate.auto_checkpointing import choose
 from simpletune.estimate.chart import write_picture
+from simpletune.estimate.job_estimate import Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
-from simpletune.estimate.predict import Estimate, estimate
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.terminal import as_text, comparison
 from simpletune.estimate.time_text import CardRow, card_table, time_lines

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.config.evaluation import drift_prompts, settle_evaluation
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
+from simpletune.config.validation_schedule import drift_prompts, settle_evaluation
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.simulate.simulate_text import parts_in_steps
 from simpletune.estimate.timing.constants import FOLDER, Constants, read
+from simpletune.estimate.timing.datasheet import StatedSpeeds
 from simpletune.estimate.timing.recorder import Section
 from simpletune.estimate.timing.speeds import MeasuredSpeeds, Speeds
-from simpletune.estimate.timing.stated import StatedSpeeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.prompts import BATCH

@@ -17,9 +17,9 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.best_card import GOALS, in_words, plan_on, table
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
+from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.levers import differing
 from simpletune.estimate.planning import PlanResult, Search, batch_table
-from simpletune.estimate.predict import MIB
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent

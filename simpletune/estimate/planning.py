@@ -14,16 +14,16 @@ from functools import partial
 
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.device_terms import cublas_workspace
 from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
 from simpletune.estimate.block_options import block_options, may_keep_attention
 from simpletune.estimate.first_that_fits import first_that_fits, likely_first
+from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.predict import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
 from simpletune.estimate.simulate.simulate import L4, StepReport, simulate
-from simpletune.estimate.simulate.trained import Trained, train
+from simpletune.estimate.simulate.training_stage import Trained, train
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.system.gpus import Card

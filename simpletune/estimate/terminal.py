@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from simpletune.engine.memory.snapshot import KINDS, MemorySnapshot
-from simpletune.estimate.predict import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
+from simpletune.estimate.job_estimate import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
 from simpletune.system.gpus import Card
 from simpletune.system.options import plural
 

@@ -16,11 +16,12 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.fsdp.checkpoints import held_rows, restore_parts, write_together
-from simpletune.engine.fsdp.leading import Word, leading_of
-from simpletune.engine.fsdp.shards import held_parameters, sharding_of
+from simpletune.engine.fsdp.fsdp_model import held_parameters, sharding_of
+from simpletune.engine.fsdp.rank_zero import Word, leading_of
 from simpletune.engine.optim.ema import Average, averaged
 from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.engine.tensors import trained_parameters
+from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.checkpoint_folders import (
     AVERAGE,
     NAME,
@@ -32,7 +33,6 @@ from simpletune.runs.checkpoint_folders import (
     remove_oldest,
     saved_file,
 )
-from simpletune.runs.choice import best_step
 from simpletune.runs.result import export_result
 from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path

@@ -20,7 +20,7 @@ from pydantic import AwareDatetime, Field, ValidationError
 from simpletune.config.error_text import problems_of
 from simpletune.models.shared.buckets import STEP
 from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN
-from simpletune.runs.mending import parse_row
+from simpletune.runs.repair import parse_row
 from simpletune.system import strict_json
 from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.locks import is_held, wait_for_lock

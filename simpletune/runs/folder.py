@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.mending import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.config.evaluation import ON_TRAINING, drift_words
 from simpletune.config.schema import TrainConfig
+from simpletune.config.validation_schedule import ON_TRAINING, drift_words
 from simpletune.data.samples import pictures_in
-from simpletune.data.sources.several import with_paths
+from simpletune.data.sources.multi_source import with_paths
 from simpletune.models.shared.family_facts import Licence
-from simpletune.runs.choice import LAST
-from simpletune.runs.sharing import loaded_tokens, loads_in_diffusers, titles_of, token_usage
+from simpletune.runs.best_checkpoint import LAST
+from simpletune.runs.shared_metadata import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 from simpletune.system.hub.fetch import is_hub_name

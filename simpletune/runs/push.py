@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import CARD, GRID, card_of, for_repository, shareable
-from simpletune.runs.names import Named, RunName, find_in_run, find_run, run_config
+from simpletune.runs.weights_names import Named, RunName, find_in_run, find_run, run_config
 from simpletune.system.console import say
 from simpletune.system.hub.fetch import HUB_NAME
 from simpletune.system.options import UserError

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.config.evaluation import drift_words
 from simpletune.config.schema import TrainConfig, profile_folder
+from simpletune.config.validation_schedule import drift_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
 from simpletune.data.samples import Sample, samples_by_bucket
-from simpletune.data.shares import source_lines
+from simpletune.data.source_mix import source_lines
 from simpletune.models.shared.buckets import upscaling
 from simpletune.runs.attempts import (
     Attempt,
@@ -22,9 +22,10 @@ from simpletune.runs.attempts import (
     setup_seconds,
     total_seconds,
 )
+from simpletune.runs.best_checkpoint import LAST, Choice, choose
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints, saved_file
-from simpletune.runs.choice import LAST, Choice, choose
+from simpletune.runs.estimate_record import beside_measured
 from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
@@ -35,7 +36,6 @@ from simpletune.runs.folder import (
     read_metrics,
     read_rows,
 )
-from simpletune.runs.predicted import beside_measured
 from simpletune.stages.prepared import Prepared
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, plural, shortened

@@ -13,7 +13,7 @@ from simpletune.runs.weights import Embedding, Weights
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.structured import AnyUpdate
+    from simpletune.adapters.files.lokr_loha import AnyUpdate
     from simpletune.adapters.text.files import EmbeddingFile
     from simpletune.adapters.text.option import Text
     from simpletune.adapters.text.side import TextSide

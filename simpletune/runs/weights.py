@@ -12,14 +12,14 @@ from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.names import Named, RunName, find_in_run, find_lora, split_scale
+from simpletune.runs.weights_names import Named, RunName, find_in_run, find_lora, split_scale
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.denoiser import Transformer
     from simpletune.stages.modulation_plan import Modulation
 
 
@@ -178,7 +178,7 @@ def load_weights(
         The transformer, and its modulation if it was removed.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
-    from simpletune.models.shared.transformer import device_of, units_of
+    from simpletune.models.shared.denoiser import device_of, units_of
     from simpletune.stages.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)

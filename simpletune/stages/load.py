@@ -15,7 +15,7 @@ from simpletune.engine.memory.machine_weights import MachineWeights, Offer, Tabl
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.transformer import Transformer
+from simpletune.models.shared.denoiser import Transformer
 from simpletune.stages.modulation_plan import Modulation, detach_modulation
 from simpletune.system.console import say
 from simpletune.system.options import plural

@@ -31,7 +31,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
 from simpletune.models.objectives.flow_process import timestep_of
 from simpletune.models.sd3.shapes import is_adaln
-from simpletune.models.shared.transformer import Transformer
+from simpletune.models.shared.denoiser import Transformer
 
 
 class PassThrough(nn.Module):

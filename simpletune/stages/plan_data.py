@@ -11,7 +11,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import make_samples, without
 from simpletune.data.sources import Data
-from simpletune.data.sources.several import field_of, scan_sources, source_notes, stopping, too_small
+from simpletune.data.sources.multi_source import field_of, scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.source import Picture, Rejected
 from simpletune.data.sources.walk import printable
 from simpletune.data.split import split_pictures

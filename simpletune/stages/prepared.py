@@ -9,13 +9,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from simpletune.config.evaluation import drift_prompts
 from simpletune.config.schema import TrainConfig
+from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.cache.cache import Share
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.plan import Plan
 from simpletune.data.samples import View
-from simpletune.data.shares import SourceShare
+from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.source import Rejected
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache

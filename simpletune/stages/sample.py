@@ -23,8 +23,8 @@ from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.objectives.solvers import Solver
+from simpletune.models.shared.denoiser import Transformer, device_of
 from simpletune.models.shared.fp16_blocks import finite_passes
-from simpletune.models.shared.transformer import Transformer, device_of
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll

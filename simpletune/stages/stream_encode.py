@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from simpletune.config.evaluation import MOST
 from simpletune.config.schema import TrainConfig
+from simpletune.config.validation_schedule import MOST
 from simpletune.data.samples import Sample, View
 from simpletune.data.sources.source import Rejected, UnusablePicture
 from simpletune.stages.plan_data import report_rejected

@@ -13,7 +13,7 @@ import numpy as np
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Sample
-from simpletune.data.shares import SourceShare
+from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.stream import Stream
 from simpletune.data.streaming.order import Micros, epoch_order, substituted
 from simpletune.models.objectives import Objective

@@ -13,7 +13,7 @@ from simpletune.config.batches import process_rules
 from simpletune.config.schema import TrainConfig
 from simpletune.system.devices import choose_device
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.together import MEETING
+from simpletune.training.heartbeats import MEETING
 
 PATIENCE = timedelta(days=2)  # limit for waiting while one process fills the cache or draws; NCCL's default: 10 minutes
 

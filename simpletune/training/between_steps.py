@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from simpletune.config.evaluation import is_evaluated
 from simpletune.config.schema import TrainConfig
-from simpletune.runs.choice import since_best
+from simpletune.config.validation_schedule import is_evaluated
+from simpletune.runs.best_checkpoint import since_best
 from simpletune.system.console import TrainingProgress
 from simpletune.system.signals import Stopped
-from simpletune.training.drawn import try_to_draw
+from simpletune.training.requested_pictures import try_to_draw
 from simpletune.training.run import Run, due
 
 

@@ -18,9 +18,9 @@ from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.data.cache.cache import KeyedFolder, Share
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.several import Several, scan_sources, subjects
+from simpletune.data.sources.multi_source import Several, scan_sources, subjects
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.transformer import device_of, units_of
+from simpletune.models.shared.denoiser import device_of, units_of
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, modulation_of
 from simpletune.stages.png import save_png

@@ -9,10 +9,10 @@ from simpletune.engine.optim.ema import averaged
 from simpletune.engine.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
-from simpletune.runs.choice import choose
+from simpletune.runs.best_checkpoint import choose
+from simpletune.runs.estimate_record import beside_measured, lines
 from simpletune.runs.folder import SUMMARY, read_evaluation
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.predicted import beside_measured, lines
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
 from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
@@ -58,7 +58,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     if (best := choose(run.folder)) is not None:
         summary["best"] = best.as_json()
     if run.predicted is not None:
-        from simpletune.estimate.forecast import compare_with_measured
+        from simpletune.estimate.run_estimate import compare_with_measured
 
         summary["predicted"] = compare_with_measured(run.predicted, run.stages.as_json())
     if (timed := beside_measured(run.folder, summary)) is not None:
@@ -78,7 +78,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         write_page(run)
     print_results(run.config, summary, run.folder, traces.written, places)
     if run.predicted is not None:
-        from simpletune.estimate.forecast import print_comparison
+        from simpletune.estimate.run_estimate import print_comparison
 
         print_comparison(summary["predicted"])
     for line in lines(timed) if timed is not None else ():

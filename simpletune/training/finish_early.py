@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.saved import read_saved
 from simpletune.config.schema import TrainConfig
+from simpletune.config.stored_configs import read_saved
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
 from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, read_summary
-from simpletune.runs.mending import set_aside
 from simpletune.runs.model_card import shareable, write_card
-from simpletune.runs.names import RunName, find_in_run, find_run, is_unfinished, run_config
+from simpletune.runs.repair import set_aside
 from simpletune.runs.result import CHECKSUMS, damaged_results, result_checksums, result_files
 from simpletune.runs.summary import summary_at
 from simpletune.runs.weights import overwrite
+from simpletune.runs.weights_names import RunName, find_in_run, find_run, is_unfinished, run_config
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.disk import room_for

@@ -13,7 +13,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Draw
 from simpletune.engine.fsdp.checkpoints import require_shared
-from simpletune.engine.fsdp.leading import Leading
+from simpletune.engine.fsdp.rank_zero import Leading
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.quant.int8_tuning import announce_tuning
 from simpletune.models.shared.buckets import Size
@@ -21,9 +21,9 @@ from simpletune.runs import checkpoint
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, load_base_together
 from simpletune.stages.prepared import Prepared
-from simpletune.stages.step.batches import Batches
-from simpletune.stages.step.core import StepCore, assemble, average_of
-from simpletune.stages.step.dealing import Share
+from simpletune.stages.step.assignment import Share
+from simpletune.stages.step.batch_loader import Batches
+from simpletune.stages.step.train_step import StepCore, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
@@ -31,7 +31,7 @@ from simpletune.system.options import UserError, plural
 from simpletune.system.signals import stop_if_asked
 
 if TYPE_CHECKING:
-    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.denoiser import Transformer
 
 
 @dataclass(frozen=True)

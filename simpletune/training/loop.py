@@ -22,16 +22,16 @@ from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
-from simpletune.runs.mending import require_place
-from simpletune.runs.remote.keep import kept_in_store
+from simpletune.runs.remote.checkpoint_store import kept_in_store
+from simpletune.runs.repair import require_place
 from simpletune.runs.result import result_files
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
+from simpletune.stages.copy_cache import take_over
 from simpletune.stages.encode import encode
 from simpletune.stages.plan_data import plan_data
-from simpletune.stages.step.batches import Prefetcher
-from simpletune.stages.step.core import set_learning_rate
-from simpletune.stages.take_over import take_over
+from simpletune.stages.step.batch_loader import Prefetcher
+from simpletune.stages.step.train_step import set_learning_rate
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.devices import capability_of
@@ -48,11 +48,11 @@ from simpletune.training.class_pictures import with_class_pictures
 from simpletune.training.ending import explained
 from simpletune.training.finish import finish
 from simpletune.training.finish_early import restore_result
+from simpletune.training.heartbeats import part_company, watched
 from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
 from simpletune.training.setup import StartOptions, set_up
-from simpletune.training.together import part_company, watched
 
 
 def train(

@@ -19,9 +19,9 @@ from simpletune.engine.fsdp.checkpoints import NonFinite
 from simpletune.models.shared.fp16_blocks import in_words
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
-from simpletune.stages.step.batches import Batch, Batches
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batch, Batches
 from simpletune.stages.step.fp16 import LATER, is_overflow
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.options import UserError, shortened
 from simpletune.training.pending_steps import PendingStep, global_figures
 

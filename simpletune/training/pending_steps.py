@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from simpletune.system.processes import progressed
 
 if TYPE_CHECKING:
-    from simpletune.stages.step.core import StepCore
+    from simpletune.stages.step.train_step import StepCore
 
 
 class DeviceEvent:

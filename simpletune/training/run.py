@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, TypeVar
 from accelerate import Accelerator
 from PIL import Image
 
-from simpletune.config.evaluation import evaluated_on, is_evaluated, scalar_name
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.leading import leading_of
-from simpletune.engine.fsdp.shards import held_parameters
+from simpletune.config.validation_schedule import evaluated_on, is_evaluated, scalar_name
+from simpletune.engine.fsdp.fsdp_model import held_parameters
+from simpletune.engine.fsdp.rank_zero import leading_of
 from simpletune.engine.optim.ema import Average, averaged
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
-from simpletune.runs.remote.keep import Saves
+from simpletune.runs.remote.checkpoint_store import Saves
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prepared import Prepared
-from simpletune.stages.step.batches import Batches
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batches
+from simpletune.stages.step.train_step import StepCore
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
@@ -31,14 +31,14 @@ from simpletune.system.options import Json, plural
 from simpletune.system.printable import reason_of
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.control import Control
-from simpletune.training.evaluate import Evaluator, samples_to_evaluate
 from simpletune.training.nonfinite import NonFiniteGuard, finite_only, require_finite
 from simpletune.training.trackers import Trackers
-from simpletune.training.validation import Previews
+from simpletune.training.validation_loss import Evaluator, samples_to_evaluate
+from simpletune.training.validation_pictures import Previews
 
 if TYPE_CHECKING:
-    from simpletune.estimate.predict import Estimate
-    from simpletune.models.shared.transformer import Transformer
+    from simpletune.estimate.job_estimate import Estimate
+    from simpletune.models.shared.denoiser import Transformer
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from simpletune.engine.profiling import EpochTraces, Facts
 from simpletune.engine.tensors import trained_parameters
 from simpletune.estimate.simulate.step_memory import snapshots_of_step
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import units_of
 from simpletune.models.shared.flops import trained_of
-from simpletune.models.shared.transformer import units_of
 from simpletune.system.devices import capability_of
 
 if TYPE_CHECKING:

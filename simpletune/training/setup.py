@@ -19,7 +19,8 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
-from simpletune.runs.choice import best_step
+from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.estimate_record import keep
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
@@ -31,8 +32,7 @@ from simpletune.runs.folder import (
     open_fresh,
     put_chosen,
 )
-from simpletune.runs.predicted import keep
-from simpletune.runs.remote.keep import OnlyHere, Saves
+from simpletune.runs.remote.checkpoint_store import OnlyHere, Saves
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
@@ -52,10 +52,10 @@ from simpletune.training.load import load
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.run import Run
 from simpletune.training.trackers import open_trackers
-from simpletune.training.validation import Previews
+from simpletune.training.validation_pictures import Previews
 
 if TYPE_CHECKING:
-    from simpletune.estimate.predict import Estimate
+    from simpletune.estimate.job_estimate import Estimate
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def predict(
     """
     if device.type != "cuda" and not options.estimate_first:
         return None, None
-    from simpletune.estimate.forecast import forecast, forecast_time
+    from simpletune.estimate.run_estimate import forecast, forecast_time
     from simpletune.estimate.simulate.processes import simulated_processes
 
     predicted = forecast(config, device, plan.largest(), options.force)

@@ -12,18 +12,18 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from simpletune.adapters.files.families import MEDIUM_35
+from simpletune.adapters.files.detect_model import MEDIUM_35
+from simpletune.adapters.files.dora_oft import WeightUpdate
 from simpletune.adapters.files.header import open_lora, require_safetensors
-from simpletune.adapters.files.of_weight import WeightUpdate
+from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured, fits
 from simpletune.adapters.files.read import updates_of
-from simpletune.adapters.files.structured import AnyUpdates, Structured, fits
 from simpletune.adapters.files.updates import Update, Updates
 from simpletune.adapters.methods.hypernetwork_layer import put_before
+from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile
+from simpletune.adapters.methods.hypernetworks.files import read as read_hypernetwork
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
-from simpletune.adapters.methods.networks.files import HypernetworkFile
-from simpletune.adapters.methods.networks.files import read as read_hypernetwork
-from simpletune.adapters.methods.networks.structure import is_hypernetwork
 from simpletune.models.lora_names import title_of
 from simpletune.models.shared.text_layers import split_text
 from simpletune.system.options import UserError, plural, shortened

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
-from simpletune.adapters.files.families import UNET_BY_TEXT_WIDTH, kind_of_model
+from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
 from simpletune.adapters.files.header import LISTED, LoraHeader, natural, open_lora, require_tensors
-from simpletune.adapters.files.kinds import is_whole
 from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.layouts import title
+from simpletune.adapters.files.module_kind import is_whole
 from simpletune.adapters.files.values import row_norms, scan_values
-from simpletune.adapters.methods.networks.about import about_hypernetwork, hypernetwork_lines
-from simpletune.adapters.methods.networks.structure import is_hypernetwork
+from simpletune.adapters.methods.hypernetworks.about import about_hypernetwork, hypernetwork_lines
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
 from simpletune.adapters.text.files import WORDS, cosines_of, is_embedding, keys_of
 from simpletune.models.recognise import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from simpletune.adapters.files.bases import Base
+from simpletune.adapters.files.base_reader import Base
 from simpletune.adapters.files.factors import rank_for, truncated
 from simpletune.adapters.files.updates import Update
 from simpletune.system.options import UserError, shortened

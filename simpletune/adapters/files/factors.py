@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.structured import AnyUpdate, LokrUpdate, plain
+from simpletune.adapters.files.lokr_loha import AnyUpdate, LokrUpdate, plain
 from simpletune.adapters.files.updates import Update
 from simpletune.adapters.methods.lokr_layer import whole
 

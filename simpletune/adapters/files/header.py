@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
-from simpletune.adapters.files.families import (
+from simpletune.adapters.files.detect_model import (
     TEXT_ALONE,
     family_of_lora,
     is_known,
@@ -19,10 +19,20 @@ from simpletune.adapters.files.families import (
     kind_of_model,
     other_methods,
 )
-from simpletune.adapters.files.kinds import DORA, DORA_ROLES, LORA, OFT, Size, is_by_output, is_whole, kind_of, size_of
 from simpletune.adapters.files.layouts import layout_of, split_key
+from simpletune.adapters.files.module_kind import (
+    DORA,
+    DORA_ROLES,
+    LORA,
+    OFT,
+    Size,
+    is_by_output,
+    is_whole,
+    kind_of,
+    size_of,
+)
 from simpletune.adapters.files.settings import DAMAGED, checked, scale_for
-from simpletune.adapters.methods.networks.structure import require_updates
+from simpletune.adapters.methods.hypernetworks.structure import require_updates
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
 from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer

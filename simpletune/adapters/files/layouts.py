@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from simpletune.adapters.files.kinds import LOHA_ROLES, LOKR_ROLES
+from simpletune.adapters.files.module_kind import LOHA_ROLES, LOKR_ROLES
 from simpletune.models.lora_names import LAYOUTS, names_of
 from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
 

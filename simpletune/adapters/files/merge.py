@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.bases import Base
+from simpletune.adapters.files.base_reader import Base
 from simpletune.adapters.files.header import TensorEntry
-from simpletune.adapters.files.structured import AnyUpdates, difference, fits
+from simpletune.adapters.files.lokr_loha import AnyUpdates, difference, fits
 from simpletune.adapters.files.write import overflow
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from simpletune.adapters.files.structured import AnyUpdates, plain
+from simpletune.adapters.files.lokr_loha import AnyUpdates, plain
 from simpletune.adapters.files.updates import Update
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.families import SD15
+from simpletune.adapters.files.detect_model import SD15
+from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, limited
 from simpletune.adapters.files.header import LoraHeader, Module, open_lora
-from simpletune.adapters.files.kinds import DORA, DORA_ROLES, LOKR, LORA, OFT
-from simpletune.adapters.files.of_weight import DoraUpdate, OftUpdate, limited
+from simpletune.adapters.files.lokr_loha import AnyUpdate, LohaUpdate, LokrUpdate
+from simpletune.adapters.files.module_kind import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.settings import DAMAGED
-from simpletune.adapters.files.structured import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.adapters.files.updates import Update, split, swap_halves
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.kinds import LORA
+from simpletune.adapters.files.module_kind import LORA
 from simpletune.engine.tensors import exchanged_halves
 
 

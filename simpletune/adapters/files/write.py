@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural
 from simpletune.adapters.files.layouts import written
-from simpletune.adapters.files.of_weight import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
-from simpletune.adapters.files.structured import AnyUpdates, Structured
+from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured
 from simpletune.adapters.files.updates import Update, Updates, fuse, swap_halves
 from simpletune.models.lora_names import names_of, update_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames

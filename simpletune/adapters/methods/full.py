@@ -47,7 +47,7 @@ class Full(TrainingMethod):
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
         from simpletune.engine.fsdp.export import own_class, write_divided_folder
-        from simpletune.engine.fsdp.leading import leading_of
+        from simpletune.engine.fsdp.rank_zero import leading_of
         from simpletune.system.model_folder import write_model_folder
 
         leading = leading_of(model)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
-from simpletune.adapters.methods.lora import OUTPUT
-from simpletune.adapters.methods.networks.structure import (
+from simpletune.adapters.methods.hypernetworks.structure import (
     LARGEST_MULTIPLE,
     LONGEST,
     Activation,
     Structure,
     is_layer_structure,
 )
+from simpletune.adapters.methods.lora import OUTPUT
 from simpletune.models.lora_names import context_widths
 from simpletune.system.options import Problem
 
@@ -110,8 +110,8 @@ class Hypernetwork(TrainingMethod):
         import torch
 
         from simpletune.adapters.methods.hypernetwork_layer import put_before
+        from simpletune.adapters.methods.hypernetworks.network import drawn
         from simpletune.adapters.methods.layers import shapes_of
-        from simpletune.adapters.methods.networks.network import drawn
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
@@ -130,6 +130,6 @@ class Hypernetwork(TrainingMethod):
         """Write pytorch_lora_weights.safetensors with names such as ``768.k.linear.0.weight``, which only simpletune
         reads."""
         from simpletune.adapters.methods.hypernetwork_layer import networks_of
-        from simpletune.adapters.methods.networks.files import write
+        from simpletune.adapters.methods.hypernetworks.files import write
 
         return write(networks_of(model), self.structure, folder / OUTPUT, metadata)

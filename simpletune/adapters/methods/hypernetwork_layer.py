@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from simpletune.adapters.methods.hypernetworks.network import Network, Pair
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, base_of, outer_layers, shape_of, wrap
-from simpletune.adapters.methods.networks.network import Network, Pair
 from simpletune.engine.tensors import all_tensors
 from simpletune.models.lora_names import context_layers
 from simpletune.system.options import UserError

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from simpletune.adapters.text.changed import ChangedTensors, add_updates, replaced_rows
 from simpletune.adapters.text.files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
 from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, digest_of
+from simpletune.adapters.text.updated_encoders import ChangedTensors, add_updates, replaced_rows
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.prompts import BATCH, Encoder, Prompts, pack, token_ids, unpack

@@ -47,7 +47,7 @@ def caption(args: argparse.Namespace) -> None:
 
 def caption_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``caption``."""
-    from simpletune.apps.cli.drawing_arguments import positive
+    from simpletune.apps.cli.generate_arguments import positive
 
     parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration")
     add_overrides(parser)

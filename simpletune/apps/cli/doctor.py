@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from simpletune.apps.cli.config_arguments import JSON_HELP
-from simpletune.apps.cli.drawing_arguments import positive
+from simpletune.apps.cli.generate_arguments import positive
 
 
 def doctor(args: argparse.Namespace) -> None:

@@ -23,8 +23,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def choose_step(name: Path, step: str) -> None:
     """Choose a checkpoint as the run's best, or with ``auto`` choose again by the scores; print the choice."""
-    from simpletune.runs.choice import choose, put_choice
-    from simpletune.runs.names import find_run
+    from simpletune.runs.best_checkpoint import choose, put_choice
+    from simpletune.runs.weights_names import find_run
     from simpletune.system.console import say
 
     run = find_run(str(name)).folder
@@ -37,7 +37,7 @@ def choose_step(name: Path, step: str) -> None:
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``evaluate``."""
-    from simpletune.apps.cli.drawing_arguments import DEVICE_HELP, PRECISION_HELP, natural, positive, size, tile
+    from simpletune.apps.cli.generate_arguments import DEVICE_HELP, PRECISION_HELP, natural, positive, size, tile
 
     parser.add_argument("evaluated", type=Path, metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(

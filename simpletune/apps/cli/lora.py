@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from simpletune.apps.cli.config_arguments import JSON_HELP
-from simpletune.apps.cli.drawing_arguments import OVERWRITE_HELP, positive
+from simpletune.apps.cli.generate_arguments import OVERWRITE_HELP, positive
 
 FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
@@ -21,7 +21,7 @@ def inspect(args: argparse.Namespace) -> None:
     import json
 
     from simpletune.adapters.files.describe import describe, in_words
-    from simpletune.runs.names import weight_file
+    from simpletune.runs.weights_names import weight_file
     from simpletune.system.printable import printable
 
     about = describe(weight_file(args.file), values=not args.header_only)

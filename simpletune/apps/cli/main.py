@@ -8,7 +8,20 @@ import sys
 from collections.abc import Callable
 
 from simpletune import __version__
-from simpletune.apps.cli import control, data, doctor, draw, estimate, evaluate, lora, report, serve, start, train, web
+from simpletune.apps.cli import (
+    control,
+    data,
+    doctor,
+    estimate,
+    evaluate,
+    generate,
+    lora,
+    report,
+    serve,
+    start,
+    train,
+    web,
+)
 from simpletune.apps.cli import push as share
 from simpletune.apps.cli.parser import Parser
 from simpletune.system.devices import prepare_environment
@@ -18,7 +31,7 @@ from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-GROUPS = (start, train, control, data, estimate, draw, evaluate, report, serve, web, lora, share, doctor)
+GROUPS = (start, train, control, data, estimate, generate, evaluate, report, serve, web, lora, share, doctor)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
 
 

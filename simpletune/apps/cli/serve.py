@@ -22,7 +22,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``serve``."""
-    from simpletune.apps.cli.drawing_arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, positive
+    from simpletune.apps.cli.generate_arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, positive
 
     add = parser.add_argument
     add("--run", type=Path, help="a run or RUN@STEP that supplies model, LoRA and defaults (default: newest)")

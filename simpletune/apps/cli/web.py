@@ -15,7 +15,7 @@ def web(args: argparse.Namespace) -> None:
 
 def web_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``web``."""
-    from simpletune.apps.cli.drawing_arguments import RUNS_HELP
+    from simpletune.apps.cli.generate_arguments import RUNS_HELP
     from simpletune.apps.cli.serve import port
 
     add = parser.add_argument

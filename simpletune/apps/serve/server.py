@@ -25,9 +25,9 @@ from simpletune.apps.serve.protocol import TimedProtocol
 from simpletune.apps.serve.requests import BASE, STEP, Capabilities
 from simpletune.apps.serve.worker import SupportsGenerate, Worker
 from simpletune.commands.generate.generate import InferenceSession, open_session
-from simpletune.runs.names import find_lora
 from simpletune.runs.text_side import embedding_of
 from simpletune.runs.weights import Embedding, result_of
+from simpletune.runs.weights_names import find_lora
 from simpletune.stages.sample import Request
 from simpletune.system.console import say
 from simpletune.system.options import UserError

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from simpletune.apps.web import all_runs, data_page, run_page, start
+from simpletune.apps.web import data_page, run_page, runs_page, start
 from simpletune.apps.web.events import Watch, changes, events
 from simpletune.apps.web.guard import Access, Guard
 from simpletune.apps.web.roots import Roots
@@ -21,7 +21,7 @@ from simpletune.apps.web.templates import SHARED, TEMPLATES, render
 from simpletune.system.locks import is_held
 from simpletune.system.options import UserError
 
-PAGES = (all_runs, start, data_page, run_page)
+PAGES = (runs_page, start, data_page, run_page)
 """Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,

@@ -13,16 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from simpletune.adapters.methods.lora import OUTPUT
-from simpletune.apps.web import queue, running
+from simpletune.apps.web import queue, run_live
 from simpletune.apps.web.files import file_response
 from simpletune.apps.web.processes import LOGS
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.comparisons import COMPARE, comparisons_of
-from simpletune.apps.web.run.fields import STRENGTHS, plain_text, strengths_of, whole
+from simpletune.apps.web.run.form_values import STRENGTHS, plain_text, strengths_of, whole
 from simpletune.apps.web.run.pictures import matrix_of
 from simpletune.apps.web.run.progress import Progress
-from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
-from simpletune.apps.web.running import (
+from simpletune.apps.web.run_live import (
     TRAIN,
     Job,
     begin,
@@ -35,9 +34,10 @@ from simpletune.apps.web.running import (
     requests_of,
     run_of,
 )
+from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.apps.web.templates import read_fields, render
+from simpletune.runs.best_checkpoint import Choice, choose
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
-from simpletune.runs.choice import Choice, choose
 from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.system.atomic import write_json
 from simpletune.system.options import Json, UserError
@@ -57,7 +57,7 @@ def routes() -> list[Route]:
     gets = {"after": after, "jobs": jobs, "comparisons": comparisons}
     return [
         Route("/run/{name}", page),
-        *running.routes(),
+        *run_live.routes(),
         *(Route(f"/run/{{name}}/{word}", handler) for word, handler in gets.items()),
         *(Route(f"/run/{{name}}/{word}", handler, methods=["POST"]) for word, handler in posts.items()),
         Route("/run/{name}/exports/{file}", exported),
@@ -69,7 +69,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     found: dict[str, Hashable] = {}
     logs = stamps_in(roots.own / LOGS)
     for folder, held in runs:
-        parts = running.topics(folder, held, logs) | topics(roots, folder, held, logs)
+        parts = run_live.topics(folder, held, logs) | topics(roots, folder, held, logs)
         found |= {f"{topic}:{folder.name}": stamp for topic, stamp in parts.items()}
     return found
 

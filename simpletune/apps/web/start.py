@@ -14,7 +14,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import live, processes, queue
-from simpletune.apps.web.form.filled import Asked, Filled, fill
+from simpletune.apps.web.form.filled_form import Asked, Filled, fill
 from simpletune.apps.web.form.presets import HERE, card_here, cards
 from simpletune.apps.web.queue import Entry
 from simpletune.apps.web.roots import Roots

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.kinds import Captioner, Shape, processor_in
+from simpletune.commands.caption.captioner import Captioner, Shape, processor_in
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.options import Json
 

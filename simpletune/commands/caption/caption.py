@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from simpletune.commands.caption.kinds import Captioner
+from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.loading import (
     PRECISIONS,
     Described,
@@ -26,8 +26,8 @@ from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import printable, read_regular
 from simpletune.engine.quant.precision import WeightPrecision
-from simpletune.estimate.forecast import card_at_hand
-from simpletune.estimate.predict import MIB, needed
+from simpletune.estimate.job_estimate import MIB, needed
+from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version

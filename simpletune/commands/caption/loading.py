@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from simpletune.commands.caption.blip import Blip
+from simpletune.commands.caption.captioner import Captioner, Shape
 from simpletune.commands.caption.florence import Florence
-from simpletune.commands.caption.kinds import Captioner, Shape
 from simpletune.commands.caption.qwen import Qwen
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.plain import BF16, FP32

@@ -15,9 +15,9 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.load import load_base
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.core import StepCore, assemble
+from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
+from simpletune.stages.step.train_step import StepCore, assemble
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from simpletune.commands.evaluate.draw import Gallery
 from simpletune.commands.evaluate.encoders.encoder import About, Encoder
 from simpletune.commands.evaluate.encoders.loading import class_of, load_encoder
+from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import Plan, Point, opened
 from simpletune.commands.evaluate.scores import Array
 from simpletune.data.cache.cache import Cache

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune import __version__
-from simpletune.commands.evaluate.draw import FOLDER, PICTURES, Gallery, draw_missing
 from simpletune.commands.evaluate.embed import embed, reads_prompts
 from simpletune.commands.evaluate.encoders.encoder import About
 from simpletune.commands.evaluate.encoders.loading import class_of, find_encoder
+from simpletune.commands.evaluate.estimate import Stage, predict
+from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, draw_missing
 from simpletune.commands.evaluate.measure import measure
 from simpletune.commands.evaluate.plan import FIRST_SEED, Plan, points_of, real_pictures, shots_of
-from simpletune.commands.evaluate.predict import Stage, predict
 from simpletune.commands.evaluate.prompts import prompts_of, words_of
 from simpletune.commands.evaluate.table import VERSION, lines, main_encoders
 from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
-from simpletune.runs.choice import choose
+from simpletune.runs.best_checkpoint import choose
 from simpletune.runs.folder import SCORES
-from simpletune.runs.names import find_run, run_config
+from simpletune.runs.weights_names import find_run, run_config
 from simpletune.stages.sample import Request
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say

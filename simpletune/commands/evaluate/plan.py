@@ -15,13 +15,13 @@ from PIL import Image
 from simpletune.commands.evaluate.prompts import Prompt, PromptSet
 from simpletune.commands.generate.session import InferenceSession
 from simpletune.config.schema import TrainConfig
+from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.several import scan_sources
 from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, read_json_or_none, read_summary
-from simpletune.runs.names import RunName, find_in_run, is_unfinished
 from simpletune.runs.weights import BASE, Weights, precision_of, weights_of
+from simpletune.runs.weights_names import RunName, find_in_run, is_unfinished
 from simpletune.stages.sample import Request
 from simpletune.system.checksums import sha256_of
 from simpletune.system.model_folder import fingerprint

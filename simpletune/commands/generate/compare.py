@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from simpletune.commands.generate.compare_page import write_latest, write_page
+from simpletune.commands.generate.estimate import require_memory
 from simpletune.commands.generate.generate import (
     InferenceSession,
     given_embeddings,
@@ -16,12 +17,10 @@ from simpletune.commands.generate.generate import (
     open_session,
     requests_of,
 )
-from simpletune.commands.generate.predicted import require_memory
+from simpletune.commands.generate.image_scores import Likeness, ModelFigures, latent_distance, pixel_difference
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import GeneratedImages
-from simpletune.commands.generate.similarity import Likeness, ModelFigures, latent_distance, pixel_difference
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.names import find_named, is_run, is_unfinished, split_scale
 from simpletune.runs.outputs import folder_name, numbered_folder, require_new
 from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import (
@@ -33,6 +32,7 @@ from simpletune.runs.weights import (
     result_of,
     weights_of,
 )
+from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import Request

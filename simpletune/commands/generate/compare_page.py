@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from simpletune.commands.generate.image_scores import Measure, ModelFigures
 from simpletune.commands.generate.session import GeneratedImages
-from simpletune.commands.generate.similarity import Measure, ModelFigures
 from simpletune.runs.report.templates import page_template
 from simpletune.stages.sample import Request
 from simpletune.system.atomic import write_text

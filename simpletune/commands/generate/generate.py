@@ -11,9 +11,8 @@ from PIL import Image
 
 from simpletune.adapters.text.files import read_embeddings
 from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
-from simpletune.data.sources.several import example_prompt
+from simpletune.data.sources.multi_source import example_prompt
 from simpletune.runs.folder import CHECKPOINTS
-from simpletune.runs.names import DENOISERS, LORA_FILE
 from simpletune.runs.outputs import require_new, write_numbered
 from simpletune.runs.text_side import embedding_of, with_embeddings
 from simpletune.runs.weights import (
@@ -26,6 +25,7 @@ from simpletune.runs.weights import (
     precision_of,
     result_of,
 )
+from simpletune.runs.weights_names import DENOISERS, LORA_FILE
 from simpletune.stages.png import drawn_as, save_png
 from simpletune.stages.sample import Request
 from simpletune.system.atomic import atomic_file

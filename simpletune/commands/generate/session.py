@@ -22,9 +22,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant import Precision
 from simpletune.models.recognise import family_of
 from simpletune.runs.folder import newest_run
-from simpletune.runs.names import RunName, find_run, run_config
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of
+from simpletune.runs.weights_names import RunName, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prompt_store import PromptStore
 from simpletune.stages.sample import Request, Sampler, decode, encode_starts

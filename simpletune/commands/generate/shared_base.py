@@ -12,7 +12,7 @@ from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
-from simpletune.models.shared.transformer import Transformer
+from simpletune.models.shared.denoiser import Transformer
 from simpletune.runs.weights import BASE, Weights, load_weights
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.modulation_plan import Modulation

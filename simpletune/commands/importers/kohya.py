@@ -8,10 +8,10 @@ from pathlib import Path
 from simpletune.commands.importers.files import found_beside
 from simpletune.commands.importers.kohya_prompts import prompts_of
 from simpletune.commands.importers.kohya_table import BLOCKS, DEFAULTS, DENSITIES, ROWS
-from simpletune.commands.importers.left_out import KOHYA
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import Row, Translation, boolean, number, pairs, text, whole_number
+from simpletune.commands.importers.unsupported_keys import KOHYA
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
 

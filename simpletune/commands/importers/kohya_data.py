@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from simpletune.commands.importers.left_out import KOHYA_DATA
 from simpletune.commands.importers.translation import (
     Row,
     Translation,
@@ -16,6 +15,7 @@ from simpletune.commands.importers.translation import (
     text,
     whole_number,
 )
+from simpletune.commands.importers.unsupported_keys import KOHYA_DATA
 from simpletune.system.options import Json
 
 VARIANTS = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from simpletune.commands.importers.left_out import ONETRAINER
 from simpletune.commands.importers.onetrainer_table import (
     BLOCKS,
     DEFAULTS,
@@ -18,6 +17,7 @@ from simpletune.commands.importers.onetrainer_table import (
 )
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import Row, Translation, boolean, number, text, whole_number
+from simpletune.commands.importers.unsupported_keys import ONETRAINER
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from simpletune.commands.importers.left_out import ONETRAINER_CONCEPTS
 from simpletune.commands.importers.translation import (
     Row,
     Translation,
@@ -13,6 +12,7 @@ from simpletune.commands.importers.translation import (
     text,
     whole_number,
 )
+from simpletune.commands.importers.unsupported_keys import ONETRAINER_CONCEPTS
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json
 

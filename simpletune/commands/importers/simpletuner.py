@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from simpletune.commands.importers.files import read_beside
-from simpletune.commands.importers.left_out import SIMPLETUNER
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, LORA, POLYNOMIAL, ROWS
@@ -19,6 +18,7 @@ from simpletune.commands.importers.translation import (
     text,
     whole_number,
 )
+from simpletune.commands.importers.unsupported_keys import SIMPLETUNER
 from simpletune.config.run_name import run_name
 from simpletune.models.sd3.shapes import SD35_MEDIUM
 from simpletune.system.options import Json

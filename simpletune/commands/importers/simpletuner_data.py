@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from simpletune.commands.importers.left_out import SIMPLETUNER_DATA
 from simpletune.commands.importers.translation import (
     Row,
     Translation,
@@ -15,6 +14,7 @@ from simpletune.commands.importers.translation import (
     text,
     whole_number,
 )
+from simpletune.commands.importers.unsupported_keys import SIMPLETUNER_DATA
 from simpletune.system.options import Json
 
 VARIANTS = 8

@@ -25,7 +25,7 @@ from simpletune.commands.init.defaults import (
     guess_what,
     profile_of,
 )
-from simpletune.commands.init.look import Look, read_captions, sizes_in_words, source_of
+from simpletune.commands.init.inspect_folder import Look, read_captions, sizes_in_words, source_of
 from simpletune.config.load import read_json
 from simpletune.config.schema import DEMO
 from simpletune.data.sources.walk import printable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
 from simpletune.commands.init.defaults import Suggestion, default_trigger, guess_what
-from simpletune.commands.init.look import look
+from simpletune.commands.init.inspect_folder import look
 from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.look import Look, read_captions
+from simpletune.commands.init.inspect_folder import Look, read_captions
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, plural
 

@@ -68,7 +68,7 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
     from simpletune.config.compute import settle_compute
     from simpletune.config.modulation import settle_modulation
     from simpletune.config.resolve import require_model_rules, resolve_model_folder
-    from simpletune.estimate.predict import MIB, estimate
+    from simpletune.estimate.job_estimate import MIB, estimate
 
     say(f"{'predict':<10} {data.get('memory', {}).get('profile') or 'memory'} on {card.name}")
     with silent():

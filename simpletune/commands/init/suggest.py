@@ -8,7 +8,7 @@ from pathlib import Path
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import Choices
 from simpletune.commands.init.defaults import UNASKED, Suggestion
-from simpletune.commands.init.look import Look, look
+from simpletune.commands.init.inspect_folder import Look, look
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 

@@ -10,10 +10,10 @@ from PIL import Image
 
 from simpletune import __version__
 from simpletune.commands.inspect_data.contact_sheet import tiles
-from simpletune.commands.inspect_data.look_alikes import look_alikes
+from simpletune.commands.inspect_data.duplicate_groups import look_alikes
 from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.commands.inspect_data.text import aspects, limit_in_words, outcome, sizes
-from simpletune.data.shares import SOURCE_COLUMNS, source_rows
+from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.walk import printable
 from simpletune.runs.report.templates import page_template
 from simpletune.system.options import plural

@@ -17,9 +17,9 @@ from simpletune.commands.inspect_data.token_counts import LIMIT, token_counts
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import View, without
-from simpletune.data.shares import SourceShare
+from simpletune.data.source_mix import SourceShare
+from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.several import scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.source import Picture, Rejected, UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.stages.plan_data import make_plan

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
 from simpletune.commands.inspect_data.token_counts import LIMIT
-from simpletune.data.shares import source_lines
+from simpletune.data.source_mix import source_lines
 from simpletune.data.sources.walk import printable
 from simpletune.system.options import Json, first_lines, plural, shortened
 

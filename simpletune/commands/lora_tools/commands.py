@@ -17,7 +17,7 @@ from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, plural, shortened
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.structured import AnyUpdates
+    from simpletune.adapters.files.lokr_loha import AnyUpdates
     from simpletune.adapters.files.updates import Update
 
 A1111 = "a1111"  # format of hypernetworks
@@ -71,7 +71,7 @@ def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[st
 def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
     """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
     from simpletune.adapters.files.factors import resized
-    from simpletune.adapters.files.structured import delta_of
+    from simpletune.adapters.files.lokr_loha import delta_of
 
     changed = {layer: resized(update, args.rank, args.energy) for layer, update in updates.items()}
     whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
@@ -128,7 +128,7 @@ def mix(args: argparse.Namespace) -> Path:
 
 def merge(args: argparse.Namespace) -> Path:
     """Merge LoRAs into the base."""
-    from simpletune.adapters.files.bases import Base
+    from simpletune.adapters.files.base_reader import Base
     from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.adapters.files.read import read_lora
 
@@ -159,7 +159,7 @@ def extract(args: argparse.Namespace) -> Path:
     """Extract a LoRA from two models."""
     import torch
 
-    from simpletune.adapters.files.bases import Base
+    from simpletune.adapters.files.base_reader import Base
     from simpletune.adapters.files.extract import extract as extracted
 
     require_rank_or_energy(args, both=True)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from simpletune.adapters.files.attach import holds_hypernetwork
-from simpletune.adapters.methods.networks.files import read, write_a1111
+from simpletune.adapters.methods.hypernetworks.files import read, write_a1111
 from simpletune.commands.lora_tools.metadata import SAID
 from simpletune.commands.lora_tools.named_lora import NamedLora
 from simpletune.runs.model_card import public_name

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune import __version__
-from simpletune.adapters.files.families import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
-from simpletune.adapters.files.kinds import DORA, LORA
-from simpletune.config.saved import read_saved
+from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
+from simpletune.adapters.files.module_kind import DORA, LORA
 from simpletune.config.schema import TrainConfig
+from simpletune.config.stored_configs import read_saved
 from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
-from simpletune.runs.sharing import tags_of, thumbnail, trained_at, trigger_of
+from simpletune.runs.shared_metadata import tags_of, thumbnail, trained_at, trigger_of
 from simpletune.system.console import say
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.header import LoraHeader
-    from simpletune.adapters.files.structured import AnyUpdates
+    from simpletune.adapters.files.lokr_loha import AnyUpdates
 
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set

@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletune.commands.lora_tools.metadata import config_of
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import SUMMARY, read_json_or_none
-from simpletune.runs.names import find_lora
+from simpletune.runs.weights_names import find_lora
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.data.sources.several import field_of, source_rules
+from simpletune.data.sources.multi_source import field_of, source_rules
 from simpletune.models.families import FAMILIES
 from simpletune.models.recognise import family_of
 from simpletune.models.shared.family import Family

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.several import Several
+from simpletune.data.sources.multi_source import Several
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 

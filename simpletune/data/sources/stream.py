@@ -100,7 +100,7 @@ class Stream(Source):
         Raises:
             UserError: the data set is missing or damaged, or lacks a column.
         """
-        from simpletune.data.streaming.opening import Form, open_rows
+        from simpletune.data.streaming.open_dataset import Form, open_rows
 
         return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
 

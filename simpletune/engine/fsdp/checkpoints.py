@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from torch import distributed, nn
 
 from simpletune.engine.fsdp.files import SavedStates, restore_states, state_by_name, write_index, write_parts
-from simpletune.engine.fsdp.shards import Sharding, held_parameters, sharding_of
+from simpletune.engine.fsdp.fsdp_model import Sharding, held_parameters, sharding_of
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.optimizer import OptimizerOption
 from simpletune.engine.optim.place import Place

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from simpletune.engine.fsdp.leading import Leading
+from simpletune.engine.fsdp.rank_zero import Leading
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import TYPES, SafetensorsWriter

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.engine.fsdp.shards import Shard, parts_of
+from simpletune.engine.fsdp.fsdp_model import Shard, parts_of
 from simpletune.engine.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
 from simpletune.engine.optim.place import Place, StatePiece
 from simpletune.engine.optim.state import State

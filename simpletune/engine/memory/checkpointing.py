@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.feed_forward import FeedForwards
-from simpletune.engine.memory.kept_attention import KeptAttention
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+from simpletune.engine.memory.selective_checkpointing import KeptAttention
 from simpletune.system.options import UserError
 
 MIB = 2**20

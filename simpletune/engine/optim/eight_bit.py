@@ -43,7 +43,7 @@ class AdamW8bit(OptimizerOption):
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
         """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_shards import joined
+        from simpletune.engine.optim.eight_bit_parts import joined
 
         return joined(pieces, start, stop)
 
@@ -101,6 +101,6 @@ class Lion8bit(OptimizerOption):
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
         """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_shards import joined
+        from simpletune.engine.optim.eight_bit_parts import joined
 
         return joined(pieces, start, stop)

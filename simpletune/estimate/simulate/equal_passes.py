@@ -15,9 +15,9 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake_results import NewTensor, made_again, several_of
 from simpletune.engine.memory.repeating import Peaks
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.repeated import Part
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.core import StepCore
+from simpletune.estimate.timing.repeat import Part
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.train_step import StepCore
 
 
 def count_equal_passes(core: StepCore, recorder: Recorder | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.optim.rounding import RoundedOptimizer
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.train_step import StepCore
 
 
 def make_states(accounting: Accounting, core: StepCore) -> None:

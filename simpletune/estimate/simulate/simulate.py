@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.config.speed import Kernel
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_terms import CudaLayouts, attention_kernel
+from simpletune.engine.memory.attention_workspace import CudaLayouts, attention_kernel
 from simpletune.engine.memory.cuda_autocast import autocast_like_cuda
-from simpletune.engine.memory.device_terms import cublas_workspace, temporaries
 from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.tensors import all_tensors, trained_parameters
@@ -29,11 +29,11 @@ from simpletune.estimate.simulate.optimizer_states import host_counters, make_st
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.estimate.timing.recorder import Recorder, Section
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import Transformer, units_of
 from simpletune.models.shared.model_config import Shape
-from simpletune.models.shared.transformer import Transformer, units_of
 from simpletune.stages.load import empty_base
-from simpletune.stages.step.core import StepCore, assemble, average_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
+from simpletune.stages.step.train_step import StepCore, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.startup import without_collection
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.device_terms import cublas_workspace
 from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import averaged
 from simpletune.engine.profiling import phase
@@ -42,13 +42,13 @@ from simpletune.estimate.simulate.simulate_text import (
     text_snapshots,
     texts_of,
 )
-from simpletune.estimate.simulate.trained import Trained, train
-from simpletune.estimate.simulate.without_values import ShapesOnlyModel, WholeWindowModulation
+from simpletune.estimate.simulate.training_stage import Trained, train
+from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel, WholeWindowModulation
 from simpletune.estimate.timing.recorder import Recorder, Section
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import Transformer, device_of, units_of
 from simpletune.models.shared.parts import use_tiles
-from simpletune.models.shared.transformer import Transformer, device_of, units_of
 from simpletune.stages.load import empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.stages.sample import Request, Sampler

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_terms import CudaLayouts
-from simpletune.engine.memory.device_terms import temporaries
+from simpletune.engine.memory.attention_workspace import CudaLayouts
 from simpletune.engine.memory.equal_blocks import count_equal
+from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.timing.recorder import Recorder, Section

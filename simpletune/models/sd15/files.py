@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from simpletune.models.sd15.config import bundled
 from simpletune.models.sd15.original_names import origins
-from simpletune.models.sd15.unet_config import bundled
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, SingleFile
 

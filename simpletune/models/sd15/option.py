@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.sd15.files import LAYOUT, version_of
 from simpletune.models.sd15.flops import unet_flops
 from simpletune.models.sd15.lora_names import LAYOUTS
 from simpletune.models.sd15.shapes import ATTENTION, parameter_shapes, pixels, unit_names, units_of
-from simpletune.models.sd15.unet_config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import Attention, DiffusersNames, Licence, TextRegion
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd15.text import ClipPrompts
+    from simpletune.models.shared.denoiser import Transformer
     from simpletune.models.shared.prompts import Encoder
-    from simpletune.models.shared.transformer import Transformer
     from simpletune.models.shared.weights import TensorSource
 
 TOKENS = 77

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletune.models.sd15.unet_config import Level, levels_of, whole
+from simpletune.models.sd15.config import Level, levels_of, whole
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.model_config import ModelConfig, Shape, linear
 

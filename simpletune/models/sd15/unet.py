@@ -13,8 +13,8 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from simpletune.models.sd15.shapes import parameter_shapes, units_of
+from simpletune.models.shared.denoiser import Transformer, set_units
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.transformer import Transformer, set_units
 from simpletune.models.shared.weights import random_weight
 
 SMALL = ("proj_out.weight", "conv2.weight", "conv_out.weight")

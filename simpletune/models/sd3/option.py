@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd3.text import SD3Prompts
+    from simpletune.models.shared.denoiser import Transformer
     from simpletune.models.shared.prompts import Encoder
-    from simpletune.models.shared.transformer import Transformer
     from simpletune.models.shared.weights import TensorSource
 
 CLIP_TOKENS = 77

@@ -15,8 +15,8 @@ from simpletune.models.sd3.joint_block import use_joint_blocks
 from simpletune.models.sd3.positions import TABLE, crop_positions
 from simpletune.models.sd3.shapes import parameter_shapes, unit_names
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import Transformer, set_units
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.transformer import Transformer, set_units
 from simpletune.models.shared.weights import EmptyTensors, TensorSource, random_weight
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from simpletune.engine.quant.precision import WeightPrecision
     from simpletune.models.objectives.objective import TrainingObjective
     from simpletune.models.objectives.solvers import Solver
-    from simpletune.models.shared.transformer import Transformer
+    from simpletune.models.shared.denoiser import Transformer
     from simpletune.models.shared.weights import TensorSource
 
 OnHost = Callable[[str], bool]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from simpletune.models.shared.denoiser import Transformer
     from simpletune.models.shared.prompts import Encoder, Prompts
-    from simpletune.models.shared.transformer import Transformer
     from simpletune.models.shared.weights import TensorSource
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.shared.transformer import Transformer, units_of
+from simpletune.models.shared.denoiser import Transformer, units_of
 from simpletune.system.console import say
 from simpletune.system.options import plural
 

@@ -22,9 +22,9 @@ from torch import nn
 from simpletune.engine.memory.machine_weights import host_copy
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import to_device
+from simpletune.models.shared.denoiser import Transformer, quantised_layers
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
-from simpletune.models.shared.transformer import Transformer, quantised_layers
 from simpletune.models.shared.weights import put_module
 from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
 from simpletune.system.checksums import fingerprint_of_range, sha256_of

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from simpletune.engine.memory.machine_weights import keep_on_host
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor, to_device
+from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import OriginalReader
-from simpletune.models.shared.transformer import quantised_layers
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, shortened
 from simpletune.system.rng import key_of

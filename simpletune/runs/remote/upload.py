@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from simpletune.config.checkpoints import Checkpoint
+from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints
-from simpletune.runs.choice import best_step
 from simpletune.runs.folder import REMOTE
 from simpletune.runs.remote.index import Index, LostRun, StoredCheckpoint, StoredFile, put_index
 from simpletune.runs.remote.link import link, linked_run

@@ -34,13 +34,13 @@ def make_report(
     Raises:
         UserError: a folder is not a run.
     """
-    from simpletune.runs.report import one, several
-    from simpletune.runs.report.recorded import read_runs
+    from simpletune.runs.report import comparison, single_run
+    from simpletune.runs.report.run_data import read_runs
 
     runs = read_runs(list(folders))
     for run, name in zip(runs, names, strict=False):
         run.name = name
-    report = one.report_of(runs[0], price) if len(runs) == 1 else several.report_of(runs, price, title, lead)
+    report = single_run.report_of(runs[0], price) if len(runs) == 1 else comparison.report_of(runs, price, title, lead)
     report.sections += more
     return report
 

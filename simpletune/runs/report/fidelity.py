@@ -9,10 +9,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.config.evaluation import UNRELATED
+from simpletune.config.validation_schedule import UNRELATED
 from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
 from simpletune.runs.report.content import Chart, Section, Table
-from simpletune.runs.report.recorded import RunRecord
+from simpletune.runs.report.run_data import RunRecord
 from simpletune.system.options import Json, UserError
 
 SIDE = 40  # of a thumbnail, in pixels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.recorded import Json, RunRecord
+from simpletune.runs.report.run_data import Json, RunRecord
 
 ROOM = 20_000  # maximum of steps per run on a page
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import Chart, Section, Table, gib, seconds
-from simpletune.runs.report.recorded import Json, RunRecord
+from simpletune.runs.report.run_data import Json, RunRecord
 
 
 def memory_section(run: RunRecord) -> Section:

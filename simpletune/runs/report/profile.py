@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import Chart, Section, Table, seconds
-from simpletune.runs.report.recorded import Json
+from simpletune.runs.report.run_data import Json
 
 OPERATORS = 15
 POINTS = 400  # of the timeline

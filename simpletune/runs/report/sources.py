@@ -7,10 +7,10 @@ import os
 from simpletune.adapters.files.describe import describe
 from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
-from simpletune.data.shares import SOURCE_COLUMNS, SourceShare, source_rows
+from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.folder import DATA
 from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.recorded import RunRecord, read_object
+from simpletune.runs.report.run_data import RunRecord, read_object
 from simpletune.system.options import Json, UserError
 
 

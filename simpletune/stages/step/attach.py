@@ -6,12 +6,12 @@ import torch
 
 from simpletune.adapters.text.update import NAME, TextUpdate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.shards import Sharding, held_parameters
+from simpletune.engine.fsdp.fsdp_model import Sharding, held_parameters
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.models.shared.compile import compile_training
-from simpletune.models.shared.transformer import Transformer, device_of, units_of
+from simpletune.models.shared.denoiser import Transformer, device_of, units_of
 from simpletune.system.console import say
 from simpletune.system.options import plural
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from simpletune.config.prior import PriorOption
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Draw
-from simpletune.stages.step.dealing import Share
+from simpletune.stages.step.assignment import Share
 
 WHOLE = Share()
 

@@ -1,6 +1,6 @@
 """Sum the gradients of a step's micro-batches by a fixed tree, so that the sum does not depend on who computed them.
 
-``stages/step/dealing.py`` describes the tree. Sums are in fp32. A process keeps one partial sum per level of its part
+``step/assignment.py`` describes the tree. Sums are in fp32. A process keeps one partial sum per level of its part
 of the tree (log2 of its micro-batches), besides the gradients that it is computing. The processes then exchange these
 sums, and each adds up a slice of all numbers by the top of the tree: as much traffic as a ring all-reduce.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from simpletune.engine.memory import accounting
-from simpletune.stages.step.batches import Batch
+from simpletune.stages.step.batch_loader import Batch
 
 BUCKET = 2**22  # numbers exchanged together; the buffers take three times as many
 Sums = list[Tensor | None]

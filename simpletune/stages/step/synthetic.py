@@ -14,8 +14,8 @@ from simpletune.data.samples import Draw, View
 from simpletune.data.sources.source import Picture
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.modulation_plan import ModulationPlan
-from simpletune.stages.step.batches import Batch
-from simpletune.stages.step.core import StepCore
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.train_step import StepCore
 from simpletune.stages.text_side import empty_text_inputs
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.runs.outputs import folder_name
-from simpletune.runs.report.recorded import read_object
+from simpletune.runs.report.run_data import read_object
 
 COMPARE = "compare"
 COMPARISONS = 3  # shown on the page, newest first

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from simpletune.apps.web.run.charts import WIDE, Chart, Line, chart
 from simpletune.apps.web.run.series import Follower, Followers
-from simpletune.config.evaluation import standard_error
+from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import Attempt, attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
-from simpletune.runs.report.recorded import read_object
+from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
 from simpletune.system.stage_timer import Stage

@@ -15,12 +15,12 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from simpletune.data.cache.cache import ALONE, READ_WHOLE, Cache, Share, checksum
-from simpletune.data.cache.shards.catalogue import Catalogue
-from simpletune.data.cache.shards.failures import Damaged, Reached
-from simpletune.data.cache.shards.joining import Joiner
-from simpletune.data.cache.shards.local_part import LocalPart
+from simpletune.data.cache.shards.errors import Damaged, Reached
+from simpletune.data.cache.shards.local_cache import LocalPart
 from simpletune.data.cache.shards.shard import Row, tensors_of
-from simpletune.data.cache.shards.shelf import Shelf
+from simpletune.data.cache.shards.shard_index import Catalogue
+from simpletune.data.cache.shards.shard_store import Shelf
+from simpletune.data.cache.shards.shard_writer import Joiner
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import StoreError

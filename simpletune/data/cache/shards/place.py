@@ -57,8 +57,8 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     if place.form == "files":
         return Cache(folder)
     from simpletune.data.cache.shards.cache import ShardedCache
-    from simpletune.data.cache.shards.local_part import LocalPart
-    from simpletune.data.cache.shards.shelf import FolderShelf, StoreShelf
+    from simpletune.data.cache.shards.local_cache import LocalPart
+    from simpletune.data.cache.shards.shard_store import FolderShelf, StoreShelf
 
     if place.url is None:
         return ShardedCache(folder, FolderShelf(folder))

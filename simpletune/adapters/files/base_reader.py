@@ -1,0 +1,191 @@
+"""Read a checkpoint's denoiser tensor by tensor from a folder, a single file or a cached quantised base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from simpletune.engine.quant.int8_conv import Int8Conv2d
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.models.families import FAMILIES
+from simpletune.models.lora_names import family_of_class
+from simpletune.models.shared.config_limits import read_config
+from simpletune.models.shared.denoiser import quantised_layers
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.parts import Part
+from simpletune.models.shared.single_file import DENOISER_PREFIXES
+from simpletune.system.model_folder import weight_files
+from simpletune.system.options import Json, UserError
+from simpletune.system.safetensors_file import WeightReader, read_header
+
+KEPT = "made_from.json"  # marks a cached quantised base (see models/shared/quantised_cache.py)
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FP8 = ("F8_E4M3", "F8_E5M2")
+
+
+class TensorReader(Protocol):
+    """Source of tensors."""
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor on the CPU."""
+
+
+class Base:
+    """The denoiser of a checkpoint, read on demand under diffusers' names.
+
+    Args:
+        name: the folder of a pipeline, transformer or U-Net in diffusers' layout, a single file in the original layout,
+            a Hub name, or the folder of a quantised base in a run's cache.
+
+    Raises:
+        UserError: it is not a denoiser of a known family, or cannot be read.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.part: Part | None = None
+        if (Path(name) / KEPT).is_file():
+            self._open_kept(Path(name))
+        else:
+            self.family, self.part = locate(name)
+            self._open_part(self.part)
+
+    def _open_part(self, part: Part) -> None:
+        from simpletune.models.shared.weights import open_tensors
+
+        self.file = part.file
+        self.tensors: TensorReader = open_tensors(part)
+        if part.file is None:
+            assert part.folder is not None
+            self.config: ModelConfig = part.config()
+            entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
+            self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
+            self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
+            return
+        single = part.single_file()
+        self.config = single.denoiser_config
+        found, origins = single.tensors_of(part.name), single.layout.origins(self.config)
+        self.shapes = {}
+        for name, origin in origins.items():
+            first, *others = found[origin.name]["shape"]
+            self.shapes[name] = (first if origin.third is None else first // 3, *others)
+        self.kinds = {k: found[origins[k].name]["dtype"] for k in self.shapes}
+        self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
+
+    def _open_kept(self, folder: Path) -> None:
+        self.file = None
+        self.tensors = kept = KeptTensors(folder)
+        self.family, self.config = kept.family, kept.config
+        self.shapes = kept.shapes
+        self.kinds = {name: kept.kind(name) for name in self.shapes}
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor on the CPU in its type on disk; dequantises a quantised one."""
+        return self.tensors.get(name)
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of every linear layer and 1x1 convolution."""
+        weights = {k: v for k, v in self.shapes.items() if k.endswith(".weight")}
+        matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
+        return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
+
+    def save_config(self, folder: Path) -> None:
+        """Write the denoiser's ``config.json``."""
+        if self.part is not None and self.part.folder is not None:
+            shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
+        else:
+            config = {"_class_name": self.family.diffusers.model, **self.config}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class KeptTensors:
+    """Reads a cached quantised base, dequantising layers on demand.
+
+    Args:
+        folder: the folder with ``transformer.safetensors`` and ``made_from.json``.
+    """
+
+    def __init__(self, folder: Path):
+        from pydantic import TypeAdapter
+
+        from simpletune.engine.quant import Precision
+
+        about: Json = json.loads((folder / KEPT).read_text())
+        self.config: ModelConfig = about["config"]
+        self._precision = TypeAdapter(Precision).validate_python(about["precision"])
+        self._reader = WeightReader([folder / "transformer.safetensors"])
+        self.family = _family_of(self.config)
+        self._model = self.family.empty_model(self.config)
+        self._layers = quantised_layers(self._model, self._precision)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor as returned by ``get``, by safetensors' name."""
+        return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor on the CPU; the weight of a quantised layer is dequantised to fp32."""
+        if not self._quantised(name):
+            return self._reader.get(name)
+        owner = name.removesuffix(".weight")
+        twin = self._precision.convert(owner, self._model.get_submodule(owner))
+        twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
+        if isinstance(twin, Int8Linear | Int8Conv2d | Nf4Linear):
+            return twin.dequantise()
+        return twin.get_parameter("weight").dequantize().float()  # quanto's
+
+    def _quantised(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
+
+
+def locate(name: str) -> tuple[Family, Part]:
+    """Locate the denoiser of a checkpoint, and find its family.
+
+    Raises:
+        UserError: there is none.
+    """
+    from simpletune.data.demo import resolve
+    from simpletune.models.shared.sources import is_single_file
+
+    path = Path(name)
+    if name.startswith("demo:"):
+        path = resolve(name, Path(".cache"))
+        name = str(path)
+    inside = [family for family in FAMILIES if (path / family.denoiser).is_dir()]
+    if (path / "config.json").is_file() and not inside:
+        family = _family_of(read_config(path / "config.json", "model"))
+        return family, Part(family.denoiser, path)
+    if is_single_file(name) and not path.is_file():
+        raise UserError(f"{name} does not exist. Check the path")
+    if (path.is_absolute() or name.startswith(".")) and not path.exists():
+        raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
+    candidates = inside or [family for family in FAMILIES if _may_hold(family, name, path)] or [FAMILIES[0]]
+    family = candidates[0]
+    try:
+        return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
+    except UserError as error:  # the message begins with a configuration option
+        raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
+
+
+def _may_hold(family: Family, name: str, path: Path) -> bool:
+    """Whether a name is a Hub name of the family that ships with this package, or a single file with its denoiser."""
+    if path.is_file() and path.suffix == ".safetensors":
+        header = read_header(path)
+        return any(prefix + family.layout.marker in header for prefix in DENOISER_PREFIXES)
+    return family.bundled_config(name) is not None
+
+
+def _family_of(config: ModelConfig) -> Family:
+    """Return the family of a denoiser's configuration; without a class name it is SD3's, whose single files have none.
+
+    Raises:
+        UserError: no family's denoiser has this class.
+    """
+    return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))

@@ -1,0 +1,188 @@
+"""Let one process evaluate, draw, save and export with a sharded model, while the others follow its instructions.
+
+Between two steps only the first process works, but its forward passes need every process's weights. So it leads: before
+each unit's pass it tells the others to gather that unit's weights with it. Nothing is computed twice, and an error in
+the first process stays there, because the others just wait for the next instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+
+from simpletune.engine.fsdp.fsdp_model import Shard, Sharding
+from simpletune.engine.optim.ema import Average
+
+KEY = "_simpletune_leading"
+
+
+class Word(IntEnum):
+    """An instruction from the first process to the others, sent with a number."""
+
+    END = 0
+    """Continue training."""
+    GATHER_UNIT = 1
+    """Gather the weights of the unit with this number."""
+    GATHER = 2
+    """Gather the parameter with this number."""
+    SWAP_IN = 3
+    """Swap the average in for the weights."""
+    SWAP_OUT = 4
+    """Swap the weights back in."""
+    SAVE = 5
+    """Write this process's parts of the checkpoint after this number of steps."""
+
+
+class Leading:
+    """Lets the first process lead the others.
+
+    Args:
+        sharding: the model's sharding.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self.sharding, self._leads = sharding, False
+        sharding.units[-1].__dict__[KEY] = self
+        for number, unit in enumerate(sharding.units):
+            unit.register_forward_pre_hook(partial(self._before_pass, number), prepend=True)
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """Work alone within this context, in the first process; the others follow."""
+        self._leads = True
+        try:
+            yield
+        finally:
+            self.sharding.reshard()
+            self.tell(Word.END)
+            self._leads = False
+
+    def follow(self, average: Average | None, save: Callable[[int], None]) -> None:
+        """Follow the first process's instructions until it has finished.
+
+        Args:
+            average: the average of this process's parts of the weights.
+            save: writes this process's parts of the checkpoint after a number of steps.
+        """
+        shards, swapped = list(self.sharding.shards.values()), ExitStack()
+
+        def swap(enters: bool) -> None:
+            self.sharding.reshard()
+            if enters and average is not None:
+                swapped.enter_context(average.in_place())
+            else:
+                swapped.close()
+
+        tasks: dict[int, Callable[[int], object]] = {
+            Word.GATHER_UNIT: self._gather_unit,
+            Word.GATHER: lambda number: whole_of(shards[number], self.sharding.group),
+            Word.SWAP_IN: lambda _: swap(enters=True),
+            Word.SWAP_OUT: lambda _: swap(enters=False),
+            Word.SAVE: save,
+        }
+        with swapped:
+            while (heard := self._hear())[0] != Word.END:
+                tasks[heard[0]](heard[1])
+        self.sharding.reshard()
+
+    def tell(self, word: Word, number: int = 0) -> None:
+        """Tell the others what to do."""
+        distributed.broadcast(torch.tensor([word, number], device=self.sharding.device), 0)
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather one parameter after the other, in the first process while it leads; yield names and whole tensors."""
+        assert self._leads
+        for number, (name, shard) in enumerate(self.sharding.shards.items()):
+            self.tell(Word.GATHER, number)
+            yield name, whole_of(shard, self.sharding.group)
+
+    def averaging(self, average: Average) -> Average:
+        """An average that is swapped in and out in all processes when the first process does so."""
+        return LedAverage(average, self)
+
+    @contextmanager
+    def swapped(self, swap: AbstractContextManager[None]) -> Iterator[None]:
+        """Swap the average in, in all processes, within this context."""
+        if not self._leads:
+            with swap:
+                yield
+            return
+        self.sharding.reshard()
+        self.tell(Word.SWAP_IN)
+        try:
+            with swap:
+                yield
+        finally:
+            self.sharding.reshard()
+            self.tell(Word.SWAP_OUT)
+
+    def _hear(self) -> tuple[int, int]:
+        told = torch.zeros(2, dtype=torch.int64, device=self.sharding.device)
+        distributed.broadcast(told, 0)
+        word, number = told.tolist()
+        return word, number
+
+    def _before_pass(self, number: int, unit: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Tell the others to gather the weights that the unit's own hook gathers next."""
+        if self._leads:
+            self.tell(Word.GATHER_UNIT, number)
+
+    def _gather_unit(self, number: int) -> None:
+        """Take part in gathering a unit's weights; weights outside of blocks stay gathered, as in the first process."""
+        unit = self.sharding.units[number]
+        unit.unshard()  # type: ignore[operator]
+        if unit is not self.sharding.units[-1]:
+            unit.reshard()  # type: ignore[operator]
+
+
+class LedAverage:
+    """An average of a sharded model's weights.
+
+    Args:
+        average: the average of this process's parts.
+        leading: tells the other processes.
+    """
+
+    def __init__(self, average: Average, leading: Leading):
+        self._average, self._leading = average, leading
+
+    def update(self, undone: Tensor | None = None) -> None:
+        """Update the averages of this process's parts."""
+        self._average.update(undone)
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Swap the average into the weights within this context."""
+        return self._leading.swapped(self._average.in_place())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fp32 averages of this process's parts by name."""
+        return self._average.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Restore what ``tensors`` returned after ``step`` steps."""
+        self._average.load(tensors, step)
+
+
+def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
+    """Gather a parameter; all processes take part.
+
+    Avoids ``DTensor.full_tensor``: after a simulation with another process group, it did not wait for the other
+    processes (seen with torch 2.13.0).
+    """
+    most, held = shard.starts[1], shard.held.detach().reshape(-1)  # only the last parts may have fewer
+    sent = torch.zeros(most, dtype=held.dtype, device=held.device)
+    sent[: held.numel()] = held
+    parts = sent.new_empty(most * group.size())
+    distributed.all_gather_into_tensor(parts, sent, group=group)
+    return parts[: shard.starts[-1]].view(shard.shape)
+
+
+def leading_of(model: nn.Module) -> Leading | None:
+    """A model's ``Leading``; None if the model is not sharded."""
+    found: Leading | None = model.__dict__.get(KEY)
+    return found

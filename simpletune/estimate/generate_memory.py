@@ -1,0 +1,109 @@
+"""Predict the memory of drawing a picture, during training or without it."""
+
+from __future__ import annotations
+
+import torch
+
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.tensors import all_tensors
+from simpletune.estimate.job_estimate import MIB, Estimate, estimate, needed
+from simpletune.estimate.run_estimate import card_at_hand
+from simpletune.estimate.simulate.simulate_stages import (
+    SIMULATED,
+    ShapesOnlyModel,
+    WholeWindowModulation,
+    empty_autoencoder,
+)
+from simpletune.estimate.simulate.simulate_text import accounting_of
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.models.shared.buckets import Size
+from simpletune.stages.load import empty_base, modulation_of
+from simpletune.stages.sample import Request, Sampler
+from simpletune.system.console import silent
+from simpletune.system.options import UserError
+from simpletune.system.startup import without_collection
+
+CPU = torch.device("cpu")
+
+
+def require_memory(
+    config: TrainConfig, device: torch.device, size: Size, known: Estimate | None, encodes: bool
+) -> None:
+    """Refuse a picture that is predicted not to fit on the device.
+
+    The training state stays in memory, so the prediction is that of validation with the picture's settings; if the
+    prompt is not cached, also that of the largest text encoder beside the training state. Predictions are cached; for a
+    picture as large as validation's, the run's own is used.
+
+    Args:
+        config: configuration of the run, with folders and memory resolved and the picture's settings as validation.
+        device: CUDA device.
+        size: width and height in pixels of the run's largest bucket.
+        known: prediction of the run, if its validation draws pictures that take as much memory.
+        encodes: whether a prompt has to be encoded.
+
+    Raises:
+        UserError: the picture does not fit.
+    """
+    card, held = card_at_hand(device)
+    prediction = known or estimate(as_simulated(config), card.capability, size)
+    peaks = {"drawing": prediction.stages["validate"].bytes}
+    if encodes and prediction.job is not None:
+        peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
+    width, height = config.picture_size()
+    for what, peak in peaks.items():
+        if needed(peak) + held > card.bytes:
+            raise UserError(
+                f"{what} at {width}x{height} beside training needs {needed(peak) / MIB:,.0f} MiB (predicted), and "
+                f"{card.name} has {card.bytes / MIB:,.0f}, {held / MIB:,.0f} of them in use by other programs. Draw a "
+                "smaller picture, a prompt of the run's validation, or with simpletune generate after the run"
+            )
+
+
+def as_simulated(config: TrainConfig) -> TrainConfig:
+    """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
+    option = config.validation
+    changes = {"prompts": ["drawn"], "negative_prompt": "", "eval_samples": 0, "seed": 0, "every": None}
+    plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
+    return config.model_copy(update={"validation": plain})
+
+
+def drawing_bytes(
+    config: TrainConfig, picture: Request, precision: WeightPrecision, batch: int, recorder: Recorder | None = None
+) -> int:
+    """Return the peak memory of drawing one batch of pictures with the transformer, without decoding.
+
+    Args:
+        config: supplies the model and the memory options.
+        picture: request of one picture.
+        precision: precision of the weights.
+        batch: pictures drawn together.
+        recorder: records a few steps, for the time.
+    """
+    model = config.model
+    size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
+    request = Request("", 0, "", *size, steps, picture.guidance)
+    with fake_tensors(), without_collection(), silent():
+        transformer = empty_base(model, config.memory, precision, CPU, [size])
+        transformer.eval().requires_grad_(False)
+        detached = modulation_of(transformer, config.memory, precision, CPU)
+        whole = None if detached is None else WholeWindowModulation(detached, picture.steps, request.steps)
+        text = (
+            torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
+            torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
+        )
+        with accounting_of(all_tensors(transformer), recorder) as accounting, torch.no_grad():
+            sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
+            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
+    return accounting.peak.bytes
+
+
+def decoding_bytes(config: TrainConfig, picture: Request, recorder: Recorder | None = None) -> int:
+    """Return the peak memory of decoding one picture; record the operations, for the time."""
+    with fake_tensors(), without_collection(), silent():
+        vae = empty_autoencoder(config)
+        with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
+            config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(picture.width, picture.height)))
+    return accounting.peak.bytes

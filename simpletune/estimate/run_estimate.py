@@ -1,0 +1,224 @@
+"""Predict a run's memory and time before it starts, and compare its memory with the measurement at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypedDict
+
+import torch
+
+from simpletune.config.schema import TrainConfig
+from simpletune.data.plan import Plan
+from simpletune.estimate.disk_needs import DataCounts
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
+from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
+from simpletune.estimate.levers import LEVERS, changed, differing
+from simpletune.estimate.planning import Search
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.terminal import place
+from simpletune.estimate.time_text import in_words
+from simpletune.estimate.timing.constants import file_of, read
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.timeline import step_seconds
+from simpletune.models.shared.buckets import Size
+from simpletune.system.console import say
+from simpletune.system.environment import cpu_name
+from simpletune.system.gpus import Card, card_named_by_driver, cards_like
+from simpletune.system.options import Json, UserError
+from simpletune.system.prices import Price, of_cards
+
+WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this capability
+Measured = Mapping[str, Mapping[str, float | None]]
+
+
+def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
+    """Predict a run, print the prediction, and refuse a run that does not fit on the device.
+
+    Args:
+        config: with folders resolved.
+        device: where it will run; a run on the CPU is never refused.
+        size: width and height in pixels of its largest bucket.
+        force: warn instead of refusing.
+
+    Raises:
+        UserError: the run does not fit on the device.
+    """
+    if device.type != "cuda":
+        prediction = estimate(config, WITHOUT_GPU, size)
+        _print(prediction, None)
+        return prediction
+    card, held = card_at_hand(device)
+    prediction = estimate(config, card.capability, size)
+    _print(prediction, card)
+    if prediction.fits(card, held):
+        return prediction
+    lacking = (prediction.needed() + held - card.bytes) / MIB
+    if force:
+        say(f"memory  {lacking:,.0f} MiB are missing: the run may run out of memory (--force)")
+        return prediction
+    raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
+
+
+def card_at_hand(device: torch.device) -> tuple[Card, int]:
+    """Return the CUDA device as a card, and the bytes of it that other programs use."""
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context())
+    return card_named_by_driver(properties.name, total, (properties.major, properties.minor)), held
+
+
+def _own_context() -> int:
+    """Return the bytes that this process's own CUDA context takes already; the allowances include them."""
+    return CONTEXT if torch.cuda.is_initialized() else 0
+
+
+def _print(prediction: Estimate, card: Card | None) -> None:
+    on = "" if card is None else f", {prediction.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
+    peak = prediction.peak
+    say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
+
+
+def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
+    """Explain why a run was refused, and what would make it fit."""
+    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
+    yield (
+        f"memory: this run needs {prediction.needed() / MIB:,.0f} MiB "
+        f"and {card.name} has {card.bytes / MIB:,.0f}{others}"
+    )
+    change = cheapest_change(config, card, held, size)
+    if change is not None:
+        overrides, costs, needed = change
+        yield f"  the cheapest change that fits: {' '.join(overrides)} (needs {needed / MIB:,.0f} MiB; {costs})"
+    else:
+        yield f"  no single change fits. Try simpletune plan CONFIG --device {card.gib:.0f}GiB"
+    yield "  --force starts it anyway"
+
+
+def cheapest_change(
+    config: TrainConfig, card: Card, held: int, size: Size | None = None
+) -> tuple[tuple[str, ...], str, int] | None:
+    """Find the cheapest lever that makes a run fit; if no single one does, the settings that ``plan`` finds.
+
+    Returns:
+        The overrides, what they cost, and the bytes that the card must then have; None if nothing fits.
+    """
+    for lever in LEVERS:
+        new = changed(config, lever.overrides)
+        if new is None or new.data.resolution != config.data.resolution:
+            continue
+        prediction = estimate(new, card.capability, size)
+        if prediction.fits(card, held):
+            return lever.overrides, lever.costs, prediction.needed()
+    try:
+        best = Search(config, card, held).fastest()[0]
+    except UserError:
+        return None
+    overrides = differing(config, best.choice.config, best.choice.overrides)
+    return tuple(overrides), best.choice.about, best.estimate.needed()
+
+
+def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
+    """Predict a run's time and price, and print them.
+
+    Args:
+        config: with folders resolved.
+        prediction: prediction of its memory.
+        device: where it will run; on a CPU only the steps are predicted.
+        plan: plan of its data; counts only what is not cached yet.
+
+    Returns:
+        ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is
+        printed.
+    """
+    card = None
+    try:
+        if device.type == "cuda":
+            assert prediction.job is not None, "estimate() gives one"
+            card, _ = card_at_hand(device)
+            time = job_time(config, prediction.job, card, DataCounts.to_prepare(config, plan))
+        else:
+            found = steps_on_cpu(config, plan)
+            if found is None:
+                return None
+            time = found
+    except UserError as error:  # a run does not need its time
+        say(f"warning the time is not predicted: {error}")
+        return None
+    price = None
+    try:
+        price = None if card is None else price_of(card, config.output.prices)
+    except UserError as error:
+        say(f"warning the price is not predicted: {error}")
+    low, high = time.interval
+    cost = time.cost(price)
+    money = "" if cost is None or price is None else f", {cost:.2f} at {price.words}"
+    say(
+        f"time    predicted {in_words(time.step.seconds)} a step ({in_words(time.step.seconds * low)} to "
+        f"{in_words(time.step.seconds * high)}, {time.source}), {in_words(time.seconds)} the job{money}"
+    )
+    return time.as_json(price)
+
+
+def price_of(card: Card, configured: str | None = None) -> Price | None:
+    """Return the price of a card by the driver's name; None if unknown.
+
+    Args:
+        card: the driver's name of the card.
+        configured: ``output.prices``, whose prices override the shipped ones.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    prices = of_cards(configured=configured)
+    like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
+    return next((prices[each.name.lower()] for each in like if each.name.lower() in prices), None)
+
+
+def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
+    """Predict a run's steps on this CPU; None if it was not calibrated."""
+    name, threads = cpu_name(), torch.get_num_threads()
+    file = file_of(config.output.cache_folder, name, threads, "cpu")
+    if not file.is_file():
+        return None
+    constants = read(file)
+    report = simulate(config, plan.largest(), recorder=Recorder(cuda=False))
+    step = step_seconds(report.sections, MeasuredSpeeds(constants))
+    steps = config.steps(plan.steps_per_epoch)
+    source = f"calibrated on {constants.device}, {constants.date}"
+    stages = {"train": steps * step.seconds}
+    return JobTime(Card(name, 0, (0, 0)), step, steps, plan.steps_per_epoch, stages, CALIBRATED, source)
+
+
+class Comparison(TypedDict):
+    """A prediction beside the measurement, as in the run's summary."""
+
+    stages: dict[str, SnapshotJson]
+    peak_allocated_mib: float
+
+
+def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
+    """Return the prediction and the measurement in the form of the run's summary.
+
+    Args:
+        estimate: the prediction.
+        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA. A stage that allocated
+            nothing (0.0), because everything was cached, is not compared.
+    """
+    stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
+    for name, stage in stages.items():
+        mib = (measured.get(name, {}).get("peak_allocated_gib") or 0.0) * 1024
+        if mib > 0:
+            stage["measured_mib"] = round(mib, 1)
+            stage["error"] = round(stage["peak_allocated_mib"] / mib - 1, 4)
+    return {"stages": stages, "peak_allocated_mib": round(estimate.peak.bytes / MIB, 1)}
+
+
+def print_comparison(predicted: Comparison) -> None:
+    """Print predicted and measured memory for every stage that was measured."""
+    rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
+    if rows:
+        say("memory on the GPU, MiB: predicted, measured")
+    for name, stage in rows:
+        predicted_mib, measured_mib = stage["peak_allocated_mib"], stage["measured_mib"]
+        say(f"  {name:<10} {predicted_mib:>9,.0f} {measured_mib:>9,.0f}  {stage['error']:+.1%}")

@@ -1,0 +1,206 @@
+"""Choose the best checkpoint of a run, and say why. Imports no torch.
+
+By fidelity, as ``simpletune evaluate`` measures it: the highest subject fidelity among the checkpoints whose prompt
+fidelity is not significantly below the base's (the 95% interval of the paired differences reaches 0). If all are below,
+then among those within two standard errors of the best of them.
+
+By held-out loss: an evaluation replaces the best so far if its loss is lower by more than the standard error of the
+paired differences, so a later checkpoint must be better, not merely as good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from simpletune.config.validation_schedule import standard_error
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
+from simpletune.system.atomic import remove, write_text
+from simpletune.system.options import Json, UserError, plural, shortened
+
+USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to use.
+
+    Args:
+        step: its step.
+        by: what it was chosen by.
+        why: the reason, in words.
+        strength: the LoRA strength at which it was chosen.
+    """
+
+    step: int
+    by: str
+    why: str
+    strength: float = 1.0
+
+    @property
+    def suffix(self) -> str:
+        """The suffix to the run's name that selects it: ``@200`` or ``@200:0.8``."""
+        return f"@{self.step}" + (f":{self.strength:g}" if self.strength != 1 else "")
+
+    def as_json(self) -> Json:
+        """The choice as fields of the summary."""
+        return {"step": self.step, "by": self.by, "why": self.why, "strength": self.strength}
+
+
+def choose(run: Path) -> Choice | None:
+    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last.
+
+    Args:
+        run: run folder.
+
+    Returns:
+        The choice; None if the run has no checkpoint.
+    """
+    steps = [step for step, _ in list_checkpoints(run)]
+    if not steps:
+        return None
+    taken = (read_json_or_none(run / BEST) or {}).get("step")
+    if taken in steps:
+        return Choice(taken, USER, "chosen with simpletune evaluate --choose")
+    if (found := by_fidelity(run, steps)) is not None:
+        return found
+    rows = held_out_rows(run)
+    best = _best_of(rows)
+    while best is not None and best["step"] not in steps:  # not saved, or removed by hand
+        rows = [row for row in rows if row["step"] != best["step"]]
+        best = _best_of(rows)
+    if best is not None:
+        return Choice(best["step"], HELD_OUT, _why(best, rows))
+    return Choice(
+        steps[-1],
+        LAST,
+        "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split",
+    )
+
+
+def best_step(run: Path) -> int | None:
+    """The step of the checkpoint to keep regardless of its age; None if the run has none."""
+    choice = choose(run)
+    return None if choice is None else choice.step
+
+
+def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
+    """Choose by the run's evaluation with encoders; None if there is none, or if none of its checkpoints exists."""
+    result = read_scores(run)
+    if result is None:
+        return None
+    subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]
+    points = [point for point in result["points"] if point["step"] in steps]
+    if not points:
+        return None
+    faithful = points if prompt is None else [point for point in points if follows_prompts(point, prompt)]
+    able = faithful or most_faithful(points, prompt or subject)
+    best = max(able, key=lambda point: _score(point, "subject_fidelity", subject)["value"])
+    among, likeness = f"of {plural(len(points), 'model')}", _score(best, "subject_fidelity", subject)["value"]
+    why = f"the highest subject fidelity {among}, {likeness:.3f} by {subject}"
+    if prompt is not None:
+        own = _score(best, "prompt_fidelity", prompt)
+        kept = f"prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
+        those = f"the {len(able)} that follow prompts best, though none as the base does"
+        why = f"{why}, of {'those that follow prompts as the base does' if faithful else those}; {kept}"
+    return Choice(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
+
+
+def follows_prompts(point: Json, encoder: str) -> bool:
+    """Whether the 95% interval of a model's prompt fidelity minus the base's reaches 0."""
+    difference = _score(point, "prompt_fidelity", encoder)["from_base"]
+    return bool((difference["value"] if difference["high"] is None else difference["high"]) >= 0)
+
+
+def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
+    """The models whose prompt fidelity is within two standard errors (of the paired differences) of the best one's."""
+    leader = max(points, key=lambda point: _score(point, "prompt_fidelity", encoder)["value"])
+    own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
+    found = []
+    for point in points:
+        difference, error = compared(_score(point, "prompt_fidelity", encoder)["by_prompt"], own)
+        if difference >= -2 * error:
+            found.append(point)
+    return found
+
+
+def _score(point: Json, name: str, encoder: str | None) -> Json:
+    """One model's score: its value, and the limits of its interval."""
+    found: Json = point["scores"][name][encoder]
+    return found
+
+
+def held_out_rows(run: Path) -> list[Json]:
+    """The evaluations on held-out pictures in order of steps, starting with the base's; all have as many samples."""
+    rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
+    rows.sort(key=lambda row: row["step"])
+    return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
+
+
+def since_best(run: Path) -> int:
+    """Count the evaluations on held-out pictures since the best one, whether its step was saved or not."""
+    rows = held_out_rows(run)
+    best = _best_of(rows, first=0)
+    return 0 if best is None else sum(row["step"] > best["step"] for row in rows)
+
+
+def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
+    """The best evaluation: no later one is better.
+
+    Args:
+        rows: evaluations in order of steps.
+        first: the first step that counts: 1 leaves out the base.
+    """
+    best: Json | None = None
+    for row in rows:
+        if row["step"] >= first and (best is None or is_lower(row["eval_losses"], best["eval_losses"])):
+            best = row
+    return best
+
+
+def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
+    """Whether losses are lower by more than the standard error of their paired differences."""
+    difference, error = compared(losses, than)
+    return difference < -error
+
+
+def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
+    """The mean of the paired differences of losses, and its standard error, which is 0 for a single sample."""
+    differences = [one - other for one, other in zip(losses, than, strict=True)]
+    return fmean(differences), standard_error(differences)
+
+
+def _why(best: Json, rows: Sequence[Json]) -> str:
+    """Compare the best evaluation with the base and with the last one."""
+    count = plural(len(best["eval_losses"]), "held-out sample")
+    parts = [f"a loss of {best['eval_loss']:.4f} on {count}, and no later one is lower by more than the error"]
+    base, last = rows[0], rows[-1]
+    if base["step"] == 0:
+        difference, error = compared(best["eval_losses"], base["eval_losses"])
+        low = "lower" if difference < -error else "not lower by more than the error"
+        parts.append(f"{difference:+.4f} ± {error:.4f} against the base, {low}")
+    if last["step"] != best["step"]:
+        difference, error = compared(last["eval_losses"], best["eval_losses"])
+        word = "higher" if difference > error else "not lower by more than the error"
+        parts.append(f"the last, step {last['step']}, is {word} ({difference:+.4f} ± {error:.4f})")
+    return "; ".join(parts)
+
+
+def put_choice(run: Path, step: int | None) -> None:
+    """Record the checkpoint that the user chooses; None: choose by the figures again.
+
+    Raises:
+        UserError: the run has no such checkpoint.
+    """
+    steps = [number for number, _ in list_checkpoints(run)]
+    if step is None:
+        remove(run / BEST)
+        return
+    if step not in steps:
+        have = f"It has {shortened([str(number) for number in steps], 12)}" if steps else "It has none"
+        raise UserError(f"--choose {step}: {run} has no checkpoint of this step. {have}")
+    write_text(run / BEST, json.dumps({"step": step}) + "\n")

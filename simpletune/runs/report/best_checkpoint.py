@@ -1,0 +1,99 @@
+"""Report which checkpoint is the best and why: held-out loss and drift from the base over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simpletune.config.validation_schedule import drift_group
+from simpletune.runs.best_checkpoint import LAST, Choice, choose, compared
+from simpletune.runs.folder import EVALUATIONS, read_rows
+from simpletune.runs.report.content import Chart, Section, Table
+from simpletune.runs.report.run_data import RunRecord
+from simpletune.system.options import Json, UserError
+
+ABOUT = (
+    "Drift is how much the model's predictions changed from the base's at fixed latents, noise and prompts: "
+    "E|v - v_base|² / E|v_base|², with its standard error over the samples. It should rise for the captions and stay "
+    "low for other prompts."
+)
+
+
+def choice_sections(run: RunRecord) -> Iterator[Section]:
+    """Show what each evaluated step measured, and the best checkpoint; yield nothing without evaluations."""
+    try:
+        rows = sorted(read_rows(run.folder / EVALUATIONS), key=lambda row: row["step"])
+        best = choose(run.folder)
+    except UserError:  # another note of the page names the damaged file
+        return
+    rows = [row for row in rows if row.get("eval_losses")]
+    if len(rows) < 2:
+        return
+    section = Section("best", "Which checkpoint")
+    if best is not None:
+        section.notes.append(best_words(run.name, best))
+    drifted = [row for row in rows if row.get("drift")]
+    if drifted:
+        section.charts.append(drift_chart(drifted))
+        section.notes.append(ABOUT)
+    section.tables.append(table(rows, run.loss_is, best))
+    yield section
+
+
+def best_words(name: str, best: Choice) -> str:
+    """Say which checkpoint to use, and why."""
+    if best.by == LAST:
+        return f"The last checkpoint, step {best.step:,}, counts as the best: {best.why}."
+    return f"Best: step {best.step:,} ({name}{best.suffix}), by {best.by}: {best.why}."
+
+
+def drift_chart(rows: list[Json]) -> Chart:
+    """Draw the drift of each group of prompts over the steps, with its standard error."""
+    points = [
+        {"step": row["step"], "prompts": drift_group(group), "drift": value,
+         "low": value - row["drift_error"][group], "high": value + row["drift_error"][group]}
+        for row in rows for group, value in row["drift"].items()
+    ]  # fmt: skip
+    groups = list(dict.fromkeys(point["prompts"] for point in points))
+    axis = {"tickCount": 5, "format": "~%"}
+    y: Json = {"field": "drift", "type": "quantitative", "title": "drift", "axis": axis}
+    error = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    tooltip = [
+        {"field": "prompts", "title": "prompts"},
+        {"field": "step", "title": "step"},
+        {"field": "drift", "title": "drift", "format": ".3~%"},
+    ]
+    spec: Json = {
+        "height": 200,
+        "data": {"values": points},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 6, "grid": False}},
+            "color": {
+                "field": "prompts", "type": "nominal", "scale": {"domain": groups, "range": "@runs"},
+                "legend": {"orient": "top", "title": None},
+            },
+        },
+        "layer": [
+            {"mark": {"type": "rule", "opacity": 0.6}, "encoding": error},
+            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": y}},
+            {"mark": {"type": "point", "filled": True, "size": 60}, "encoding": {"y": y, "tooltip": tooltip}},
+        ],
+    }  # fmt: skip
+    last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in rows[-1]["drift"].items())
+    return Chart("drift", "Drift from the base", f"Drift from the base over the steps; at the last: {last}", spec)
+
+
+def table(rows: list[Json], loss_is: str, best: Choice | None) -> Table:
+    """Tabulate every evaluation: the loss, its paired difference to the first one, and the drifts."""
+    groups = list(dict.fromkeys(group for row in rows for group in row.get("drift", {})))
+    cells = []
+    for row in rows:
+        step = "before training" if row["step"] == 0 else f"{row['step']:,}"
+        mark = " (best)" if best is not None and best.by != LAST and best.step == row["step"] else ""
+        change = ""
+        if row is not rows[0] and len(row["eval_losses"]) == len(rows[0]["eval_losses"]):
+            change = "{:+.4f} ± {:.4f}".format(*compared(row["eval_losses"], rows[0]["eval_losses"]))
+        drifts = [f"{row['drift'][group]:.2%}" if group in row.get("drift", {}) else "" for group in groups]
+        cells.append((f"{step}{mark}", f"{row['eval_loss']:.4f}", change, *drifts))
+    head = ("step", "loss", "change, ± paired error", *(drift_group(group).removeprefix("the ") for group in groups))
+    drift = ", and drift by prompts" if groups else ""
+    return Table(f"{loss_is[0].upper()}{loss_is[1:]}{drift}", head, cells)

@@ -1,0 +1,264 @@
+"""The report of several runs side by side."""
+
+from __future__ import annotations
+
+from simpletune.runs.report import charts, pictures
+from simpletune.runs.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
+from simpletune.runs.report.fidelity import fidelity_sections
+from simpletune.runs.report.losses import MIXED, loss_data, loss_section, loss_title
+from simpletune.runs.report.outcome import outcome, resumes
+from simpletune.runs.report.run_data import Json, RunRecord
+from simpletune.runs.report.settings import plain_settings, settings_of
+from simpletune.system.console import duration
+
+NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.prices", "output.report")
+WEIGHTY = (
+    "model.pretrained", "data.path", "data.resolution", "train.batch_size", "train.gradient_accumulation",
+)  # fmt: skip
+PICTURES = 12  # maximum of prompts on the page
+
+
+def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead: str = "") -> Report:
+    """Build the report of several runs, compared with the first.
+
+    Args:
+        runs: the runs, read from their folders; percentages refer to the first.
+        price: the machine's price in dollars per hour, if known.
+        title: the page's title.
+        lead: sentence under the title.
+    """
+    differences = differing(runs)
+    found = {run.name: list(pictures.validation_pictures(run.folder, run.notes)) for run in runs}
+    status = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    status += comparability(runs, differences)
+    sections = [
+        runtime_section(runs),
+        peak_section(runs),
+        table_section(runs, price),
+        picture_section(found),
+        loss_section(runs),
+        *fidelity_sections(runs),
+        difference_section(runs, differences),
+        environment_section(runs),
+    ]
+    data = {"losses": [loss_data(run) for run in runs if run.metrics], "grid": picture_grid(found)}
+    lead = lead or f"Compared with the first, {runs[0].name}."
+    return Report(title or f"{len(runs)} runs", lead, "", status, headline(runs), sections, price, [], data)
+
+
+def headline(runs: list[RunRecord]) -> list[Fact]:
+    """Name the runs with the least memory and the fastest step, relative to the first run."""
+    facts = []
+    peaks = [run for run in runs if run.peak]
+    if peaks and len({run.peak_key for run in peaks}) == 1:
+        least = min(peaks, key=lambda run: run.peak or 0.0)
+        facts.append(Fact("Least memory", gib(least.peak), f"{least.name}, {_against(least.peak, runs[0].peak)}"))
+    quick = [run for run in runs if run.seconds_per_step]
+    if quick:
+        best = min(quick, key=lambda run: run.seconds_per_step or 0.0)
+        note = f"{best.name}, {_against(best.seconds_per_step, runs[0].seconds_per_step)}"
+        facts.append(Fact("Fastest step", seconds(best.seconds_per_step), note))
+    return facts
+
+
+def _against(value: float | None, first: float | None) -> str:
+    """Express a figure as a percentage of the first run's."""
+    return f"{value / first:.0%} of the first" if value and first else "not known for the first"
+
+
+def runtime_section(runs: list[RunRecord]) -> Section:
+    """Chart seconds per epoch; seconds per step if not every run knows its epoch's length."""
+    epochs = all(run.seconds_per_epoch for run in runs)
+    section = Section("runtime", "Runtime per epoch" if epochs else "Runtime per step")
+    first = runs[0].seconds_per_epoch if epochs else runs[0].seconds_per_step
+    rows: list[Json] = []
+    for run in runs:
+        value = run.seconds_per_epoch if epochs else run.seconds_per_step
+        percent = f" ({value / first:.0%})" if value and first else ""
+        rows.append({"name": run.name, "value": value, "label": f"{seconds(value)}{percent}" if value else "not known"})
+    says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
+    unit = "seconds per epoch" if epochs else "seconds per step"
+    section.charts.append(Chart("runtime", "", f"{section.title}: {says}", charts.bars(rows, unit, "@runs")))
+    lengths = sorted({run.steps_per_epoch for run in runs if run.steps_per_epoch})
+    if epochs:
+        listed = ", ".join(f"{steps:,}" for steps in lengths)
+        steps_of = "step of an epoch" if lengths == [1] else "steps of an epoch"
+        section.notes.append(f"Median seconds per step (without warm-up) times {listed} {steps_of}.")
+    else:
+        section.notes.append("Seconds per step, because the steps per epoch are not known for every run.")
+    return section
+
+
+def peak_section(runs: list[RunRecord]) -> Section:
+    """Chart the peak memory."""
+    section = Section("peak", "Peak memory usage")
+    kinds = {run.peak_words for run in runs if run.peak}
+    rows: list[Json] = []
+    for run in runs:
+        first = runs[0].peak if run.peak_key == runs[0].peak_key else None
+        percent = f" ({run.peak / first:.0%})" if run.peak and first else ""
+        rows.append(
+            {"name": run.name, "value": run.peak, "label": f"{gib(run.peak)}{percent}" if run.peak else "not known"}
+        )
+    says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
+    section.charts.append(Chart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
+    if len(kinds) == 1:
+        section.notes.append(
+            f"Peak of the whole job, {kinds.pop()}: the maximum over text, latents, training and validation."
+        )
+    elif kinds:
+        section.notes.append("Do not compare these peaks: some are of GPU memory, some of host memory.")
+    return section
+
+
+def table_section(runs: list[RunRecord], price: float | None) -> Section:
+    """Tabulate all figures, with percentages of the first run's."""
+    head = [
+        "run",
+        "trained parameters",
+        "s/step",
+        "% of first",
+        "s/epoch",
+        "samples/s",
+        "peak",
+        "% of first",
+        "loss",
+        loss_title(runs) or MIXED,
+    ]
+    head += ["1,000 steps"] if price else []
+    rows = []
+    for run in runs:
+        trained = run.summary.get("trainable_parameters")
+        share = f" ({100 * run.share:.3g}%)" if run.share is not None else ""
+        final = run.summary.get("final_loss")
+        cells = [
+            run.name,
+            f"{trained:,}{share}" if trained is not None else "",
+            seconds(run.seconds_per_step),
+            _percent(run.seconds_per_step, runs[0].seconds_per_step),
+            seconds(run.seconds_per_epoch),
+            f"{run.samples_per_second:.3g}" if run.samples_per_second else "",
+            gib(run.peak),
+            _percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
+            f"{final:.4f}" if final is not None else "",
+            f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
+        ]
+        cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
+        rows.append(tuple(cells))
+    note = f"Percentages refer to the first run, {runs[0].name}." + (f" Cost at ${price:g} per hour." if price else "")
+    tables = [Table("Runs", tuple(head), rows), _time_table(runs, price)]
+    return Section("figures", "Figures", notes=[note], tables=tables)
+
+
+def _time_table(runs: list[RunRecord], price: float | None) -> Table:
+    """Tabulate each run's time over all attempts, and how it ended."""
+    rows = []
+    for run in runs:
+        time = run.seconds_total
+        cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
+        took = duration(time) if time is not None else ""
+        rows.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
+    head = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
+    return Table("Time of the whole job", head, rows)
+
+
+def _percent(value: float | None, first: float | None) -> str:
+    return f"{value / first:.1%}" if value and first else ""
+
+
+def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """Find the settings in which the runs differ: path, and each run's value."""
+    tables = [
+        {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
+        for run in runs
+    ]
+    found = {}
+    for path in dict.fromkeys(path for table in tables for path in table):
+        rows = [table.get(path) for table in tables]
+        there = [row for row in rows if row is not None]
+        same = len({row.value for row in there}) == 1
+        # Skip a field that only some runs' options have, as long as it is at its default.
+        if path in NAMES or (same and (len(there) == len(rows) or not any(row.changed for row in there))):
+            continue
+        found[path] = [row.value if row is not None else "" for row in rows]
+    return found
+
+
+def comparability(runs: list[RunRecord], differences: dict[str, list[str]]) -> list[str]:
+    """List caveats for comparing times and peaks of these runs."""
+    notes = []
+    weighty = [path for path in WEIGHTY if path in differences]
+    if weighty:
+        notes.append(f"These runs differ in {', '.join(weighty)}, which affects times and peaks.")
+    devices = {str(run.summary.get("device", "")) for run in runs if run.summary}
+    machines = {str(run.environment.get("device", "")) for run in runs if run.environment}
+    if len(devices) > 1 or len(machines) > 1:
+        notes.append(
+            f"The runs used different machines: {'; '.join(sorted(machines if len(machines) > 1 else devices))}."
+        )
+    return notes
+
+
+def difference_section(runs: list[RunRecord], differences: dict[str, list[str]]) -> Section:
+    """Tabulate the settings that differ between the runs."""
+    section = Section("differences", "Differences")
+    if not differences:
+        section.notes.append("These runs have the same configuration.")
+        return section
+    head = ("setting", *(run.name for run in runs))
+    rows = [(path, *values) for path, values in differences.items()]
+    section.tables.append(Table("Settings", head, rows))
+    return section
+
+
+def environment_section(runs: list[RunRecord]) -> Section:
+    """List machine and versions, once for all runs that share them."""
+    section = Section("environment", "Environment")
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for run in runs:
+        found.setdefault(tuple((name, str(value)) for name, value in run.environment.items()), []).append(run.name)
+    for pairs, names in found.items():
+        who = "All runs" if len(found) == 1 else ", ".join(names)
+        if pairs:
+            section.tables.append(Table(who, ("item", "value"), list(pairs)))
+        else:
+            section.notes.append(f"{who}: machine and versions were not recorded.")
+    return section
+
+
+def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> Section:
+    """Show every run's pictures of the same prompts."""
+    section = Section("pictures", "The same prompts in every run", block="grid")
+    if not any(found.values()):
+        section.block = ""
+        section.notes.append("No run drew validation pictures.")
+        return section
+    section.notes.append("The base and each run's last pictures, from the same noise; large ones are scaled down.")
+    section.lines.append("The pictures are on the HTML page and in each run's `samples/`.")
+    return section
+
+
+def picture_grid(found: dict[str, list[pictures.ValidationPicture]]) -> list[Json]:
+    """Return, for each prompt, the base's picture and each run's last one as data URIs."""
+    prompts: dict[tuple[str, str], Json] = {}
+    for name, drawn in found.items():
+        for picture in drawn:
+            row = prompts.setdefault((picture.prompt, picture.seed), {"base": None, "runs": {}})
+            if picture.step == 0:
+                row["base"] = row["base"] or picture
+            else:
+                row["runs"][name] = picture  # ordered by step, so the last one wins
+    kept = list(prompts.items())[:PICTURES]
+    side = pictures.side_for(sum(1 + len(row["runs"]) for _, row in kept))
+    return [
+        {
+            "prompt": prompt,
+            "seed": seed,
+            "pictures": [
+                {"name": name, "step": picture.step, "src": pictures.data_uri(picture.file, side)}
+                for name, picture in [("base", row["base"]), *row["runs"].items()]
+                if picture is not None
+            ],
+        }
+        for (prompt, seed), row in kept
+    ]

@@ -1,0 +1,347 @@
+"""Read everything in a run's folder, and describe how it ended and what is missing or broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from simpletune.config.schema import TrainConfig
+from simpletune.config.stored_configs import read_saved
+from simpletune.config.validation_schedule import ON_TRAINING
+from simpletune.runs.attempts import Attempt, known, median_seconds, merged_stages, read_attempts, total_seconds
+from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.system.locks import is_held
+from simpletune.system.options import Json, UserError, plural
+from simpletune.system.stage_timer import stages_as_json
+
+NUMBERS = (
+    "seconds_per_step", "samples_per_second", "steps_per_epoch", "peak_allocated_gib", "peak_rss_gib", "first_loss",
+    "final_loss", "seconds_total", "seconds_setup", "trainable_parameters", "total_parameters", "eval_loss_after",
+)  # fmt: skip
+ABSOLUTE = re.compile(r"(?<![\w/.:])/(?:[^\s/:,;'\"]+/)+(?=[^\s/])")
+NAME_A_RUN = "Name a run's folder, such as runs/demo"
+
+
+@dataclass
+class RunRecord:
+    """A run as read from its files.
+
+    Args:
+        folder: the run's folder.
+        name: unique among the runs of one report.
+        settings: raw content of config.json.
+        config: parsed from ``settings``, if this version of the tool can read them.
+        metrics: a row for each finished step.
+        evaluations: (step, evaluation loss).
+        summary: summary.json; empty while the run is running, or if it was stopped.
+        environment: machine and versions.
+        profiles: summaries of the traced epochs.
+        attempts: one for each process of the run; empty for runs of older versions.
+        held: whether a process has the run's folder locked now.
+        notes: what is missing or broken.
+        loss_is: name of the evaluation loss.
+    """
+
+    folder: Path
+    name: str
+    settings: Json
+    config: TrainConfig | None
+    metrics: list[Json]
+    evaluations: list[tuple[int, float]]
+    summary: Json
+    environment: dict[str, str]
+    profiles: list[Json]
+    attempts: list[Attempt] = field(default_factory=list)
+    held: bool = False
+    notes: list[str] = field(default_factory=list)
+    loss_is: str = ON_TRAINING
+
+    @property
+    def steps_done(self) -> int:
+        """The last step in the metrics."""
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    @property
+    def steps_asked(self) -> int | None:
+        """The planned number of steps, if known."""
+        train = self.settings.get("train", {})
+        if self.summary:
+            return self.summary["steps"]
+        if train.get("epochs") and self.steps_per_epoch:
+            return train["epochs"] * self.steps_per_epoch
+        return None if train.get("epochs") else train.get("steps")
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median seconds per step, without the warm-up."""
+        if "seconds_per_step" in self.summary:
+            return self.summary["seconds_per_step"]
+        return median_seconds(self.metrics, self.attempts)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second; for an unfinished run, assuming full micro-batches."""
+        if "samples_per_second" in self.summary:
+            return self.summary["samples_per_second"]
+        train = self.settings.get("train", {})
+        batch = train.get("global_batch") or train.get("batch_size", 1) * train.get("gradient_accumulation", 1)
+        return batch / self.seconds_per_step if self.seconds_per_step else None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps per epoch from the summary, or counted once a second epoch has begun."""
+        if "steps_per_epoch" in self.summary:
+            return self.summary["steps_per_epoch"]
+        return next((row["step"] - 1 for row in self.metrics if row.get("epoch") == 1), None)
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        """Seconds per step times steps per epoch."""
+        if self.seconds_per_step is None or self.steps_per_epoch is None:
+            return None
+        return self.seconds_per_step * self.steps_per_epoch
+
+    @property
+    def stages(self) -> dict[str, Json]:
+        """Time and peaks by stage, over all processes; for an unfinished run, those recorded so far."""
+        return self.summary.get("stages") or stages_as_json(merged_stages(self.attempts))
+
+    @property
+    def seconds_total(self) -> float | None:
+        """Total time of all processes; for an unfinished run, the time so far."""
+        if "seconds_total" in self.summary:
+            return self.summary["seconds_total"]
+        return total_seconds(self.attempts) if self.attempts else None
+
+    @property
+    def seconds_setup(self) -> float | None:
+        """Part of the total time that passed before the first step of each process."""
+        if "seconds_total" in self.summary:
+            return self.summary.get("seconds_setup")
+        return sum(attempt.seconds_setup for attempt in self.attempts)
+
+    @property
+    def peak_key(self) -> str:
+        """Key of the peak to report: the GPU's, or without a GPU the process's."""
+        on_gpu = any(figures.get("peak_allocated_gib") is not None for figures in [self.summary, *self.stages.values()])
+        return "peak_allocated_gib" if on_gpu else "peak_rss_gib"
+
+    @property
+    def peak_words(self) -> str:
+        """Description of that peak."""
+        on_gpu = self.peak_key == "peak_allocated_gib"
+        return "allocated on the GPU" if on_gpu else "resident, the whole process (no GPU)"
+
+    @property
+    def peak(self) -> float | None:
+        """The peak of the whole job, in GiB."""
+        peaks = [figures.get(self.peak_key) for figures in [self.summary, *self.stages.values()]]
+        return max((peak for peak in peaks if peak is not None), default=None)
+
+    @property
+    def peak_stage(self) -> str:
+        """The stage of the peak."""
+        peaks = {name: figures.get(self.peak_key) or 0.0 for name, figures in self.stages.items()}
+        return max(peaks, key=lambda name: peaks[name], default="")
+
+    @property
+    def share(self) -> float | None:
+        """Trained parameters as a fraction of all."""
+        trained, total = self.summary.get("trainable_parameters"), self.summary.get("total_parameters")
+        return trained / total if trained and total else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Args:
+        folder: such as ``runs/demo``.
+
+    Raises:
+        UserError: the folder is not a run.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder. {NAME_A_RUN}")
+    if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
+        inside = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
+        hint = f"Did you mean {' '.join(inside[:8])}?" if inside else NAME_A_RUN
+        raise UserError(f"{folder} is not a run: it has no {CONFIG}, {METRICS} or {SUMMARY}. {hint}")
+    notes: list[str] = []
+    settings = read_object(folder / CONFIG, notes)
+    metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
+    attempts = known(_attempts(folder, notes), metrics)
+    found = RunRecord(
+        folder=folder,
+        name=folder.resolve().name,
+        settings=settings,
+        config=_config(settings, notes),
+        metrics=metrics,
+        evaluations=[],
+        summary=_summary(folder / SUMMARY, notes),
+        environment=read_object(folder / ENVIRONMENT, notes, expected=False),
+        profiles=_profiles(folder, settings, notes),
+        attempts=attempts,
+        held=is_held(folder),
+        notes=notes,
+    )
+    if status := found.summary.get("status"):
+        notes.insert(0, f"This run was {status}.")
+    elif found.summary and found.summary.get("steps", 0) < found.steps_done:
+        notes.append(f"{SUMMARY} is outdated, from step {found.summary['steps']}, and was ignored.")
+        found.summary = {}
+    notes[:0] = [] if found.summary.get("status") else state_notes(found)
+    found.evaluations = _evaluations(folder, found, notes)
+    return found
+
+
+def read_runs(folders: list[Path]) -> list[RunRecord]:
+    """Read several runs; those with equal names are named by their folders. Raises what ``read_run`` raises."""
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    for number, run in enumerate(runs):
+        if names.count(run.name) > 1:
+            again = folders[:number].count(run.folder)
+            run.name = f"{run.folder} ({again + 1})" if again else str(run.folder)
+    return runs
+
+
+def state_notes(run: RunRecord) -> list[str]:
+    """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
+
+    Args:
+        run: the run, read from its folder.
+    """
+    last = run.attempts[-1].ended if run.attempts else None
+    if last == "finished" or (run.summary and not run.attempts):
+        return []
+    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
+    steps = f"Recorded: {run.steps_done:,}{of} steps"
+    if run.held:
+        return [f"This run is still running. {steps} so far."]
+    if not run.attempts:
+        return [f"This run is not finished, and how it ended was not recorded. {steps}."]
+    attempt = run.attempts[-1]
+    if attempt.ended == "failed":
+        lines = without_folders(attempt.reason).splitlines() or ["no reason was recorded"]
+        return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
+    if attempt.ended == "stopped":
+        return [f"This run was {attempt.in_words()}. {steps}."]
+    return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
+
+
+def without_folders(text: str) -> str:
+    """Shorten absolute paths in a message to their last name, because pages are shared."""
+    return ABSOLUTE.sub("…/", text)
+
+
+def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
+    try:
+        return read_attempts(folder)
+    except (ValueError, OSError) as error:
+        notes.append(f"{ATTEMPTS} cannot be read ({str(error).splitlines()[0]}).")
+        return []
+
+
+def read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
+    """Read a JSON object; on failure add a note and return an empty one."""
+    if not os.path.lexists(file):
+        if expected:
+            notes.append(f"{file.name} is missing.")
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        notes.append(f"{file.name} cannot be read ({error}).")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _summary(file: Path, notes: list[str]) -> Json:
+    """Read summary.json; if a value has the wrong type, add a note and return an empty object."""
+    summary = read_object(file, notes, expected=False)
+    wrong = [key for key in NUMBERS if not isinstance(summary.get(key), int | float | None)]
+    wrong += ["steps"] * (bool(summary) and type(summary.get("steps")) is not int)
+    stages = summary.get("stages", {})
+    figures = stages.values() if isinstance(stages, dict) else [None]
+    if not all(isinstance(each, dict) and isinstance(each.get("seconds"), int | float) for each in figures):
+        wrong.append("stages")
+    if not wrong:
+        return summary
+    notes.append(f"{file.name} is damaged ({', '.join(dict.fromkeys(wrong))}) and was ignored.")
+    return {}
+
+
+def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Json]:
+    """Read the intact lines of a JSON-lines file; a killed run may leave a half-written last line."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if os.path.lexists(file) else []
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error}).")
+        return []
+    rows, broken = [], 0
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+            whole = isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in needed)
+        except ValueError:
+            whole = False
+        if whole and all(math.isfinite(row[key]) for key in needed):
+            rows.append(row)
+        else:
+            broken += number != len(lines) - 1
+    if broken:
+        notes.append(f"{file.name}: ignored {plural(broken, 'line')} that cannot be read.")
+    return rows
+
+
+def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
+    if not settings:
+        return None
+    try:
+        return read_saved(json.dumps(settings))
+    except ValidationError as error:
+        differ = plural(error.error_count(), "field differs", "fields differ")
+        notes.append(f"Another version of the tool wrote {CONFIG} ({differ}).")
+        return None
+
+
+def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
+    """Collect evaluation losses by step from the records and the summary; a repeated step counts once."""
+    found: dict[int, float] = {}
+    first = read_object(folder / EVALUATION, notes, expected=False)
+    run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
+    before = first.get("eval_loss")
+    if isinstance(before, float):
+        found[0] = before
+    for row in _read_rows(folder / EVALUATIONS, ("step", "eval_loss"), notes):
+        found[row["step"]] = row["eval_loss"]
+    after = run.summary.get("eval_loss_after")
+    if after is not None:
+        found[run.summary["steps"]] = after
+    return sorted(found.items())
+
+
+def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:
+    """Read the summaries of the traced epochs, ordered by epoch."""
+    found = []
+    for file in sorted(profile_folder_of(folder, settings).glob("epoch-*/summary.json")):
+        summary = read_object(file, notes)
+        if "epoch" in summary:
+            found.append(summary)
+    return sorted(found, key=lambda summary: summary["epoch"])
+
+
+def profile_folder_of(folder: Path, settings: Json) -> Path:
+    """Locate a run's traces: under output.profiles, relative to the folder where the run was started."""
+    output = settings.get("output", {})
+    profiles, runs = Path(output.get("profiles", "profiles")), Path(output.get("runs", "runs"))
+    if profiles.is_absolute() or runs.is_absolute():
+        return profiles / folder.resolve().name
+    started_in = folder.resolve() / os.path.join(*[".."] * (1 + len(runs.parts)))
+    return started_in.resolve() / profiles / folder.resolve().name

@@ -1,0 +1,315 @@
+"""Resolve names on the command line: a run, a checkpoint (``RUN@STEP``), a LoRA or a model, with an optional strength.
+
+Every verb resolves such names here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from simpletune.adapters.files.describe import file_of
+from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
+from simpletune.adapters.text.files import embeddings_in
+from simpletune.config.schema import TrainConfig
+from simpletune.config.stored_configs import read_saved
+from simpletune.models.recognise import DENOISERS, denoiser_in
+from simpletune.runs import checkpoint_folders as files
+from simpletune.runs.best_checkpoint import best_step, choose
+from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
+from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
+from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.options import UserError, shortened
+
+LATEST, BEST = "latest", "best"
+FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
+LISTED = 16  # steps in a message
+
+
+class RunName(NamedTuple):
+    """Name a run or one of its checkpoints.
+
+    Args:
+        folder: run folder.
+        step: step of the checkpoint; None for the run's result.
+    """
+
+    folder: Path
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """Hold what a name refers to: one of ``lora``, ``transformer`` and ``trained``, or embeddings alone.
+
+    Args:
+        name: name without the strength.
+        scale: strength, if given.
+        lora: LoRA file.
+        transformer: folder of a whole transformer or U-Net.
+        trained: checkpoint file of trained weights that replace the base's; the average, if the run keeps one.
+        run: folder of the run that made it, if known.
+        step: step of the checkpoint; None if it is not a checkpoint.
+        embeddings: files of the run's embeddings.
+    """
+
+    name: str
+    scale: float | None = None
+    lora: Path | None = None
+    transformer: Path | None = None
+    trained: Path | None = None
+    run: Path | None = None
+    step: int | None = None
+    embeddings: tuple[Path, ...] = ()
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether the base is unchanged except for embeddings."""
+        return self.lora is None and self.transformer is None and self.trained is None
+
+
+def find_named(text: str, option: str = "") -> Named:
+    """Resolve a name.
+
+    Args:
+        text: name, with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``.
+        option: prefix of messages, such as ``--lora: ``.
+
+    Raises:
+        UserError: nothing has that name, or the run has no result.
+    """
+    try:
+        name, scale = split_scale(text)
+        named = _find(name)
+        if scale is None and name.endswith(f"@{BEST}") and named.lora is not None:
+            scale = best_strength(named)
+        return replace(named, scale=scale)
+    except UserError as error:
+        raise UserError(f"{option}{error}", error.code) from None
+
+
+def best_strength(named: Named) -> float | None:
+    """Return the strength at which a run's best checkpoint was chosen; None if it is 1."""
+    choice = choose(named.run) if named.run is not None else None
+    return None if choice is None or choice.strength == 1 else choice.strength
+
+
+def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> Named:
+    """Resolve a name that must be a LoRA.
+
+    Args:
+        text: name.
+        option: prefix of messages.
+        remedy: advice if the name is a full model.
+        strength: accept a strength.
+
+    Raises:
+        UserError: nothing has that name, it is a full model, or it has a strength that is not accepted.
+    """
+    named = find_named(text, option)
+    if named.scale is not None and not strength:
+        raise UserError(f"{option}{text}: this command takes no strength. Remove :{named.scale:g}")
+    if named.lora is not None:
+        return named
+    if named.is_text_alone:
+        raise UserError(f"{option}{named.name} has embeddings but no LoRA. Use --embedding {named.embeddings[0]}")
+    kind = f"is a {run_config(named.run).adapter.method} run" if named.run is not None else "is a full model"
+    raise UserError(f"{option}{named.name} {kind}, not a LoRA. {remedy}")
+
+
+def weight_file(name: str) -> Path:
+    """Find the weights file of a run, a checkpoint, a folder or a file.
+
+    Raises:
+        UserError: no weights were found.
+    """
+    path, run = Path(name), split_step(name)
+    if run is None and not is_run(path) and not (path / STATE).exists():
+        return file_of(path)
+    named = find_in_run(run) if run is not None else _of_folder(path)
+    first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
+    return first or file_of(named.transformer or path)
+
+
+def find_in_run(run: RunName) -> Named:
+    """Resolve the result of a run or one of its checkpoints.
+
+    Raises:
+        UserError: the run has no result.
+    """
+    folder, step = run
+    if step is not None:
+        return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
+    known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
+    if (whole := denoiser_in(folder)) is not None:
+        return Named(str(folder), transformer=whole, run=known, embeddings=embeddings)
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(str(folder), lora=lora, run=known, embeddings=embeddings)
+    raise _no_result(folder)
+
+
+def find_run(text: str, option: str = "") -> RunName:
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
+
+    Args:
+        text: name.
+        option: prefix of messages.
+
+    Raises:
+        UserError: the run or checkpoint does not exist.
+    """
+    try:
+        return split_step(text) or RunName(Path(text))
+    except UserError as error:
+        raise UserError(f"{option}{error}", error.code) from None
+
+
+def run_config(run: Path, option: str = "") -> TrainConfig:
+    """Read the configuration of a run.
+
+    Args:
+        run: run folder.
+        option: prefix of messages.
+
+    Raises:
+        UserError: the folder is not a run.
+    """
+    file = run / CONFIG
+    if not file.is_file():
+        what = f"is not a run's folder: it has no {CONFIG}" if run.is_dir() else "does not exist"
+        raise UserError(f"{option}{run} {what}. Name a run, such as runs/demo")
+    try:
+        return read_saved(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{option}{file} is damaged or from another version of simpletune ({first['msg']}). Name another run, or "
+            "write it again with train CONFIG --resume auto"
+        ) from None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's, finished or not."""
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder is a run's without a result."""
+    return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
+
+
+def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
+    """Split a name from the strength after its last colon: ``my.safetensors:0.8``.
+
+    Args:
+        text: name with an optional strength.
+        default: strength if none is given.
+
+    Raises:
+        UserError: the name exists, but what follows the colon is not a number.
+    """
+    name, colon, scale = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, default
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value):
+        return name, value
+    if Path(name).exists() or split_step(name) is not None:
+        raise UserError(f"{text}: the strength {scale!r} is not a number. Write one, as in {name}:0.8")
+    return text, default
+
+
+def split_step(name: str) -> RunName | None:
+    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
+
+    Raises:
+        UserError: the run does not exist, or has no checkpoint of that step.
+    """
+    before, at, step = name.rpartition("@")
+    if not at or not before or Path(name).exists():
+        return None
+    run, meant = Path(before), step.isdecimal() or step in (LATEST, BEST)
+    if not run.is_dir():
+        if meant:
+            raise UserError(f"{name}: {before} does not exist. Name a run, such as runs/demo@100")
+        return None
+    steps = [number for number, _ in list_checkpoints(run)]
+    if not steps:
+        raise UserError(f"{name}: {run} has no checkpoint. Name another run")
+    if step == LATEST:
+        return RunName(run, steps[-1])
+    if step == BEST:
+        return RunName(run, best_step(run))
+    if not meant:
+        raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
+    if int(step) not in steps:
+        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}. Use one of {_listed(steps)}")
+    return RunName(run, int(step))
+
+
+def _find(name: str) -> Named:
+    """Resolve a name without a strength."""
+    run, path = split_step(name), Path(name)
+    if run is not None:
+        return find_in_run(run)
+    if path.is_file():
+        return Named(name, lora=path)
+    if path.is_dir():
+        return _of_folder(path)
+    if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
+        from simpletune.system.hub.files import repository_file
+
+        return Named(name, lora=repository_file(name, LORA_FILE))
+    raise UserError(f"{name} does not exist. Give {FORMS}")
+
+
+def _of_folder(folder: Path) -> Named:
+    """Resolve a folder with a checkpoint, a result or a transformer."""
+    if (folder / STATE).exists() or saved_file(folder, files.TRAINABLE).exists():
+        match = NAME.match(folder.name)
+        if match and folder.parent.name == CHECKPOINTS:
+            return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
+        return _of_checkpoint(folder)
+    if is_run(folder) or denoiser_in(folder) is not None or (folder / LORA_FILE).is_file():
+        return find_in_run(RunName(folder))
+    if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
+        return Named(str(folder), transformer=folder)
+    raise UserError(f"{folder} contains neither {LORA_FILE} nor {'/ nor '.join(DENOISERS)}/. Give {FORMS}")
+
+
+def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:
+    """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
+    name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(embeddings_in(folder))
+    lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
+    if lora is not None or embeddings:
+        return Named(name, lora=lora, run=run, step=step, embeddings=embeddings)
+    average = saved_file(folder, files.AVERAGE)
+    trained = average if average.is_file() else saved_file(folder, files.TRAINABLE)
+    return Named(name, trained=trained, run=run, step=step)
+
+
+def _no_result(run: Path) -> UserError:
+    """Build the error for a run without a result."""
+    steps = [step for step, _ in list_checkpoints(run)]
+    if not steps:
+        return UserError(f"{run} has no result and no checkpoint. Continue training it, or name another run")
+    return UserError(
+        f"{run} has no result, because it is unfinished. Export its last checkpoint with "
+        f"`{shlex.join(['simpletune', 'finish', str(run)])}`, or name a checkpoint: "
+        f"{shortened([f'{run}@{step}' for step in reversed(steps)], 4)}"
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """List steps; if there are too many, the newest first."""
+    return shortened([str(step) for step in (steps if len(steps) <= LISTED else steps[::-1])], LISTED)

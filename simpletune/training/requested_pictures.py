@@ -1,0 +1,132 @@
+"""Draw a requested picture between two steps: check and predict first, then draw as validation does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from simpletune.adapters.methods.layers import at_strength
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.config.validation import Validation
+from simpletune.engine.optim.ema import averaged
+from simpletune.models.shared.buckets import STEP
+from simpletune.models.shared.fp16_blocks import fp16_blocks_of
+from simpletune.runs.control import DRAWINGS, DrawRequest, State
+from simpletune.runs.folder import DRAWN, append_metrics
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request
+from simpletune.system.atomic import atomic_file
+from simpletune.system.options import Json, UserError
+from simpletune.system.printable import reason_of
+
+if TYPE_CHECKING:
+    from simpletune.training.run import Run
+
+
+def draw(run: Run, asked: DrawRequest, done: int) -> str:
+    """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``.
+
+    Args:
+        run: current run.
+        asked: what to draw.
+        done: number of finished steps.
+
+    Returns:
+        The picture's name in the run's folder.
+
+    Raises:
+        UserError: the picture cannot be drawn, or is predicted not to fit.
+    """
+    option = validation_for(run.config, asked)
+    size = (option.width or run.config.data.resolution, option.height or run.config.data.resolution)
+    request = Request(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
+    if asked.strength != 1 and run.config.adapter.trains_base:
+        raise UserError(
+            f"strength {asked.strength:g}: {run.config.adapter.method} changes the weights themselves and has no "
+            "strength. Use 1"
+        )
+    require_positions(run.transformer, size)
+    text, device = run.prepared.text, run.accelerator.device
+    prompts = [request.prompt, request.negative_prompt]
+    if device.type == "cuda":
+        from simpletune.estimate.generate_memory import require_memory
+
+        config = run.core.config.model_copy(update={"validation": option})
+        known = run.predicted if is_alike(run.config, option) else None
+        require_memory(config, device, run.prepared.plan.largest(), known, encodes=bool(text.lacking(prompts)))
+    with run.stages.stage("text"):
+        text.fill(prompts, device)
+    with run.stages.stage("validate"), averaged(run.average), unchanged(run.transformer):
+        with nullcontext() if asked.strength == 1 else at_strength(run.transformer, asked.strength):
+            (picture,) = run.previews.pictures(run.transformer, [request])
+    name = f"{DRAWN}/step-{done:06d}-{asked.id}.png"
+    (run.folder / DRAWN).mkdir(exist_ok=True)
+    strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
+    with atomic_file(run.folder / name) as part:
+        save_png(picture, part, request, **run.previews.about(f"step {done}{strength}"))
+    how = {key: value for key, value in vars(request).items() if key != "image"} | {"strength": asked.strength}
+    append_metrics(run.folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
+    return name
+
+
+def try_to_draw(run: Run, asked: DrawRequest, done: int) -> tuple[State, Json]:
+    """Draw a requested picture, and return the answer; a failure does not fail the run."""
+    try:
+        return "done", {"file": draw(run, asked, done)}
+    except UserError as error:
+        return "refused", {"why": str(error)}
+    except Exception as error:  # a requested picture must not fail the run
+        why = f"drawing failed ({reason_of(error)}); training continues"
+    free_memory(run.accelerator.device)
+    return "failed", {"why": why}
+
+
+def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
+    """Return the run's validation settings with a request's changes.
+
+    Raises:
+        UserError: the run's configuration does not allow it; the message is that of ``check``.
+    """
+    fields = {"negative_prompt", "steps", "guidance", "width", "height"}
+    data = config.model_dump(mode="json", by_alias=True)
+    changes = asked.model_dump(include=fields, exclude_none=True) | {"prompts": [asked.prompt]}
+    data["validation"] = {**data["validation"], **changes}
+    return validate(data, f"request {asked.id}", needs_data=False, needs_model=False).validation
+
+
+def is_alike(config: TrainConfig, option: Validation) -> bool:
+    """Return whether the run's validation, whose memory was predicted, draws pictures that take as much memory."""
+    own = config.validation
+    alike = ("width", "height", "steps", "guidance")
+    return own.prompts != [] and all(getattr(own, name) == getattr(option, name) for name in alike)
+
+
+def require_positions(transformer: nn.Module, size: tuple[int, int]) -> None:
+    """Check that the model's position table covers a picture's size.
+
+    Raises:
+        UserError: the picture is larger than the table, which ``memory.crop_positions`` may have cropped.
+    """
+    side = getattr(getattr(transformer, "pos_embed", None), "pos_embed_max_size", None)
+    if side is not None and max(size) > side * STEP:
+        raise UserError(
+            f"{size[0]}x{size[1]}: this run holds positions for {side * STEP} pixels a side. Use a smaller picture, or "
+            "start the run with memory.crop_positions=false"
+        )
+
+
+@contextmanager
+def unchanged(transformer: nn.Module) -> Iterator[None]:
+    """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
+    blocks = fp16_blocks_of(transformer)
+    before = None if blocks is None else blocks.drawn_wide
+    try:
+        yield
+    finally:
+        if blocks is not None and before is not None:
+            blocks.drawn_wide = before

@@ -1,0 +1,196 @@
+"""Evaluate a model during training on fixed (picture, noise level, noise) samples: the loss, and the drift from the
+base.
+
+Shapes: n samples; a prediction is [1, c, h, w], with the latent's channels, height and width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from simpletune.adapters.methods.adapter import TrainingMethod
+from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.config.validation_schedule import TRAINED, drift_groups, settle_evaluation, standard_error
+from simpletune.data.samples import Draw
+from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.fp16_blocks import finite_passes
+from simpletune.runs.folder import DRIFT, evaluated_before
+from simpletune.stages.step.batch_loader import Batches
+from simpletune.stages.step.train_step import StepCore, untrained
+from simpletune.system.console import say
+from simpletune.system.disk import room_for
+from simpletune.system.options import Json
+from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
+from simpletune.system.signals import poll
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The figures of one evaluation.
+
+    Args:
+        loss: mean loss.
+        losses: the loss of each sample [n], to compare evaluations sample by sample.
+        drift: ``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown.
+        drift_error: their standard errors over the samples.
+    """
+
+    loss: float
+    losses: list[float]
+    drift: dict[str, float] = field(default_factory=dict)
+    drift_error: dict[str, float] = field(default_factory=dict)
+
+    def row(self) -> Json:
+        """The figures as recorded: six digits, except for the loss."""
+        found: Json = {"eval_loss": self.loss, "eval_losses": list(map(_short, self.losses))}
+        if self.drift:
+            found["drift"] = {group: _short(value) for group, value in self.drift.items()}
+            found["drift_error"] = {group: _short(value) for group, value in self.drift_error.items()}
+        return found
+
+
+class Evaluator:
+    """Evaluates a model, always on the same samples.
+
+    The base's predictions are computed before the first step, or with the adapter off, and kept in the run's folder in
+    their own type, so drift costs no second pass, and works for full fine-tuning, too.
+
+    Args:
+        core: predicts and computes the loss.
+        batches: loads the samples; its plan chooses them.
+        adapter: switched off for the base's predictions.
+        folder: the run's folder.
+        samples: number of samples.
+    """
+
+    def __init__(self, core: StepCore, batches: Batches, adapter: TrainingMethod, folder: Path, samples: int):
+        self.core, self.batches, self.adapter, self.file = core, batches, adapter, folder / DRIFT
+        self.samples = samples
+
+    @torch.no_grad()
+    def evaluate(self, transformer: Transformer, step: int) -> Evaluated | None:
+        """Evaluate the model; None if there are no samples.
+
+        Args:
+            transformer: model with its adapter, not wrapped.
+            step: number of finished steps; at 0 the model is the base.
+        """
+        if not self.samples:
+            return None
+        was_training = transformer.training
+        transformer.eval()
+        try:
+            if step == 0:
+                return self._write_base(transformer)
+            base = self._base(transformer)
+            return finite_passes(transformer, lambda: self._compared(transformer, base))
+        finally:
+            transformer.train(was_training)
+
+    @cached_property
+    def groups(self) -> dict[str, list[Draw]]:
+        """The draws of each group of prompts."""
+        return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
+
+    def _base(self, transformer: Transformer) -> dict[str, Tensor] | None:
+        """The base's predictions by group and number; None if they are lost and the base itself is trained."""
+        if not self._is_written():
+            if self.adapter.trains_base:
+                return None
+            self._write_base(transformer)
+        return WeightReader([self.file]).get_all()
+
+    def _is_written(self) -> bool:
+        """Whether the file has this run's predictions; they differ if a prompt or the number of samples has changed."""
+        return self.file.is_file() and read_header(self.file).get("__metadata__", {}).get("of") == self._of()
+
+    def _of(self) -> str:
+        """What the predictions depend on besides the base and the latents: samples and prompts."""
+        groups = self.groups.items()
+        return json.dumps(
+            {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
+        )
+
+    def _write_base(self, transformer: Transformer) -> Evaluated:
+        """Predict with the base, store the predictions, and return the figures."""
+
+        def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
+            found, losses = dict[str, Tensor](), list[Tensor]()
+            for group, draws in self.groups.items():
+                for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
+                    found[f"{group}.{n}"] = prediction.cpu()
+                    losses.extend([loss] if group == TRAINED else [])
+            return found, losses
+
+        with nullcontext() if self.adapter.trains_base else untrained(self.adapter, transformer):
+            found, losses = finite_passes(transformer, predict)
+        with room_for("writing the base's predictions", self.file.parent):
+            write_safetensors(found, self.file, {"of": self._of()})
+        none = dict.fromkeys(self.groups, 0.0)
+        return Evaluated(*_mean_and_each(losses), none, none)
+
+    def _passes(self, transformer: Transformer, draws: list[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the prediction and the loss [] of each draw."""
+        for batch in self.batches.one_by_one(draws):
+            poll()
+            prediction = self.core.predict(transformer, batch)
+            yield prediction, self.core.loss_of(prediction, batch)
+
+    def _compared(self, transformer: Transformer, base: dict[str, Tensor] | None) -> Evaluated:
+        losses: list[Tensor] = []
+        change: dict[str, list[Tensor]] = {}
+        for group, draws in self.groups.items():
+            if base is None and group != TRAINED:
+                continue
+            for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
+                if group == TRAINED:
+                    losses.append(loss)
+                if base is not None:
+                    before = base[f"{group}.{n}"].to(prediction.device, non_blocking=True).float()
+                    pair = (prediction.float() - before).square().mean(), before.square().mean()
+                    change.setdefault(group, []).append(torch.stack(pair))
+        drift = {group: _relative(torch.stack(pairs).tolist()) for group, pairs in change.items()}
+        return Evaluated(
+            *_mean_and_each(losses),
+            {group: fmean(values) for group, values in drift.items()},
+            {group: standard_error(values) for group, values in drift.items()},
+        )
+
+
+def samples_to_evaluate(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
+    """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
+
+    Args:
+        config: configuration as the user gave it.
+        samples_per_step: mean number of samples that a step trains on.
+        steps: number of steps of the whole run.
+        resumed: whether the run continues.
+    """
+    before = evaluated_before(run_folder(config)) if resumed else None
+    chosen = settle_evaluation(config, samples_per_step, steps, before)
+    if chosen.samples:
+        say(f"evaluate {chosen.in_words()}")
+    return chosen.samples
+
+
+def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
+    return torch.stack(losses).mean().item(), torch.stack(losses).tolist()
+
+
+def _relative(pairs: list[list[float]]) -> list[float]:
+    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
+    scale = fmean(square for _, square in pairs)
+    return [change / scale for change, _ in pairs]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,131 @@
+"""Show what a run has changed: pictures of base and tuned model from the same noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.denoiser import Transformer, device_of
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.train_step import StepCore, untrained
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.failpoints import failpoint
+from simpletune.system.sheets import grid
+
+BASE = "base"
+GRID = "grid.png"
+
+
+class Previews:
+    """Draw validation pictures into ``samples/``: ``base/`` and one folder per step.
+
+    Args:
+        config: configuration with folders resolved.
+        requests: pictures to draw.
+        text: prompt embeddings.
+        folder: the run's ``samples`` folder.
+        core: step core, with the trained text side and the modulation that was removed from the transformer, if any.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        requests: list[Request],
+        text: TextCache,
+        folder: Path,
+        core: StepCore | None = None,
+    ):
+        self.config, self.requests, self.text, self.folder = config, requests, text, folder
+        self.core, self.modulation = core, None if core is None else core.modulation
+
+    def draw_base(self, transformer: Transformer) -> None:
+        """Draw with the base model; before training, because full fine-tuning changes the base."""
+        adapter = self.config.adapter
+        with nullcontext() if adapter.trains_base else untrained(adapter, transformer):
+            self._draw(transformer, BASE, self.folder / BASE)
+
+    def draw_tuned(self, transformer: Transformer, step: int) -> None:
+        """Draw with the model after ``step`` steps."""
+        self._draw(transformer, f"step {step}", self._place(step))
+
+    def has_drawn(self, step: int) -> bool:
+        """Return whether the pictures after ``step`` steps exist, or none are enabled."""
+        return not self.requests or self._place(step).is_dir()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _draw(self, transformer: Transformer, state: str, folder: Path) -> None:
+        if not self.requests:
+            return
+        pictures = self.pictures(transformer, self.requests)
+        with atomic_folder(folder) as part:  # the grid needs all pictures of a step
+            for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
+                save_png(picture, part / f"prompt-{number:02d}.png", request, **self.about(state))
+                failpoint("validation.picture")
+        failpoint("validation.drawn")
+
+    def about(self, state: str) -> dict[str, str]:
+        """Return a picture's metadata besides its request."""
+        return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
+
+    def pictures(self, transformer: Transformer, requests: Sequence[Request]) -> list[Image.Image]:
+        """Draw requests with encoded prompts; leaves transformer and device as they were."""
+        device = device_of(transformer)
+        was_training = transformer.training
+        transformer.eval()
+        config = self.config
+        kernel = partial(attention_by, config.speed.attention)
+        sampler = Sampler(
+            transformer, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
+        )
+        free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
+        vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+        try:
+            return draw(sampler, vae, config.model, requests, self.load)
+        finally:
+            del vae
+            free_memory(device)
+            transformer.train(was_training)
+
+    @torch.no_grad()
+    def load(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """Load (prompt_embeds [t, e], pooled [p]) of one prompt, passed through the trained text side."""
+        embeds, pooled = self.text.load(prompt)
+        text, inputs = None if self.core is None else self.core.text, self.text.inputs([prompt])
+        if self.core is None or text is None or inputs is None:
+            return embeds, pooled
+        device = self.core.device
+        on_device = inputs.map(lambda tensor: tensor.to(device))
+        (embeds,), (pooled,) = text(embeds[None].to(device), pooled[None].to(device), on_device)
+        return embeds, pooled
+
+    def states(self) -> list[Path]:
+        """List the folders drawn so far: the base first, then by step."""
+        return [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
+
+    def write_grid(self) -> Path | None:
+        """Write one picture with a row per prompt and a column per state."""
+        if not self.requests:
+            return None
+        drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
+        states = [state for state in self.states() if all((state / name).is_file() for name in drawn)]
+        rows: list[tuple[str, list[Image.Image]]] = []
+        for number, request in enumerate(self.requests):
+            images: list[Image.Image] = [Image.open(state / f"prompt-{number:02d}.png") for state in states]
+            rows.append((f"{request.prompt}  (seed {request.seed})", images))
+        file = self.folder / GRID
+        titles = [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
+        grid(rows, titles).save(file)
+        return file
