@@ -71,7 +71,7 @@ def inference(args: argparse.Namespace) -> object:
     from simpletune.system import prices
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
-    return inference.run(args.out, args.minutes, args.rows, prices.gathered(args.price, args.prices), workload)
+    return inference.run(args.out, args.minutes, args.rows, prices.merge_prices(args.price, args.prices), workload)
 
 
 def study(args: argparse.Namespace) -> object:

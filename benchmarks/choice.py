@@ -19,10 +19,10 @@ from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, pr
 from benchmarks.table import Results, describe_machine
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.data.demo import pictures
-from simpletune.runs.best_checkpoint import FIDELITY, choose
+from simpletune.runs.best_checkpoint import FIDELITY, choose_best
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import read_metrics
-from simpletune.runs.weights import result_of
+from simpletune.runs.weights import run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.training.loop import train
@@ -157,9 +157,9 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
     held_out = 1 if SUBJECT[0] in options else 6
     kept = [f"checkpoint.every={length // PARTS}", "checkpoint.keep_last=all", f"validation.split={held_out}"]
     folder = train(quality.config([*options, *kept, "validation.eval_samples=24"], "choice"))
-    by_loss = choose(folder)
+    by_loss = choose_best(folder)
     simpletune(["evaluate", str(folder), "--seeds", "1"])
-    chosen, steps = choose(folder), [step for step, _ in list_checkpoints(folder)]
+    chosen, steps = choose_best(folder), [step for step, _ in list_checkpoints(folder)]
     assert chosen is not None and by_loss is not None
     assert chosen.by == FIDELITY
     scores = {step: score(quality, [*options, *kept], folder, step, count) for step in steps}
@@ -183,7 +183,7 @@ def by_training_loss(metrics: list[Json], steps: list[int]) -> int:
 
 def score(quality: Quality, options: list[str], folder: Path, step: int, count: int) -> float:
     """Score a checkpoint by the checker."""
-    easel = quality.easel(options, result_of(folder, step=step))
+    easel = quality.easel(options, run_result(folder, step=step))
     without = unrelated(count)
     learned = subject_shares(easel, count) if SUBJECT[0] in options else style_shares(easel, count)
     return round(fmean([*learned, accuracies(easel.draw(without), without)["prompt"]]), 4)

@@ -12,7 +12,7 @@ from benchmarks.predicted_seconds import encoding
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import LATENT_BYTES
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.datasheet import StatedSpeeds
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.recorder import BACKWARD
 from simpletune.estimate.timing.timeline import step_seconds
 
@@ -137,7 +137,7 @@ def divided(batch: int, micro: int, cards: int) -> tuple[int, int]:
     return micro, each // micro
 
 
-def compute_of(job: Job, micro: int, speeds: StatedSpeeds) -> Compute:
+def compute_of(job: Job, micro: int, speeds: DatasheetSpeeds) -> Compute:
     """Predict the seconds of one card, by simulating one and two micro-batches."""
     steps = []
     for passes in (1, 2):

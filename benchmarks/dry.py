@@ -22,7 +22,7 @@ from benchmarks.table import Results
 from simpletune.estimate.job_estimate import CONTEXT, needed
 from simpletune.system.console import say
 from simpletune.system.devices import sm
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 
 LAUNCHER = "tests/dry_gpu/run"
@@ -65,7 +65,7 @@ def run(folder: Path, minutes: float, only: str, cards: list[str], again: bool) 
     Raises:
         UserError: no row name contains ``only``, or the simulated card cannot be started.
     """
-    return "\n".join(str(of_card(card_of(name), folder, minutes, only, again)) for name in cards)
+    return "\n".join(str(of_card(find_card(name), folder, minutes, only, again)) for name in cards)
 
 
 def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) -> Path:

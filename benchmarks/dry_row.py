@@ -30,13 +30,13 @@ def config_of(row: Row) -> TrainConfig:
 def predict(row: Row, capability: tuple[int, int]) -> Json:
     """Predict a row on fake tensors."""
     from simpletune.estimate.simulate.simulate import simulate
-    from simpletune.estimate.simulate.simulate_stages import predict_stage
+    from simpletune.estimate.simulate.simulate_stages import simulate_stage
 
     config = config_of(row)
     if row.stage == "train":
         peak = simulate(config, capability=capability).peak
     else:
-        peak = predict_stage(config, row.stage, capability)
+        peak = simulate_stage(config, row.stage, capability)
     return {
         "predicted_mib": round(peak.bytes / 2**20, 1),
         "by_kind_mib": {kind: round(size / 2**20, 1) for kind, size in peak.by_kind.items()},
@@ -69,13 +69,13 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     """The kernel that torch chooses for a stage's type and head width, or the one that the run requests."""
     import torch
 
-    from simpletune.stages.step.attention import Shape, usable
+    from simpletune.stages.step.attention import AttentionCall, usable
 
     asked = config.speed.attention
     width = 512 if stage == "latents" else config.model.attentions(config.picture_size())[0].width
     if asked != "auto" and stage == "train":
         return asked
-    shape = Shape(1, 2, 64, 64, width, stage == "train", stage)
+    shape = AttentionCall(1, 2, 64, 64, width, stage == "train", stage)
     return usable("auto", shape, torch.device("cuda"), config.precision.product_dtype())
 
 
@@ -146,7 +146,7 @@ def validate(config: TrainConfig) -> None:
 
     from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel
     from simpletune.stages.latent_cache import free_memory
-    from simpletune.stages.sample import Request, Sampler
+    from simpletune.stages.sample import PictureRequest, Sampler
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)
@@ -155,7 +155,7 @@ def validate(config: TrainConfig) -> None:
     free_memory(torch.device("cuda"))  # as a run does
     vae = empty_vae(config)
     torch.cuda.reset_peak_memory_stats()
-    request = Request("", 0, "", *config.picture_size(), option.steps, option.guidance)
+    request = PictureRequest("", 0, "", *config.picture_size(), option.steps, option.guidance)
     sampler = Sampler(core.model, ShapesOnlyModel(config.model), config.precision, core.modulation)
     with torch.no_grad():
         z = sampler.denoise([request], [prompt], [prompt])

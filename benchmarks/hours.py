@@ -19,9 +19,9 @@ from benchmarks.predicted_seconds import card_named, config_of, of_step, predict
 from benchmarks.published import LORA, SD15, Row, costs, rows
 from benchmarks.table import Results
 from simpletune.estimate.job_time import STATED
-from simpletune.estimate.timing.datasheet import StatedSpeeds
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.runs.report import write_report
-from simpletune.runs.report.content import Chart, Fact, Report
+from simpletune.runs.report.content import Fact, Report, ReportChart
 from simpletune.system.console import say
 from simpletune.system.options import Json
 
@@ -84,7 +84,7 @@ def step_row(name: str, file: Path, overrides: tuple[str, ...]) -> Json:
     """Predict a training step on a card with cached latents and prompts."""
     card = card_named(name)
     compute = () if card.has_bf16 else ("precision.compute=fp16",)
-    step, seconds = of_step(config_of(file, (*overrides, *compute), card), StatedSpeeds(card))
+    step, seconds = of_step(config_of(file, (*overrides, *compute), card), DatasheetSpeeds(card))
     return {"step": seconds, "bound": step.bound}
 
 
@@ -99,7 +99,7 @@ def page(found: dict[str, Json]) -> Report:
         hours_tables.scratch_section(found),
     ]
     if beside:
-        chart = Chart("ratios", "Predicted over published seconds", says(beside, found), ratios(beside, found))
+        chart = ReportChart("ratios", "Predicted over published seconds", says(beside, found), ratios(beside, found))
         sections[0].charts.insert(0, chart)
     return Report(TITLE, LEAD, "", [], list(facts(beside, found)), sections, data={"losses": []})
 

@@ -15,7 +15,7 @@ from benchmarks.published import (
     Row,
     costs,
 )
-from simpletune.runs.report.content import Section, Table
+from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.system.options import Json
 from simpletune.system.prices import cost_of_picture, of_cards
 
@@ -75,14 +75,14 @@ def ratio_of(row: Row, found: Json) -> float:
     return row.value / found["predicted"] if row.unit == RATE else found["predicted"] / row.value
 
 
-def beside_sections(beside: Sequence[Row], found: dict[str, Json]) -> list[Section]:
+def beside_sections(beside: Sequence[Row], found: dict[str, Json]) -> list[ReportSection]:
     """A section for each source, with predicted and published figures."""
     sections = []
     for group, title in TITLES.items():
         rows = [row for row in beside if row.group == group]
         if rows:
-            table = Table(f"Published by {SOURCES[group]}", HEAD, [cells(row, found[row.key]) for row in rows])
-            sections.append(Section(group, title, WHY[group], tables=[table]))
+            table = ReportTable(f"Published by {SOURCES[group]}", HEAD, [cells(row, found[row.key]) for row in rows])
+            sections.append(ReportSection(group, title, WHY[group], tables=[table]))
     return sections
 
 
@@ -97,7 +97,7 @@ def cells(row: Row, found: Json) -> tuple[str, ...]:
             found["bound"])  # fmt: skip
 
 
-def cost_section(found: dict[str, Json]) -> Section:
+def cost_section(found: dict[str, Json]) -> ReportSection:
     """What a run of 800 pictures and a served picture cost, at the report's prices."""
     runs: list[tuple[str, ...]] = []
     for method, card, batch, dollars, _, _ in costs():
@@ -120,13 +120,15 @@ def cost_section(found: dict[str, Json]) -> Section:
         "and 32 cost more again than 8, no step explains."
     ]
     tables = [
-        Table(f"A run of {RUN} pictures (800 / batch steps)", ("run", "published", "steps, predicted", "rest"), runs),
-        Table("A picture served", ("server", "card", "published", "predicted"), served),
+        ReportTable(
+            f"A run of {RUN} pictures (800 / batch steps)", ("run", "published", "steps, predicted", "rest"), runs
+        ),
+        ReportTable("A picture served", ("server", "card", "published", "predicted"), served),
     ]
-    return Section("cost", "Cost at the report's prices", notes, tables=tables)
+    return ReportSection("cost", "Cost at the report's prices", notes, tables=tables)
 
 
-def card_section(found: dict[str, Json], cards: Sequence[str], sides: Sequence[int]) -> Section:
+def card_section(found: dict[str, Json], cards: Sequence[str], sides: Sequence[int]) -> ReportSection:
     """The same training on the cards that have a price today."""
     prices = of_cards()
     speed: list[tuple[str, ...]] = []
@@ -147,21 +149,21 @@ def card_section(found: dict[str, Json], cards: Sequence[str], sides: Sequence[i
         "latents and prompts prepared. Predicted only; prices are second-hand, with their dates."
     ]
     tables = [
-        Table("Predicted speed", head, speed),
-        Table("Predicted cost", ("card", "10 steps, 512 px", "100 steps", "1000 steps", "1000 steps, 1024 px",
+        ReportTable("Predicted speed", head, speed),
+        ReportTable("Predicted cost", ("card", "10 steps, 512 px", "100 steps", "1000 steps", "1000 steps, 1024 px",
                                  "price"), cost),
     ]  # fmt: skip
-    return Section("cards", "By card, today", notes, tables=tables)
+    return ReportSection("cards", "By card, today", notes, tables=tables)
 
 
-def largest_section(found: dict[str, Json]) -> Section:
+def largest_section(found: dict[str, Json]) -> ReportSection:
     """The largest batch by card and size."""
     section = vertex.batch_section(found)
     section.notes.append(f"Published by {VERTEX}.")
     return section
 
 
-def scratch_section(found: dict[str, Json]) -> Section:
+def scratch_section(found: dict[str, Json]) -> ReportSection:
     """Days and dollars of the whole training on 8 cards, from the rows with prepared latents."""
     pictures = {256: 1126.4e6, 512: 1740.8e6}
     rates = {"published": {256: 1100.0, 512: 290.0}}
@@ -176,4 +178,6 @@ def scratch_section(found: dict[str, Json]) -> Section:
     head = ("8 A100-40GB", "256 px", "512 px", "days", "cost at $2 a card and hour")
     notes = ["1,126.4 million pictures at 256 px, then 1,740.8 million at 512 px, latents prepared. Days and cost "
              "follow from the pictures a second; the source gives 81.33 days and $31,230."]  # fmt: skip
-    return Section("scratch", "Days and cost of the whole training", notes, tables=[Table("On 8 cards", head, body)])
+    return ReportSection(
+        "scratch", "Days and cost of the whole training", notes, tables=[ReportTable("On 8 cards", head, body)]
+    )

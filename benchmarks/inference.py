@@ -34,7 +34,7 @@ from simpletune.engine.quant import Precision
 from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.sample import Request, Sampler, decode
+from simpletune.stages.sample import PictureRequest, Sampler, decode
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
@@ -60,7 +60,7 @@ class Job:
 
     config: TrainConfig
     device: torch.device
-    requests: list[Request]
+    requests: list[PictureRequest]
     lora: Path
     text: TextCache
     rounds: int
@@ -210,7 +210,7 @@ def prepare(workload: Workload, folder: Path) -> Job:
     text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
     guidance = 3.0 if config.model.blocks() < 12 else 4.5
     prompt = "a flat picture of a large blue heart in the middle, on a cream background"
-    requests = [Request(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
+    requests = [PictureRequest(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
     text.fill([prompt, ""], chosen)
     return Job(config, chosen, requests, random_lora(config, folder / "lora"), text, workload.rounds)
 
@@ -224,7 +224,7 @@ def random_lora(config: TrainConfig, folder: Path) -> Path:
     """Create a LoRA file of rank 16 on the CPU."""
     folder.mkdir(parents=True)
     adapter = Lora(rank=16)
-    base = config.model.load_transformer(config.precision, torch.device("cpu"))
+    base = config.model.load_denoiser(config.precision, torch.device("cpu"))
     adapter.attach(base, seed=0)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in base.named_parameters():
@@ -331,6 +331,6 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
     return one_round
 
 
-def unguided(requests: Sequence[Request]) -> list[Request]:
+def unguided(requests: Sequence[PictureRequest]) -> list[PictureRequest]:
     """Turn off classifier-free guidance."""
     return [replace(request, guidance=1.0) for request in requests]

@@ -20,7 +20,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import ENCODERS
 from simpletune.runs.folder import read_scores
-from simpletune.runs.weights import BASE, Weights, result_of
+from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json, UserError
 from simpletune.system.sheets import grid
@@ -102,7 +102,7 @@ class Studio:
 
     def at(self, run: Tuned, step: int) -> Easel:
         """Load the base (0) or a checkpoint for drawing."""
-        return self.easel(run.config, BASE if step == 0 else result_of(run.folder, step=step))
+        return self.easel(run.config, BASE if step == 0 else run_result(run.folder, step=step))
 
 
 def fidelities_of(point: Json) -> Json:

@@ -20,7 +20,7 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import checker, pictures
-from simpletune.runs.weights import BASE, Weights, result_of
+from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.sheets import grid
@@ -136,7 +136,7 @@ class Measured:
             config, clock = self.config(options), time.perf_counter()
             run = train(config)
             trained = {"seconds": round(time.perf_counter() - clock, 1)}
-            asked, free = self._draw(config, result_of(run))
+            asked, free = self._draw(config, run_result(run))
         scenes = [prompt.scene for prompt in prompts_of(self.count, True)]
         figures = {
             "pull": pull(asked, self.base[0]),

@@ -15,8 +15,8 @@ from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.sd3.shapes import sd3_medium_config
-from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
-from simpletune.models.shared.weights import fill
+from simpletune.models.sd3.transformer import RandomTransformerTensors, empty_denoiser
+from simpletune.models.shared.weights import fill_model
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
 from simpletune.system.console import say
@@ -61,7 +61,14 @@ def stepper(adapter: Json) -> Callable[[], object]:
     overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
     config = with_adapter(SHIPPED[-1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
-    model = fill(empty_transformer(shapes), RandomTensors(shapes, 1), config.precision, CPU, lambda name: False, "step")
+    model = fill_model(
+        empty_denoiser(shapes),
+        RandomTransformerTensors(shapes, 1),
+        config.precision,
+        CPU,
+        lambda name: False,
+        "step",
+    )
     core = assemble(config, model, SingleProcess(CPU))
     batches = SyntheticBatches(config, core, (SIZE, SIZE)).step(0)
     return lambda: core.step(batches)

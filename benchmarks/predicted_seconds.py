@@ -22,17 +22,17 @@ from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
     Recorders,
     empty_autoencoder,
-    of_class,
-    of_encoding,
+    simulate_class_pictures,
+    simulate_encoding,
     text_snapshots,
 )
-from simpletune.estimate.timing.datasheet import StatedSpeeds
-from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.speeds import ITEM
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.prompts import BATCH
 from simpletune.system.console import silent
-from simpletune.system.gpus import LINK_5, Card, card_of
+from simpletune.system.gpus import LINK_5, Card, find_card
 from simpletune.system.options import Json
 from simpletune.system.startup import without_collection
 
@@ -43,7 +43,7 @@ TOGETHER, CARDS = 4, 8  # pictures served in one batch; cards of a machine that 
 
 def card_named(name: str) -> Card:
     """A card of the table, or the one that only the published rows need."""
-    return H100_PCIE if name == H100_PCIE.name else card_of(name)
+    return H100_PCIE if name == H100_PCIE.name else find_card(name)
 
 
 def config_of(file: Path, overrides: tuple[str, ...], card: Card) -> TrainConfig:
@@ -62,7 +62,7 @@ def predicted(row: Row) -> Json:
         seconds, and what bounds the step.
     """
     card = card_named(row.card)
-    config, speeds = config_of(row.config, row.overrides, card), StatedSpeeds(card)
+    config, speeds = config_of(row.config, row.overrides, card), DatasheetSpeeds(card)
     if row.unit == PICTURES:
         return pictures(config, speeds, row.stores_scores)
     with diffusers_blocks():
@@ -81,7 +81,7 @@ def diffusers_blocks() -> Iterator[None]:
         yield
 
 
-def of_step(config: TrainConfig, speeds: StatedSpeeds) -> tuple[StepSeconds, float]:
+def of_step(config: TrainConfig, speeds: DatasheetSpeeds) -> tuple[StepSeconds, float]:
     """Predict a step of at most two micro-batches, and extrapolate to all: each further one takes as long."""
     several = config.train.accumulation
     found = []
@@ -93,22 +93,22 @@ def of_step(config: TrainConfig, speeds: StatedSpeeds) -> tuple[StepSeconds, flo
     return found[-1], found[-1].seconds + (several - len(found)) * each
 
 
-def encoding(config: TrainConfig, speeds: StatedSpeeds) -> float:
+def encoding(config: TrainConfig, speeds: DatasheetSpeeds) -> float:
     """Seconds to encode one picture and its prompt."""
     side, recorders = config.data.resolution, Recorders()
     with fake_tensors(), without_collection(), silent():
-        of_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
+        simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))
     picture = alone(recorders.pop("latents").sections, speeds)
     return picture + sum(alone(each.sections, speeds) for each in recorders.values()) / (2 * BATCH)
 
 
-def pictures(config: TrainConfig, speeds: StatedSpeeds, stores_scores: bool) -> Json:
+def pictures(config: TrainConfig, speeds: DatasheetSpeeds, stores_scores: bool) -> Json:
     """Predict the drawing of pictures in one batch, and their decoding one by one."""
     prior, recorders = config.prior, Recorders()
     assert isinstance(prior, ClassPictures), "the rows of served pictures are jobs that draw them"
     with fake_tensors(), without_collection(), silent():
-        of_class(config, speeds.card.capability, recorders, TOGETHER)
+        simulate_class_pictures(config, speeds.card.capability, recorders, TOGETHER)
     sections = recorders["class"].sections
     drawn = [each for each in sections if each.phase == "sample"]
     step = step_seconds(drawn, speeds)
@@ -117,7 +117,7 @@ def pictures(config: TrainConfig, speeds: StatedSpeeds, stores_scores: bool) -> 
     return {"step": one, "inside": decoded, "bound": step.bound, "predicted": prior.steps * one + decoded}
 
 
-def scores(sections: list[Section], speeds: StatedSpeeds) -> float:
+def scores(sections: list[StreamWork], speeds: DatasheetSpeeds) -> float:
     """Seconds to write attention's scores, take their softmax and read them again (arXiv:2205.14135, algorithm 0)."""
     return sum(
         count * speeds.seconds("add", work.dtype, (4 * math.prod(work.extents[:3]) * ITEM[work.dtype],))

@@ -18,7 +18,7 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import checker, pictures
-from simpletune.runs.weights import BASE, Weights, result_of
+from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.sheets import grid
 from simpletune.training.loop import train
@@ -90,7 +90,7 @@ def read_shares(images: list[Image.Image], prompts: list[Prompt]) -> tuple[float
         The share read as the checker reads the subject itself (the star leaves a hole in the disc), and the mean share
         of background, size and position read as asked.
     """
-    readings = [checker.read(image) for image in images]
+    readings = [checker.read_picture(image) for image in images]
     scores = checker.score(images, [prompt.scene for prompt in prompts])
     alike = [(reading.shape, reading.colour) == READ_AS for reading in readings]
     return float(np.mean(alike)), float(np.mean([scores[name] for name in PLACED]))
@@ -130,7 +130,7 @@ class Priors:
         found = []
         for seed in range(SEEDS):
             config = self.config(options, seed)
-            drawn = self._drawn(config, result_of(train(config)))
+            drawn = self._drawn(config, run_result(train(config)))
             found.append(self._scores(drawn))
             if seed == 0:
                 self.sheets.append((name, self._shown(drawn)))

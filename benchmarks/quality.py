@@ -25,8 +25,8 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import checker, pictures
 from simpletune.runs.folder import SUMMARY, read_json_or_none
-from simpletune.runs.weights import BASE, Weights, load_weights, result_of
-from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.runs.weights import BASE, Weights, load_weights, run_result
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
@@ -130,10 +130,10 @@ class Easel:
     def draw(self, prompts: list[Prompt]) -> list[Image.Image]:
         """Draw one picture per prompt."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
-        requests = [Request(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
+        requests = [PictureRequest(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
         config = self.config
         sampler = Sampler(self.transformer, config.model, config.precision, self.modulation, objective=config.objective)
-        return draw(sampler, self.vae, config.model, requests, self.text.load)
+        return generate_pictures(sampler, self.vae, config.model, requests, self.text.load)
 
 
 def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
@@ -225,7 +225,7 @@ class Quality:
         run = train(config)
         seconds = time.perf_counter() - clock
         summary = read_json_or_none(run / SUMMARY) or {}
-        easel = self.easel(options, result_of(run))
+        easel = self.easel(options, run_result(run))
         self.keep_pictures(name, easel)
         with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         without = unrelated(self.count)

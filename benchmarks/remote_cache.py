@@ -27,9 +27,9 @@ from benchmarks.table import Results, describe_machine
 from simpletune.data.cache.cache import Cache
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.cache.shards.prefetch import ReadAhead
-from simpletune.data.cache.shards.sample_index import Index, write_rows
-from simpletune.data.cache.shards.shard import Row
+from simpletune.data.cache.shards.prefetch import ShardPrefetcher
+from simpletune.data.cache.shards.sample_index import SampleIndex, write_rows
+from simpletune.data.cache.shards.shard import SampleLocation
 from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say
 from simpletune.system.options import Json
@@ -144,7 +144,7 @@ def _read(caches: dict[str, Cache], keys: list[str], way: Way) -> Json:
     remote = [cache for cache in caches.values() if isinstance(cache, ShardedCache) and cache.part is not None]
     for cache in remote:
         len(cache.catalogue.index)  # read before the clock starts
-    ahead = ReadAhead(needs, STEPS, LIMIT) if remote else None
+    ahead = ShardPrefetcher(needs, STEPS, LIMIT) if remote else None
     waits, memory = list[float](), list[float]()
     began, used, before = time.perf_counter(), _processor_seconds(), 0.0
     for step in range(STEPS):
@@ -180,12 +180,14 @@ def measure_index() -> Json:
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "index.parquet"
         rows = (
-            Row(name[:32], f"{number // 256:032x}", number % 256 * 1000, 1000, number, layout, f"the prompt {name}")
+            SampleLocation(
+                name[:32], f"{number // 256:032x}", number % 256 * 1000, 1000, number, layout, f"the prompt {name}"
+            )
             for number, name in enumerate(names)
         )
         write_rows(rows, file, [f"{number:032x}" for number in range(MILLION // 256 + 1)])
         began = time.perf_counter()
-        index = Index.read(file)
+        index = SampleIndex.read(file)
         seconds = time.perf_counter() - began
         asked = [hashlib.sha256(b"%d" % number).hexdigest()[:32] for number in range(0, MILLION, 101)]
         began = time.perf_counter()

@@ -16,10 +16,10 @@ from benchmarks.measured_scaling import exchange_of, measured
 from benchmarks.scaling_plans import PLANS, Plan
 from benchmarks.scaling_tables import page
 from benchmarks.table import Results
-from simpletune.estimate.timing.datasheet import StatedSpeeds
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.runs.report import write_report
 from simpletune.system.console import say
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
 CARDS = (1, 8, 16, 32, 64, 128, 256)
@@ -71,7 +71,7 @@ def predicted(plan: Plan, cards: int, computed: dict[int, Compute]) -> Json:
     job, fabric = plan.job(), FABRICS[plan.card]
     micro, _ = divided(job.batch, job.config.train.micro_batch, cards)
     if micro not in computed:
-        computed[micro] = compute_of(job, micro, StatedSpeeds(card_of(plan.card)))
+        computed[micro] = compute_of(job, micro, DatasheetSpeeds(find_card(plan.card)))
     step = predict(job, cards, computed[micro], fabric)
     own = {"micro": step.micro, "passes": step.passes, "seconds": step.seconds, "rate": step.rate, "bound": step.bound}
     whole = exchange_seconds(job.exchanged, cards, fabric)

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.cluster import Job
 from benchmarks.predicted_seconds import config_of
 from benchmarks.published import MOSAIC, MOSAIC_BLOG, SCRATCH, SD15_FULL
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.prices import of_cards
 
 SD3 = Path("configs/sd3_from_scratch_256.json")
@@ -41,7 +41,7 @@ class Plan:
 
     def job(self) -> Job:
         """The job, with the largest micro-batch that a card takes."""
-        return Job(config_of(self.config, self.overrides, card_of(self.card)), self.batch, self.inside)
+        return Job(config_of(self.config, self.overrides, find_card(self.card)), self.batch, self.inside)
 
 
 PLANS = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from benchmarks.cluster import DATA, FABRICS, MACHINE
-from simpletune.runs.report.content import Chart, Fact, Report, Section, Table
+from simpletune.runs.report.content import Fact, Report, ReportChart, ReportSection, ReportTable
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def key(name: str, plan: Plan, cards: int) -> str:
     return f"{name}, {cards} {plan.card}"
 
 
-def measured_section(found: Mapping[str, Json]) -> Section:
+def measured_section(found: Mapping[str, Json]) -> ReportSection:
     """Processes of this machine, with a prediction from the run of one process and the measured exchange."""
     tables = []
     for method in ("LoRA", "full"):
@@ -83,13 +83,13 @@ def measured_section(found: Mapping[str, Json]) -> Section:
         exchange = found.get(f"measured: {method}, exchange of 2 on the CPU")
         if rows:
             body = [measured_cells(row, rows[0], exchange) for row in rows]
-            tables.append(Table(f"The tiny SD3, {'LoRA r16' if method == 'LoRA' else 'all weights'}, fp32, 64 px",
+            tables.append(ReportTable(f"The tiny SD3, {'LoRA r16' if method == 'LoRA' else 'all weights'}, fp32, 64 px",
                                 MEASURED, body))  # fmt: skip
     notes = [
         "Predicted: the seconds of one process times its share of the micro-batches, and the measured all-reduce of "
         "the gradients, none of it hidden. Processes of one machine also share its memory and caches."
     ]
-    return Section("measured", "Measured on this machine", notes, tables=tables)
+    return ReportSection("measured", "Measured on this machine", notes, tables=tables)
 
 
 def measured_cells(row: Json, one: Json, exchange: Json | None) -> tuple[str, ...]:
@@ -103,15 +103,19 @@ def measured_cells(row: Json, one: Json, exchange: Json | None) -> tuple[str, ..
     return (*cells, f"{predicted:.3f}", f"{predicted / row['seconds']:.2f}")
 
 
-def predicted_sections(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Iterable[Section]:
+def predicted_sections(found: Mapping[str, Json], plans: Mapping[str, Plan]) -> Iterable[ReportSection]:
     """A section for each training."""
     for number, (name, plan) in enumerate(plans.items()):
         rows = {cards: found[key(name, plan, cards)] for cards in all_cards(found, name, plan)}
         if BASE not in rows:
             continue
         body = [predicted_cells(cards, rows, plan) for cards in rows]
-        section = Section(f"plan-{number}", name, [about(plan)], tables=[Table(f"On {plan.card}", HEAD, body)])
-        section.charts.append(Chart(f"plan-{number}", "Efficiency by cards", name, chart(name, plan, found, rows)))
+        section = ReportSection(
+            f"plan-{number}", name, [about(plan)], tables=[ReportTable(f"On {plan.card}", HEAD, body)]
+        )
+        section.charts.append(
+            ReportChart(f"plan-{number}", "Efficiency by cards", name, chart(name, plan, found, rows))
+        )
         yield section
 
 

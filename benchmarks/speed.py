@@ -27,11 +27,11 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.profiling.events import read_events
 from simpletune.engine.profiling.kinds import shares
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import Place
+from simpletune.engine.profiling.schedule import TraceWindow
 from simpletune.engine.profiling.window import Window
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.shared.flops import Flops, trained_of
-from simpletune.models.shared.weights import TensorSource, fill
+from simpletune.models.shared.weights import TensorSource, fill_model
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import stays_on_host
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
@@ -215,7 +215,7 @@ def timed(step: Callable[[], Tensor], device: torch.device) -> list[float]:
 
 def profiled(step: Callable[[], Tensor], device: torch.device) -> dict[str, float]:
     """Profile one step and return the shares of its time."""
-    window = Window(Profile(), Place(0, 1, 1), cuda=device.type == "cuda")
+    window = Window(Profile(), TraceWindow(0, 1, 1), cuda=device.type == "cuda")
     window.start()
     try:
         for _ in range(2):
@@ -233,7 +233,7 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     side, shapes = config.data.resolution, config.model.known_config()
     on_host = stays_on_host(config.memory, config.model)
     family, empty = config.model, config.model.empty_tensors(shapes)
-    model = fill(family.empty_model(shapes), Drawn(empty, device), config.precision, device, on_host)
+    model = fill_model(family.empty_model(shapes), Drawn(empty, device), config.precision, device, on_host)
     if config.memory.crop_positions:
         family.fit_to(model, [(side, side)], lambda: Drawn(empty, device), config.precision.base_dtype())
     core = assemble(config, model, SingleProcess(device))

@@ -26,7 +26,7 @@ from simpletune.estimate.job_estimate import MIB, estimate
 from simpletune.estimate.job_time import job_time
 from simpletune.runs.folder import read_summary
 from simpletune.system.console import say
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
 SEEDS = (0, 1, 2)
@@ -162,13 +162,13 @@ class Study:
 
 def train_mib(config: TrainConfig) -> float:
     """Predict the peak of a run's training stage on a card."""
-    return round(estimate(resolve_folders(config), card_of(CARD).capability).stages["train"].bytes / MIB, 1)
+    return round(estimate(resolve_folders(config), find_card(CARD).capability).stages["train"].bytes / MIB, 1)
 
 
 def predicted_row(name: str) -> Json:
     """Predict peak and seconds of one of the study's runs of SD3 Medium."""
     published, overrides = peaks.PUBLISHED[name]
-    config, card = memory.config_of(overrides), card_of(CARD)
+    config, card = memory.config_of(overrides), find_card(CARD)
     prediction = estimate(config, card.capability)
     assert prediction.job is not None
     step = job_time(config, prediction.job, card).step.seconds

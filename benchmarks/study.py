@@ -17,8 +17,8 @@ from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.runs.folder import SUMMARY
 from simpletune.runs.report import make_report, write_report
-from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.run_data import RunRecord, read_run
+from simpletune.runs.report.content import ReportSection, ReportTable
+from simpletune.runs.report.run_data import RunData, read_run
 from simpletune.system.console import say
 
 DEMO, REAL = Path("configs/demo.json"), Path("configs/sd3_medium_lora_r16_int8.json")
@@ -111,14 +111,14 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
         subprocess.run([sys.executable, "-m", "simpletune", "train", str(file), *settings], check=True)
         results.add(name, row_of(read_run(run_folder(config))))
     done = {name: run_folder(runs[name][2]) for name in RUNS if name in results.rows}
-    published = Table("Not measured here", PUBLISHED_HEAD, PUBLISHED)
-    section = Section("published", "What others published", PUBLISHED_NOTES, tables=[published])
+    published = ReportTable("Not measured here", PUBLISHED_HEAD, PUBLISHED)
+    section = ReportSection("published", "What others published", PUBLISHED_NOTES, tables=[published])
     lead = ABOUT_REAL if model else ABOUT_TINY
     report = make_report(list(done.values()), title=TITLE, lead=lead, names=list(done), more=[section])
     return write_report(report, folder / "study.html")[0]
 
 
-def row_of(run: RunRecord) -> dict[str, Any]:
+def row_of(run: RunData) -> dict[str, Any]:
     """Read the figures of a finished run."""
     keys = (
         "device", "steps", "steps_per_epoch", "trainable_parameters", "total_parameters", "seconds_per_step",

@@ -22,10 +22,10 @@ from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import SHIPPED
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.constants import Constants, file_of, read
+from simpletune.estimate.timing.constants import Constants, constants_file, read_constants
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.speeds import MeasuredSpeeds
-from simpletune.estimate.timing.stopwatch import CpuStopwatch, clocked
+from simpletune.estimate.timing.speeds import CalibratedSpeeds
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, cpu_seconds
 from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.system.console import say
 from simpletune.system.options import Json
@@ -109,8 +109,10 @@ def run(folder: Path, minutes: float, only: str = "", calibration: Path | None =
     """
     from simpletune.system.environment import cpu_name
 
-    constants = read(calibration or file_of(Path(".cache"), cpu_name(), torch.get_num_threads(), "cpu"))
-    results, speeds = Results(folder / "times", COLUMNS), MeasuredSpeeds(constants)
+    constants = read_constants(
+        calibration or constants_file(Path(".cache"), cpu_name(), torch.get_num_threads(), "cpu")
+    )
+    results, speeds = Results(folder / "times", COLUMNS), CalibratedSpeeds(constants)
     with tempfile.TemporaryDirectory() as models:
         for name, (model, overrides) in results.missing(ROWS, minutes, only):
             config = config_of(Path(models), model, overrides)
@@ -165,7 +167,7 @@ def unet(models: Path) -> Path:
     return folder
 
 
-def predicted(config: TrainConfig, speeds: MeasuredSpeeds) -> Json:
+def predicted(config: TrainConfig, speeds: CalibratedSpeeds) -> Json:
     """Predict a step from its simulation."""
     recorder = Recorder(cuda=False)
     simulate(config, recorder=recorder)
@@ -179,7 +181,7 @@ def measured(config: TrainConfig, constants: Constants) -> Json:
     with ours(config, CPU) as steps:
         for _ in range(WARM_UP):
             steps.step()
-        ratios = watch.ratios(lambda: clocked(steps.step), STEPS)
+        ratios = watch.ratios(lambda: cpu_seconds(steps.step), STEPS)
     seconds = constants.rates["reference_seconds"]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"measured": middle * seconds, "spread": round(100 * (high - low) / 2 / middle, 1)}

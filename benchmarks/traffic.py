@@ -16,16 +16,16 @@ from benchmarks.memory import BF16, FULL, NF4, PLAN
 from benchmarks.predicted_seconds import config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.datasheet import StatedSpeeds
-from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.speeds import ITEM, SCALES
 from simpletune.estimate.timing.timeline import step_seconds
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.console import say
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
-CARD = card_of("L4")
+CARD = find_card("L4")
 PRODUCTS, ATTENTION, COPIES = "products", "attention", "copies"
 CLASSES = {
     "product_tn": PRODUCTS, "product_nn": PRODUCTS, "product_nt": PRODUCTS, "int8_product": PRODUCTS,
@@ -70,7 +70,7 @@ relative to the LoRA step with a bf16 base. *launches*: of all kernels. *product
 and their operations. LoRA rows use the modulation plan and adamw."""
 
 
-def counted(sections: Iterable[Section]) -> Json:
+def counted(sections: Iterable[StreamWork]) -> Json:
     """Count a step's bytes and launches by class, and its products' operations.
 
     Args:
@@ -90,12 +90,12 @@ def counted(sections: Iterable[Section]) -> Json:
     return {"bytes": dict(moved), "launches": dict(launches), "operations": operations}
 
 
-def launches_of(work: Work) -> int:
+def launches_of(work: KernelWork) -> int:
     """Kernels that an operation launches; one on a list of tensors launches one per few dozen tensors."""
     return max(1, round(work.extents[0] / SCALES)) if work.kind == "each" else 1
 
 
-def bytes_of(work: Work, name: str) -> int:
+def bytes_of(work: KernelWork, name: str) -> int:
     """Bytes read and written; for products and attention, those of operands and results."""
     if name == ATTENTION:
         heads, queries, keys, width = work.extents
@@ -110,7 +110,7 @@ def bytes_of(work: Work, name: str) -> int:
     return (m * k + n * k) * (1 if work.kind.startswith("int8") else ITEM[work.dtype]) + m * n * ITEM[work.dtype]
 
 
-def operations_of(work: Work) -> int:
+def operations_of(work: KernelWork) -> int:
     """Multiplications and additions of a product."""
     m, n, k = work.extents
     return 2 * m * n * k * (9 if work.kind.startswith("convolution") else 1)
@@ -124,7 +124,7 @@ def measure(file: Path, overrides: tuple[str, ...]) -> Json:
     return {
         **found,
         "gb": sum(found["bytes"].get(name, 0) for name in COUNTED) / 1e9,
-        "seconds": step_seconds(sections, StatedSpeeds(CARD)).seconds,
+        "seconds": step_seconds(sections, DatasheetSpeeds(CARD)).seconds,
     }
 
 

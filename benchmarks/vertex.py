@@ -20,9 +20,9 @@ from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_estimate import estimate, needed
 from simpletune.runs.report import write_report
-from simpletune.runs.report.content import Chart, Fact, Report, Section, Table
+from simpletune.runs.report.content import Fact, Report, ReportChart, ReportSection, ReportTable
 from simpletune.system.console import say
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json
 
 CONFIG = Path("configs/sd15_lora.json")
@@ -156,7 +156,7 @@ def file_bytes(config: TrainConfig) -> int:
 
 def peak_row(peak: Peak) -> Json:
     """Predict the peak of a row's training stage, and what an A100 must have for the whole job."""
-    config, card = config_of(*peak.overrides), card_of("A100-40GB")
+    config, card = config_of(*peak.overrides), find_card("A100-40GB")
     found = estimate(config, card.capability)
     stages = {name: round(snapshot.bytes / MIB, 1) for name, snapshot in found.stages.items()}
     return {"stages_mib": stages, "train_mib": stages["train"], "job_mib": max(stages.values()),
@@ -165,7 +165,7 @@ def peak_row(peak: Peak) -> Json:
 
 def largest_row(name: str, side: int) -> Json:
     """Find the largest batch whose predicted job fits on a card: LoRA r8 with checkpointing."""
-    card = card_of(name)
+    card = find_card(name)
     compute = "auto" if card.has_bf16 else "fp16"
 
     def job(batch: int) -> int:
@@ -221,7 +221,7 @@ def page(found: dict[str, Json]) -> Report:
     return Report(TITLE, LEAD, "", [], facts, sections, data={"losses": []})
 
 
-def counts_section(found: dict[str, Json], ranks: list[int]) -> Section:
+def counts_section(found: dict[str, Json], ranks: list[int]) -> ReportSection:
     """Trainable parameters and file size by rank."""
     body = []
     for rank in ranks:
@@ -235,10 +235,10 @@ def counts_section(found: dict[str, Json], ranks: list[int]) -> Section:
             "published file, MiB")  # fmt: skip
     notes = ["LoRA on to_q and to_v of every attention (adapter.targets attention_qv): 99,648 parameters a rank. The "
              "published files hold the same fp32 tensors and a longer header."]  # fmt: skip
-    return Section("counts", "Trainable parameters and files", notes, tables=[Table("By rank", head, body)])
+    return ReportSection("counts", "Trainable parameters and files", notes, tables=[ReportTable("By rank", head, body)])
 
 
-def memory_section(found: dict[str, Json]) -> Section:
+def memory_section(found: dict[str, Json]) -> ReportSection:
     """Peak memory by algorithm and rank."""
     body, bars = [], []
     for peak in PEAKS:
@@ -257,16 +257,16 @@ def memory_section(found: dict[str, Json]) -> Section:
             "with allowances, MiB")  # fmt: skip
     names = [str(bar["row"]) for bar in bars]
     charts = [bar_chart(bars, list(dict.fromkeys(names)))] if bars else []
-    return Section(
+    return ReportSection(
         "memory",
         "Peak memory",
         WHY,
         charts=charts,
-        tables=[Table("A100 40 GB; batch 4 and 512 px unless said", head, body)],
+        tables=[ReportTable("A100 40 GB; batch 4 and 512 px unless said", head, body)],
     )
 
 
-def bar_chart(bars: list[Json], order: list[str]) -> Chart:
+def bar_chart(bars: list[Json], order: list[str]) -> ReportChart:
     """Bars of published and predicted peaks."""
     spec = {
         "data": {"values": bars},
@@ -281,10 +281,10 @@ def bar_chart(bars: list[Json], order: list[str]) -> Chart:
         "width": "container",
     }
     says = "; ".join(f"{bar['row']}, {bar['source']}: {bar['GB']} GB" for bar in bars)
-    return Chart("peaks", "Peak memory, published and predicted", says, spec)
+    return ReportChart("peaks", "Peak memory, published and predicted", says, spec)
 
 
-def batch_section(found: dict[str, Json]) -> Section:
+def batch_section(found: dict[str, Json]) -> ReportSection:
     """The largest batch by card and size."""
     body: list[tuple[str, ...]] = []
     for (card, side), published in LARGEST.items():
@@ -295,12 +295,15 @@ def batch_section(found: dict[str, Json]) -> Section:
         "LoRA r8 with checkpointing, bf16 weights on the A100 and fp16 products on the V100. Published figures are "
         "powers of two that the report suggests; ours is the largest batch predicted to fit."
     ]
-    return Section(
-        "batch", "Largest batch", notes, tables=[Table("By card and size", ("job", "published", "predicted"), body)]
+    return ReportSection(
+        "batch",
+        "Largest batch",
+        notes,
+        tables=[ReportTable("By card and size", ("job", "published", "predicted"), body)],
     )
 
 
-def speed_section() -> Section:
+def speed_section() -> ReportSection:
     """Point to the tables of speed and cost."""
     notes = ["hours.md beside this page has the report's iterations, costs and serving seconds beside predicted ones."]
-    return Section("speed", "Speed and cost", notes)
+    return ReportSection("speed", "Speed and cost", notes)

@@ -18,7 +18,7 @@ from benchmarks.table import Results, describe_machine, table
 from simpletune.estimate.job_estimate import estimate
 from simpletune.estimate.job_time import job_time
 from simpletune.system.console import say
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
 CONFIG = Path("configs/demo_subject.json")
@@ -196,7 +196,7 @@ class Study:
 
 def cost_row(method: str, card: str, batch: int) -> Json:
     """Predict what `PICTURES` pictures cost on a card."""
-    kind, steps = card_of(card), PICTURES // batch
+    kind, steps = find_card(card), PICTURES // batch
     settings = (*vertex.BASE, *vertex.CHECKPOINTED) if method == "LoRA" else (*vertex.FULL, *vertex.PLAIN)
     compute = "bf16" if kind.has_bf16 else "fp16"
     own = ("data.resolution=512", f"train.batch_size={batch}", f"train.steps={steps}", "schedule.warmup_steps=0",

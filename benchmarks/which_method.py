@@ -31,15 +31,15 @@ from benchmarks.quality import (
     unrelated,
 )
 from benchmarks.table import Results, describe_machine
-from simpletune.commands.generate.session import InferenceSession
+from simpletune.commands.generate.session import GenerationSession
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_summary
-from simpletune.runs.weights import BASE, Weights, result_of
-from simpletune.stages.sample import Request
+from simpletune.runs.weights import BASE, Weights, run_result
+from simpletune.stages.sample import PictureRequest
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
 from simpletune.stages.text_cache import TextCache
@@ -173,7 +173,9 @@ class Bench:
     def drawn(self, config: TrainConfig, weights: Weights, run: Path | None = None) -> list[Image.Image]:
         """Draw the prompts with the style's word, then the others, as ``simpletune generate`` does."""
         device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-        session = InferenceSession(resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda"))
+        session = GenerationSession(
+            resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda")
+        )
         return session.draw(weights, [request_of(prompt) for prompt in (*self.styled, *self.others)])[0]
 
     def scores(self, images: list[Image.Image], name: str) -> Json:
@@ -208,7 +210,7 @@ class Bench:
         assert summary is not None
         results = [*run.glob("*.safetensors"), *run.glob("*/diffusion_pytorch_model*.safetensors")]
         return {
-            **self.scores(self.drawn(config, result_of(run), run), name),
+            **self.scores(self.drawn(config, run_result(run), run), name),
             "parameters": summary["trainable_parameters"],
             "bytes": sum(file.stat().st_size for file in results),
             **self.timed(config),
@@ -242,9 +244,9 @@ class Bench:
             grid(shown, [title]).save(self.folder.with_suffix(".png"))
 
 
-def request_of(prompt: Prompt) -> Request:
+def request_of(prompt: Prompt) -> PictureRequest:
     """What draws a prompt."""
-    return Request(prompt.text, prompt.seed, "", *SIZE, STEPS, GUIDANCE)
+    return PictureRequest(prompt.text, prompt.seed, "", *SIZE, STEPS, GUIDANCE)
 
 
 def stepper(config: TrainConfig) -> Callable[[], object]:
@@ -255,7 +257,7 @@ def stepper(config: TrainConfig) -> Callable[[], object]:
     caption = "" if config.text.embeddings is None else f"a {config.text.embeddings.token} picture"
     text.fill([caption], CPU)
     side = load_text_side(config, text, [caption], CPU)
-    core = assemble(config, config.model.load_transformer(config.precision, CPU), SingleProcess(CPU), text=side)
+    core = assemble(config, config.model.load_denoiser(config.precision, CPU), SingleProcess(CPU), text=side)
     core.model.train()
     batches = SyntheticBatches(config, core, SIZE).step(0)
     return lambda: core.step(batches)

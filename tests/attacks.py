@@ -67,7 +67,7 @@ def attack_state(place: Place, tries: int, draw: random.Random, kind: str) -> At
         changed = changed_state(text, draw, kind)
         file.write_bytes(changed)
         try:
-            checkpoint.read(folder)
+            checkpoint.read_checkpoint(folder)
         except UserError:
             attack.count("refused")
         except Exception as error:

@@ -23,10 +23,10 @@ from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.transformer import RandomTensors, empty_transformer
+from simpletune.models.sd3.transformer import RandomTransformerTensors, empty_denoiser
 from simpletune.models.sd15 import unet as unets
-from simpletune.models.shared.denoiser import units_of
-from simpletune.models.shared.weights import TensorSource, fill
+from simpletune.models.shared.denoiser import model_units
+from simpletune.models.shared.weights import TensorSource, fill_model
 from simpletune.stages.sample import autocast_of
 
 BLOCKS = 4
@@ -64,7 +64,7 @@ def load(
     place: str = "the model",
 ) -> Any:
     """An SD3 of a ``config.json`` with these tensors."""
-    return fill(empty_transformer(config), tensors, precision, device, on_host, place)
+    return fill_model(empty_denoiser(config), tensors, precision, device, on_host, place)
 
 
 def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -74,7 +74,7 @@ def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, *
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
     """An SD3 of four blocks with random weights, always the same."""
-    return load(CONFIG, RandomTensors(CONFIG, 3), precision, torch.device(device))
+    return load(CONFIG, RandomTransformerTensors(CONFIG, 3), precision, torch.device(device))
 
 
 def shake_updates(model: nn.Module) -> None:
@@ -110,10 +110,12 @@ class Denoiser:
 def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
     """A U-Net of two levels, as in Stable Diffusion 1.5 or 2, with random weights, always the same."""
     config, where = UNETS[version], torch.device(device)
-    return fill(unets.empty_unet(config), LivelyTensors(config, 3), precision, where, lambda name: False, "the model")
+    return fill_model(
+        unets.empty_unet(config), LivelyTensors(config, 3), precision, where, lambda name: False, "the model"
+    )
 
 
-class LivelyTensors(unets.RandomTensors):
+class LivelyTensors(unets.RandomUNetTensors):
     """Random weights whose residual branches do not start near zero, so that every error shows."""
 
     def get(self, name: str) -> Tensor:
@@ -163,10 +165,10 @@ def prepare(model: Any, setting: Setting, device: str = "cpu") -> BlockOffload |
     where = torch.device(device)
     streaming = None
     if setting.streamed:
-        streaming = BlockOffload(units_of(model), setting.streamed, where, setting.trained, queues, setting.poison)
+        streaming = BlockOffload(model_units(model), setting.streamed, where, setting.trained, queues, setting.poison)
     inputs = CheckpointInputOffload(where, queue() if queue else None) if setting.host else None
-    checkpointed = len(units_of(model)) if setting.checkpointed is None else setting.checkpointed
-    set_passes(units_of(model), checkpointed, inputs, streaming, setting.parts)
+    checkpointed = len(model_units(model)) if setting.checkpointed is None else setting.checkpointed
+    set_passes(model_units(model), checkpointed, inputs, streaming, setting.parts)
     return streaming
 
 

@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from simpletune.data.cache.cache import ALONE, Cache, Share
+from simpletune.data.cache.cache import ALONE, Cache, KeyRange
 
 KEYS = [f"prompt {number}, {'é' * (number % 3)}" for number in range(23)]
 
@@ -24,7 +24,7 @@ def sample(key: str) -> dict[str, torch.Tensor]:
     }
 
 
-def fill(cache: Cache, keys: list[str] = KEYS, share: Share = ALONE) -> list[str]:
+def fill(cache: Cache, keys: list[str] = KEYS, share: KeyRange = ALONE) -> list[str]:
     """Encode missing samples as the prepare stages do."""
     made = []
     for group in cache.claimed(cache.lacking(keys, share), share, 4):

@@ -12,7 +12,7 @@ from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
 
 from simpletune.engine.kernels import adaln_kernels, rms_kernels
-from simpletune.engine.kernels.sizes import ROWS, Tokens
+from simpletune.engine.kernels.sizes import ROWS, NormTokens
 
 TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """One rounding of each type, relative: half a unit in the last place, with a little for fp32's own."""
@@ -85,7 +85,7 @@ def test_their_gradients_are_within_one_rounding_of_float64(
     outs = [modulated_norm(wide, scale, shift, EPS) for scale in wide_scales]
     torch.autograd.backward(outs, [grad.double() for grad in grads])
     mean, variance = x.double().mean(-1), x.double().var(-1, unbiased=False)
-    tokens_ = Tokens(x, y if adds and trains else None, gate if adds else None, grad_total if joined else None)
+    tokens_ = NormTokens(x, y if adds and trains else None, gate if adds else None, grad_total if joined else None)
     statistics = [mean.float(), (variance + EPS).rsqrt().float()]
     found = adaln_kernels.modulate_backward(grads, tokens_, scales, statistics, trains)
     assert wide.grad is not None
@@ -149,7 +149,8 @@ def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:
     gate, scale = views(2, 40, torch.bfloat16, 5, 2)
     statistics = [torch.zeros(2, 3 * ROWS + 1), torch.ones(2, 3 * ROWS + 1)]
     first, second = (
-        adaln_kernels.modulate_backward([grad], Tokens(x, y, gate, None), [scale], statistics, True) for _ in range(2)
+        adaln_kernels.modulate_backward([grad], NormTokens(x, y, gate, None), [scale], statistics, True)
+        for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

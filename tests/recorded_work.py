@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.estimate.timing.work import Work, works_of
+from simpletune.estimate.timing.work import KernelWork, works_of
 
 
-def seen(call: Callable[[], object]) -> list[Work]:
+def seen(call: Callable[[], object]) -> list[KernelWork]:
     """Run a call; return the work of its operators, in order."""
-    found: list[Work] = []
+    found: list[KernelWork] = []
 
     class See(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN202

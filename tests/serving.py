@@ -28,7 +28,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
 from simpletune.runs.folder import CONFIG
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.stages.text_cache import TextCache
 
 PROMPT = "a flat picture of a small red circle on the left, on a mint background"
@@ -52,7 +52,7 @@ def make_run(folder: Path) -> Path:
         text.fill([prompt], torch.device("cpu"))  # each by itself, as the server does: equal to the last bit
     for number, (place, lora) in enumerate({run: Lora(rank=4, targets=STYLE), folder / "second": Lora(rank=2)}.items()):
         place.mkdir(exist_ok=True)
-        transformer = model.load_transformer(FP32(), torch.device("cpu"))
+        transformer = model.load_denoiser(FP32(), torch.device("cpu"))
         lora.attach(transformer, seed=number)
         for name, weight in transformer.named_parameters():
             if "lora_B" in name:
@@ -67,7 +67,7 @@ def make_full_run(run: Path, name: str = "whole") -> Path:
     folder.mkdir()
     config = json.loads((run / CONFIG).read_text()) | {"name": name, "adapter": {"method": "full"}}
     (folder / CONFIG).write_text(json.dumps(config))
-    transformer = resolve_folders(validate(config, name)).model.load_transformer(FP32(), torch.device("cpu"))
+    transformer = resolve_folders(validate(config, name)).model.load_denoiser(FP32(), torch.device("cpu"))
     for path, parameter in transformer.named_parameters():
         if path.startswith("proj_out"):
             parameter.data.mul_(1.5)
@@ -162,7 +162,7 @@ def real(run: Path, *words: str) -> server.Service:
 
 def blocking(generator: BlockingGenerator, limits: Limits = Limits(), **options: Any) -> server.Service:  # noqa: B008 frozen
     """A server of a generator that waits."""
-    capabilities = Capabilities(("base", "one"), Request("", 7, "", 64, 64, 3, 3.0), limits)
+    capabilities = Capabilities(("base", "one"), PictureRequest("", 7, "", 64, 64, 3, 3.0), limits)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
     return server.service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import Draw, View
+from simpletune.data.samples import Crop, SampleDraw
 from simpletune.engine.kernels import adaln_operators, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
@@ -27,10 +27,10 @@ from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.shapes import is_conditioning
-from simpletune.models.sd3.transformer import RandomTensors
-from simpletune.stages.step.batch_loader import Batches, Prefetcher
+from simpletune.models.sd3.transformer import RandomTransformerTensors
+from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
-from simpletune.stages.step.train_step import StepCore, assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
 
 BATCH = 2
@@ -121,11 +121,11 @@ class _Plan:
     def samples_in(self, step: int) -> int:
         return self.accumulation * BATCH
 
-    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         first = (step * self.accumulation + micro) * BATCH
         picture: Any = SimpleNamespace(name="p", mask=None, source=0)
-        view = View(picture, (64, 64), (0.5, 0.5), False)
-        return [Draw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
+        view = Crop(picture, (64, 64), (0.5, 0.5), False)
+        return [SampleDraw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
 
 
 def _numbers(key: str, *shape: int) -> Tensor:
@@ -150,12 +150,12 @@ def _prepared(accumulation: int) -> Any:
     return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, masks=None, remote=[])
 
 
-def assembled(levers: Levers, device: torch.device) -> StepCore:
+def assembled(levers: Levers, device: torch.device) -> TrainStep:
     """The model with its levers, and what makes its steps."""
     config = levers.config(device.type)
     streams = config.memory.on_host(UNITS)
     model = load(
-        SHAPES, RandomTensors(SHAPES, 3), config.precision, device,
+        SHAPES, RandomTransformerTensors(SHAPES, 3), config.precision, device,
         on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def run(levers: Levers, device: str = "cuda", kernels: bool = False) -> Result:
 def _run(levers: Levers, device: str) -> Result:
     where = torch.device(device)
     core = assembled(levers, where)
-    batches = Batches(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
+    batches = BatchLoader(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
     figures, pending = [], MetricsQueue(levers.ahead)
     core.model.train()
     early: list[Tensor] = []
@@ -254,7 +254,7 @@ RUNS: dict[str, Callable[[], Result]] = {
 }
 
 
-def _left(core: StepCore) -> Iterable[Tensor]:
+def _left(core: TrainStep) -> Iterable[Tensor]:
     """The trained weights and the optimizer's states."""
     yield from (parameter.detach() for parameter in trained_parameters(core.model).values())
     for state in core.optimizer.state.values():

@@ -16,7 +16,7 @@ from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, quanto_product, temporaries
-from simpletune.engine.memory.snapshot import HOST, rounded
+from simpletune.engine.memory.snapshot import HOST, round_to_block
 from simpletune.engine.profiling import phase
 
 KIB = 1024
@@ -30,7 +30,7 @@ def tensors(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_sizes_are_the_caching_allocators() -> None:
-    assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [round_to_block(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     with Accounting() as count:
         kept = torch.empty(129)
         assert count.current.bytes == 1024
@@ -228,7 +228,7 @@ def test_what_kernels_hold_counts_within_the_call() -> None:
         peaks.append(count.peaks["backward"].bytes)
         q.grad = None
     copied = 2 * q.nbytes  # the output, and the gradient of the sum, are not laid out as [b, S, h, d]
-    assert 0 < peaks[1] - peaks[0] <= rounded(4 * 2 * 128 * 65 + copied)
+    assert 0 < peaks[1] - peaks[0] <= round_to_block(4 * 2 * 128 * 65 + copied)
 
 
 def test_the_terms_arithmetic() -> None:

@@ -19,7 +19,7 @@ from simpletune.runs.folder import METRICS, read_metrics
 from simpletune.runs.report import make_report, write_report
 from simpletune.runs.report.content import Report
 from simpletune.runs.report.run_data import read_run
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError
@@ -143,9 +143,9 @@ def test_a_diverged_run_says_why_in_its_report(
     every: int | None, tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """The words of the terminal; the remedy fits whether there is a checkpoint."""
-    honest, calls = StepCore.step, []
+    honest, calls = TrainStep.step, []
 
-    def step(self: StepCore, batches: list, gate: object = None) -> object:
+    def step(self: TrainStep, batches: list, gate: object = None) -> object:
         calls.append(0)
         if len(calls) < 4:
             return honest(self, batches, gate)
@@ -155,7 +155,7 @@ def test_a_diverged_run_says_why_in_its_report(
         finally:
             hook.remove()
 
-    monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     tiny_config |= {"checkpoint": {"every": every} if every else {}, "train": {"steps": 6}}
     assert main(["train", str(write_config(tiny_config))]) == 4
     error = capsys.readouterr().err.removeprefix("error: ").strip()

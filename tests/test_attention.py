@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config.load import read_config, validate
-from simpletune.stages.step.attention import Shape, settle_attention, shapes_of, usable
+from simpletune.stages.step.attention import AttentionCall, attention_calls, settle_attention, usable
 from simpletune.system.options import UserError
 from simpletune.training import setup
 from simpletune.training.loop import train
@@ -98,7 +98,9 @@ def test_the_shapes_of_a_run() -> None:
     overrides = ["data.path=demo:pictures", "train.batch_size=4", "validation.width=512", "validation.height=768"]
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), overrides)
     sizes = [(1024, 1024), (768, 1344)]
-    found = {(s.batch, s.heads, s.tokens, s.width, s.trained) for s in shapes_of(config, sizes) if s.keys == s.tokens}
+    found = {
+        (s.batch, s.heads, s.tokens, s.width, s.trained) for s in attention_calls(config, sizes) if s.keys == s.tokens
+    }
     assert found == {
         (4, 24, 333 + 64 * 64, 64, True),
         (4, 24, 333 + 48 * 84, 64, True),
@@ -108,9 +110,9 @@ def test_the_shapes_of_a_run() -> None:
     }  # fmt: skip
     nothing = ["validation.prompts=[]", "validation.eval_samples=0"]
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, *nothing])
-    assert {shape.trained for shape in shapes_of(config, sizes)} == {True}
+    assert {shape.trained for shape in attention_calls(config, sizes)} == {True}
     unguided, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, "validation.guidance=1"])
-    assert max(shape.batch for shape in shapes_of(unguided, sizes) if not shape.trained) == 1
+    assert max(shape.batch for shape in attention_calls(unguided, sizes) if not shape.trained) == 1
 
 
 def test_blocks_with_a_second_attention_are_tried_without_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_blocks_with_a_second_attention_are_tried_without_the_text(monkeypatch: 
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     known = config.model.known_config() | {"dual_attention_layers": [0, 1]}
     monkeypatch.setattr(type(config.model), "known_config", lambda self: known)
-    tokens = {shape.tokens for shape in shapes_of(config, [(1024, 1024)])}
+    tokens = {shape.tokens for shape in attention_calls(config, [(1024, 1024)])}
     assert tokens == {64 * 64, 333 + 64 * 64}
 
 
@@ -133,7 +135,7 @@ def test_a_trial_includes_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
             raise RuntimeError("no backward kernel")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_: Broken.apply(q))
-    trained = Shape(1, 2, 20, 20, 64, True, "training")
+    trained = AttentionCall(1, 2, 20, 20, 64, True, "training")
     with pytest.raises(UserError, match="no backward kernel"):
         usable("flash", trained, CPU, torch.float32)
     assert usable("flash", trained._replace(trained=False), CPU, torch.float32) == "flash"

@@ -19,16 +19,16 @@ from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.estimate import auto_batch
 from simpletune.estimate.auto_batch import choose_batch, peak_of
-from simpletune.estimate.estimate_command import chosen
+from simpletune.estimate.estimate_command import resolve_auto
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.train_step import StepCore
-from simpletune.system.gpus import card_of
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
@@ -140,7 +140,7 @@ def test_sums_by_the_tree_are_predicted(tiny_config: dict) -> None:
         simulate(resolved(config_of(tiny_config, train={"gradient_accumulation": 4, "reduce": how})), SIZE)
         for how in ("fast", "exact")
     )
-    sums = sum(rounded(4 * math.prod(shape)) for shape in exact.trained.values())
+    sums = sum(round_to_block(4 * math.prod(shape)) for shape in exact.trained.values())
     more = exact.phases["backward"].bytes - fast.phases["backward"].bytes
     assert sums <= more <= 2 * sums and sums > 0  # of those of the last block's last text layer there are no gradients
 
@@ -161,8 +161,8 @@ def test_estimate_chooses_by_the_card_and_plan_asks_for_a_number(
     assert "train.batch_size: auto depends on the card's memory, and there is no card here" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(auto_batch, "peak_of", lambda config, size: config.train.micro_batch * 2**33)
-        assert chosen(config, card_of("L4"), 0).train.micro_batch == 2
-        assert chosen(config, card_of("L4"), 8 * 2**30).train.micro_batch == 1
+        assert resolve_auto(config, find_card("L4"), 0).train.micro_batch == 2
+        assert resolve_auto(config, find_card("L4"), 8 * 2**30).train.micro_batch == 1
     assert main(["plan", str(file), "--device", "L4"]) == 2
     assert "Add train.batch_size=N" in capsys.readouterr().err
     with pytest.raises(UserError, match="this run is on the CPU. Set memory.budget_gib too, or a number"):
@@ -206,16 +206,16 @@ def everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def too_large(monkeypatch: pytest.MonkeyPatch, most: int, at: tuple[int, int]) -> list[int]:
     """Let the device be full with more than ``most`` pictures of one latent size; returns the rows of all passes."""
-    honest, rows = StepCore.compute, []
+    honest, rows = TrainStep.compute, []
 
-    def compute(self: StepCore, batch: Batch) -> torch.Tensor:
+    def compute(self: TrainStep, batch: Batch) -> torch.Tensor:
         rows.append(len(batch.z_0))
         loss = honest(self, batch)
         if len(batch.z_0) > most and tuple(batch.z_0.shape[2:]) == at:
             raise torch.OutOfMemoryError("full")
         return loss
 
-    monkeypatch.setattr(StepCore, "compute", compute)
+    monkeypatch.setattr(TrainStep, "compute", compute)
     return rows
 
 
@@ -243,13 +243,13 @@ def test_a_micro_batch_that_does_not_fit_is_halved_before_the_first_step(
 
 @pytest.mark.usefixtures("everything_fits")
 def test_where_not_even_one_picture_fits_the_run_ends(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StepCore.compute
+    honest = TrainStep.compute
 
-    def compute(self: StepCore, batch: Batch) -> torch.Tensor:
+    def compute(self: TrainStep, batch: Batch) -> torch.Tensor:
         honest(self, batch)
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(StepCore, "compute", compute)
+    monkeypatch.setattr(TrainStep, "compute", compute)
     with pytest.raises(UserError, match="the device's memory is full with 1 picture of .* in a micro-batch") as error:
         train(auto(tiny_config, global_batch=2))
     assert error.value.code == 5

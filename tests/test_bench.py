@@ -200,7 +200,7 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     listed = {"per_hour": 0.7068, "as_of": "2026-04", "source": "GCP g2-standard-4", "currency": "USD"}
     file.write_text(json.dumps({"l4": listed, "mine": listed}))
-    found = prices.gathered([("mine", 0.3), ("spot", 0.2)], file)
+    found = prices.merge_prices([("mine", 0.3), ("spot", 0.2)], file)
     assert list(found) == ["mine", "spot", "l4"] and found["mine"].per_hour == 0.3
     assert found["l4"].words == "0.7068 USD per hour, as of 2026-04, GCP g2-standard-4"
     page = prices.page_of(found, ["| table |"])
@@ -221,7 +221,7 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
 def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        prices.gathered([], tmp_path / "prices.json")
+        prices.merge_prices([], tmp_path / "prices.json")
 
 
 @pytest.mark.slow

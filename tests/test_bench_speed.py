@@ -146,7 +146,7 @@ def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) ->
 
     model = {**tiny_config["model"], "pretrained": str(pipeline)}
     config = validate({**tiny_config, "model": model, "adapter": {"method": "lora", "rank": 4}}, "speed")
-    transformer = config.model.load_transformer(config.precision, CPU)
+    transformer = config.model.load_denoiser(config.precision, CPU)
     core = assemble(config, transformer, SingleProcess(CPU))  # type: ignore[arg-type]
     transformer.train()
     z_0, noise, text, pooled = (torch.randn(size) for size in ((1, 16, 8, 8), (1, 16, 8, 8), (1, 32, 96), (1, 80)))

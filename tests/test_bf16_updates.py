@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from simpletune.engine.optim import bf16_updates
 from simpletune.engine.optim.adamw_bf16 import AdamWBF16
-from simpletune.engine.optim.bf16_updates import HALF, draw, round_into
+from simpletune.engine.optim.bf16_updates import HALF, random_bits, round_into
 from simpletune.engine.optim.eight_bit import AdamW8bit
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.estimate.timing.work import Work, works_of
+from simpletune.estimate.timing.work import KernelWork, works_of
 
 TESTS = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -57,7 +57,7 @@ def tensors_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor]
     parameter, gradient = (torch.randn(shape).to(dtype) for _ in range(2))
     means = torch.zeros(2, *shape, dtype=torch.bfloat16)
     error = torch.zeros(shape, dtype=torch.bfloat16)
-    return [parameter, *means, error], [gradient, draw(parameter, None), draw(parameter, None)]
+    return [parameter, *means, error], [gradient, random_bits(parameter, None), random_bits(parameter, None)]
 
 
 def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
@@ -68,7 +68,9 @@ def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
         torch.library.opcheck(torch.ops.simpletune.adamw_bf16.default, (*given, factors), test_utils=checks)
         x = torch.randn(shape)
         out = torch.empty(shape, dtype=torch.bfloat16)
-        torch.library.opcheck(torch.ops.simpletune.round_into.default, (out, x, draw(x, None)), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.simpletune.round_into.default, (out, x, random_bits(x, None)), test_utils=checks
+        )
 
 
 def test_narrow_random_bits_are_those_of_wide_ones() -> None:
@@ -76,7 +78,7 @@ def test_narrow_random_bits_are_those_of_wide_ones() -> None:
     ours, theirs = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
     for shape in ((5,), (40, 30)):
         wide = torch.randint(0, 1 << 16, shape, dtype=torch.int32, generator=theirs)
-        assert torch.equal(draw(torch.empty(shape), ours).int() + HALF, wide)
+        assert torch.equal(random_bits(torch.empty(shape), ours).int() + HALF, wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -157,10 +159,10 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
     out, x = torch.zeros(8, dtype=torch.bfloat16), torch.ones(8)
     if isinstance(fails, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
-            bf16_updates._round_on_cuda(out, x, draw(x, None))
+            bf16_updates._round_on_cuda(out, x, random_bits(x, None))
         return
     for _ in range(2):
-        bf16_updates._round_on_cuda(out, x, draw(x, None))
+        bf16_updates._round_on_cuda(out, x, random_bits(x, None))
         assert (out == 1).all()
     assert calls == ["round"]
     assert capsys.readouterr().out.count("updates of bf16 numbers by torch's operators on cpu") == 1
@@ -182,7 +184,7 @@ def test_the_prediction_counts_what_the_kernels_move() -> None:
     gradient."""
     given, n = tensors_of((64, 64), torch.bfloat16), 64 * 64
     step = torch.ops.simpletune.adamw_bf16.default
-    assert list(works_of(step, (*given, [0.1] * 6), {}, None)) == [Work("add", "bf16", (2 * n * (5 + 4 + 2),))]
+    assert list(works_of(step, (*given, [0.1] * 6), {}, None)) == [KernelWork("add", "bf16", (2 * n * (5 + 4 + 2),))]
     x = torch.randn(64, 64)
     found = list(works_of(torch.ops.simpletune.round_into.default, (given[0][0], x, given[1][1]), {}, None))
     assert sum(work.extents[0] for work in found) == n * (4 + 2 + 2)

@@ -12,11 +12,11 @@ from recorded_work import seen
 from torch import Tensor
 
 from simpletune.estimate.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
-from simpletune.estimate.timing.constants import Composite, Constants, read
+from simpletune.estimate.timing.constants import Composite, Constants, read_constants
 from simpletune.estimate.timing.grid import Grid
-from simpletune.estimate.timing.probes import Probe
+from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.options import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,8 +33,8 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
     works = seen(probe.build(point))
     if not by_bytes:
         last = {"product": "product_tn", "attention_both": "attention_backward"}.get(kind, kind)
-        before = [Work("attention", dtype, point)] if kind == "attention_both" else []
-        assert works == [*before, Work(last, dtype, point)] and probe.size(point) > 0
+        before = [KernelWork("attention", dtype, point)] if kind == "attention_both" else []
+        assert works == [*before, KernelWork(last, dtype, point)] and probe.size(point) > 0
         return
     *others, work = works
     own = "fp32" if kind.startswith("int8_") else dtype
@@ -329,13 +329,13 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return found
 
 
-def a_probe(name: str, error: Exception | None = None) -> Probe:
+def a_probe(name: str, error: Exception | None = None) -> TimingProbe:
     def build(point: tuple[int, ...]) -> Call:
         if error is not None:
             raise error
         return lambda: None
 
-    return Probe(name, {"bytes": [64]}, build, lambda point: point[0])
+    return TimingProbe(name, {"bytes": [64]}, build, lambda point: point[0])
 
 
 def on_cpu() -> CpuStopwatch:
@@ -363,7 +363,7 @@ def test_what_fails_is_named_and_the_rest_measured(parts: dict[str, object]) -> 
 def test_nothing_is_begun_after_the_budget(
     parts: dict[str, object], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    def grid_of(watch: object, probe: Probe) -> Grid:
+    def grid_of(watch: object, probe: TimingProbe) -> Grid:
         clock.now += 6.0
         return Grid(axes={"bytes": [1]}, seconds=[1.0])
 
@@ -393,13 +393,13 @@ def test_a_few_figures_are_said() -> None:
     named = {"product.bf16": product, "product_nn.bf16": product, "gelu.fp32": product}
     named |= {name: Grid(axes={"bytes": [2**24]}, seconds=[2**24 / 5e9]) for name in ("add.fp32", "to_host.bytes")}
     rate = 2 * 4096 * 1024 * 1024 / product.time(4096, 1024, 1024) / 1e12
-    assert calibrate.in_words(constants(grids=named, host={"operation": 2.46e-6})) == [
+    assert calibrate.constants_lines(constants(grids=named, host={"operation": 2.46e-6})) == [
         f"rate    products in bf16: {rate:.2f} TFLOP/s",
         "rate    add fp32: 5.0 GB/s at 16 MiB",
         "rate    to_host bytes: 5.0 GB/s at 16 MiB",
         "host    2.5 us to queue an operation",
     ]
-    assert calibrate.in_words(constants()) == []
+    assert calibrate.constants_lines(constants()) == []
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -418,9 +418,9 @@ def test_the_constants_are_written_before_a_failure_is_reported(
     wanted = tmp_path / ("mine.json" if named else "calibrations/a-cpu-2-threads.json")
     out = wanted if named else None
     assert calibrate.calibrate("cpu", out, tmp_path, 7.0) == wanted
-    assert read(wanted) == constants(seconds=12.3)
+    assert read_constants(wanted) == constants(seconds=12.3)
     assert f"written {wanted}: 0 kinds of operations in 12 s" in capsys.readouterr().out
     failed.update({"add.fp32": "no kernel", "steps": "no step"})
     with pytest.raises(UserError, match=r"not measured: add\.fp32 \(no kernel\); steps \(no step\)\. The rest is in "):
         calibrate.calibrate("cpu", out, tmp_path, 7.0)
-    assert read(wanted).failed == failed
+    assert read_constants(wanted).failed == failed

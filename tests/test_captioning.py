@@ -16,9 +16,9 @@ from tiny_captioners import WRITERS
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.caption import caption as captioning
-from simpletune.commands.caption.caption import Request, finished, run
+from simpletune.commands.caption.caption import CaptionRequest, add_prefixes, run
 from simpletune.commands.caption.captioner import Captioner
-from simpletune.commands.caption.loading import PRECISIONS, find_captioner, load_captioner, predict
+from simpletune.commands.caption.loading import PRECISIONS, estimate_memory, find_captioner, load_captioner
 from simpletune.commands.caption.record import RECORD, Record
 from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.source import UnusablePicture
@@ -57,8 +57,8 @@ def texts(place: Path) -> dict[str, str]:
     return {file.relative_to(place).as_posix(): file.read_text() for file in sorted(place.rglob("*.txt"))}
 
 
-def request(place: Path, model: Path, **changes: object) -> Request:
-    return Request(place, str(model), **{"device": "cpu", "length": 6, "precision": "fp32", **changes})  # type: ignore[arg-type]
+def request(place: Path, model: Path, **changes: object) -> CaptionRequest:
+    return CaptionRequest(place, str(model), **{"device": "cpu", "length": 6, "precision": "fp32", **changes})  # type: ignore[arg-type]
 
 
 def loaded(folder: Path, prompt: str | None = None) -> Captioner:
@@ -147,7 +147,7 @@ def test_predicted_weights_are_those_that_are_loaded(kind: str, precision: str, 
     about, chosen = find_captioner(str(folders[kind])), PRECISIONS[precision]
     model = load_captioner(about, chosen, CPU, None).model
     held = sum({tensor.data_ptr(): tensor.nbytes for tensor in all_tensors(model)}.values())
-    assert predict(about, chosen, 1, 20).weights == held
+    assert estimate_memory(about, chosen, 1, 20).weights == held
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +161,7 @@ def test_int8_keeps_every_linear_layer_in_int8_but_the_last(kind: str, folders: 
 
 def test_a_larger_batch_is_predicted_to_take_more(folders: dict[str, Path]) -> None:
     about = find_captioner(str(folders["qwen"]))
-    one, four = (predict(about, FP32(), batch, 20) for batch in (1, 4))
+    one, four = (estimate_memory(about, FP32(), batch, 20) for batch in (1, 4))
     assert four.work == 4 * one.work and four.weights == one.weights
 
 
@@ -171,7 +171,7 @@ def test_predicted_work_is_what_real_widths_take(name: str, tmp_path: Path) -> N
     import wide_captioners
 
     about, chosen = find_captioner(str(wide_captioners.WRITERS[name](tmp_path / "model"))), PRECISIONS["bf16"]
-    predicted = predict(about, chosen, 1, 8)
+    predicted = estimate_memory(about, chosen, 1, 8)
     captioner = load_captioner(about, chosen, CPU, None)
     with accounting_of(all_tensors(captioner.model)) as accounting:
         captioner.caption([noise(1024, 1024)], 8)
@@ -262,12 +262,12 @@ def test_two_pictures_of_one_name_share_a_caption(folders: dict[str, Path], pict
 
 
 def test_a_models_text_becomes_one_plain_line() -> None:
-    assert finished(" a dog\n\n on\x1b[2J  grass\u202e ", "", "") == "a dog on [2J grass"
-    assert finished("a dog", "a photo of", "sks") == "sks, a photo of a dog"
-    assert finished("a sks dog", "", "sks") == "a sks dog"
-    assert finished("a sks, dog", "", "sks dog") == "a sks, dog"
-    assert finished("a dog", "", "sks dog") == "sks dog, a dog"
-    assert finished("\x00\n", "prefix", "sks") == ""
+    assert add_prefixes(" a dog\n\n on\x1b[2J  grass\u202e ", "", "") == "a dog on [2J grass"
+    assert add_prefixes("a dog", "a photo of", "sks") == "sks, a photo of a dog"
+    assert add_prefixes("a sks dog", "", "sks") == "a sks dog"
+    assert add_prefixes("a sks, dog", "", "sks dog") == "a sks, dog"
+    assert add_prefixes("a dog", "", "sks dog") == "sks dog, a dog"
+    assert add_prefixes("\x00\n", "prefix", "sks") == ""
 
 
 def test_a_damaged_record_loses_no_caption(folders: dict[str, Path], pictures: Path) -> None:

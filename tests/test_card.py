@@ -29,7 +29,7 @@ from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.training.loop import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
@@ -129,7 +129,7 @@ def test_the_front_matter_survives_any_prompt() -> None:
 
 def test_the_snippet_follows_the_model() -> None:
     model = {"transformer": "/home/ann/other", "t5": False, "t5_length": 77, "revision": "main"}
-    source = snippet(config_of(model=model), Request("a", 0))
+    source = snippet(config_of(model=model), PictureRequest("a", 0))
     compile(source, "snippet", "exec")
     for part in (
         f'BASE = "{MEDIUM}"', 'TRANSFORMER = "path/to/other"', "text_encoder_3=None, tokenizer_3=None",

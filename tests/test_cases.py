@@ -201,9 +201,9 @@ def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
     torch.testing.assert_close(weights(halves, 4), weights(whole, 4), rtol=0, atol=0)
 
     config = resolve_folders(validate(data, "reload"))
-    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     optimizer = attach(config, model, text=empty_text_side(config, torch.device("cpu")))
-    checkpoint.restore(checkpoint.find("latest", whole), model, optimizer, config.optimizer)
+    checkpoint.restore(checkpoint.find_checkpoint("latest", whole), model, optimizer, config.optimizer)
     torch.testing.assert_close(trained_parameters(model), weights(whole, 4), rtol=0, atol=0)
     assert all(file.exists() for file in result_files(config.model_copy(update={"name": whole.name}), whole))
 

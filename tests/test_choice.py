@@ -13,16 +13,16 @@ from shared_runs import TrainOnce
 
 from simpletune.apps.cli.main import main
 from simpletune.config.load import ConfigError, validate
-from simpletune.config.validation_schedule import LEAST, MOST, settle_evaluation
+from simpletune.config.validation_schedule import LEAST, MOST, choose_validation_samples
 from simpletune.runs import best_checkpoint
 from simpletune.runs.best_checkpoint import (
     FIDELITY,
     HELD_OUT,
     LAST,
     USER,
-    choose,
-    compared,
+    choose_best,
     is_lower,
+    paired_difference,
     put_choice,
     since_best,
 )
@@ -30,7 +30,7 @@ from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_rows
 from simpletune.runs.report.best_checkpoint import choice_sections
 from simpletune.runs.report.fidelity import fidelity_sections
-from simpletune.runs.report.run_data import RunRecord
+from simpletune.runs.report.run_data import RunData
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader
@@ -51,29 +51,29 @@ def run_of(folder: Path, losses: dict[int, list[float]], saved: list[int] | None
 
 
 def test_lower_means_lower_by_more_than_the_paired_error() -> None:
-    assert compared([1.0, 2.0], [2.0, 4.0]) == (-1.5, 0.5)
+    assert paired_difference([1.0, 2.0], [2.0, 4.0]) == (-1.5, 0.5)
     assert is_lower([1.0, 2.0], [2.0, 4.0])
-    assert not is_lower([1.0, 4.0], [2.0, 4.5]) or compared([1.0, 4.0], [2.0, 4.5])[1] < 0.75
+    assert not is_lower([1.0, 4.0], [2.0, 4.5]) or paired_difference([1.0, 4.0], [2.0, 4.5])[1] < 0.75
     assert not is_lower([1.0, 5.0], [2.0, 4.5])  # -0.25 with an error of 0.75
     assert is_lower([1.0], [1.5]) and not is_lower([1.0], [1.0])
 
 
 def test_the_first_of_equals_is_chosen_and_a_worse_last_is_not(tmp_path: Path) -> None:
     losses = {0: [3.0, 5.0, 4.0], 100: [2.0, 4.0, 3.1], 200: [1.9, 4.1, 3.1], 300: [2.5, 4.6, 3.5]}
-    found = choose(run_of(tmp_path, losses))
+    found = choose_best(run_of(tmp_path, losses))
     assert found is not None and (found.step, found.by) == (100, HELD_OUT)
     for words in ("3 held-out samples", "against the base, lower", "the last, step 300, is higher"):
         assert words in found.why, found.why
 
 
 def test_a_later_and_lower_one_takes_the_place(tmp_path: Path) -> None:
-    found = choose(run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [1.0, 3.1]}))
+    found = choose_best(run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [1.0, 3.1]}))
     assert found is not None and found.step == 200 and "the last" not in found.why
 
 
 def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [0.1, 0.2], 50: [0.2, 0.3], 100: [1.0, 2.0], 150: [0.4, 0.5]}, saved=[100])
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and found.step == 100
     assert "against the base, not lower" in found.why and "150" not in found.why
     assert since_best(run) == 3  # the base is the best, of saved steps or not
@@ -81,20 +81,20 @@ def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) ->
 
 def test_without_held_out_pictures_the_last_is_taken_and_that_is_said(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]}, held_out=False)
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and (found.step, found.by) == (200, LAST) and "validation.split" in found.why
-    assert choose(tmp_path / "nothing") is None
+    assert choose_best(tmp_path / "nothing") is None
 
 
 def test_the_user_s_choice_comes_first(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
     put_choice(run, 200)
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and (found.step, found.by) == (200, USER)
     with pytest.raises(UserError, match="--choose 150: .* no checkpoint of this step. It has 100, 200"):
         put_choice(run, 150)
     put_choice(run, None)
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and found.step == 100
 
 
@@ -110,7 +110,7 @@ def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: py
 def test_a_checkpoint_removed_by_hand_is_passed_over(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [1.5, 2.5]})
     (run / "checkpoints/step-000100").rmdir()
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and found.step == 300
 
 
@@ -133,13 +133,13 @@ def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Pat
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [2.5, 3.5]})
     scored(run, [(None, None, 0.1, 0, 0), (100, 1, 0.5, 0.01, 0.01), (200, 0.8, 0.7, -0.01, 0.02),
                  (200, 1, 0.8, -0.05, 0.02), (300, 1, 0.9, -0.09, 0.01), (400, 1, 0.99, 0.1, 0)])  # fmt: skip
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and (found.step, found.by, found.strength) == (200, FIDELITY, 0.8)
     assert found.suffix == "@200:0.8"
     for words in ("0.700 by dino", "prompt fidelity 0.290 by clip, -0.010 against the base", "of 4 models"):
         assert words in found.why, found.why
     put_choice(run, 300)
-    assert choose(run).step == 300  # type: ignore[union-attr]
+    assert choose_best(run).step == 300  # type: ignore[union-attr]
 
 
 def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path: Path) -> None:
@@ -151,14 +151,14 @@ def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path:
         (300, None, 0.9, -0.3, 0.02),
     ]
     scored(run, rows)
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and (found.step, found.strength) == (
         200,
         1,
     )  # 300 is like the subject, and ignores prompts
     assert "of the 2 that follow prompts best, though none as the base does" in found.why
     scored(run, rows, reads=False)
-    found = choose(run)
+    found = choose_best(run)
     assert found is not None and found.step == 300 and "clip" not in found.why
 
 
@@ -175,12 +175,12 @@ def test_an_evaluation_takes_two_percent_within_bounds(
 ) -> None:
     tiny_config["validation"]["eval_samples"] = asked
     tiny_config["checkpoint"]["every"] = every
-    found = settle_evaluation(validate(tiny_config, "test"), 1.0, steps)
+    found = choose_validation_samples(validate(tiny_config, "test"), 1.0, steps)
     assert (found.samples, found.times) == expected
     assert found.share == pytest.approx(2 * found.samples * found.times / steps)  # two prompts a sample
     assert asked != "auto" or found.share <= 0.02 or found.samples == LEAST
     assert ("more than 2%" in found.in_words()) == (found.samples == LEAST)
-    resumed = settle_evaluation(validate(tiny_config, "test"), 1.0, 10 * steps, before=5)
+    resumed = choose_validation_samples(validate(tiny_config, "test"), 1.0, 10 * steps, before=5)
     assert resumed.samples == 5  # losses stay paired with those before
 
 
@@ -197,19 +197,19 @@ def evaluated_config(tiny_config: dict, **validation: object) -> dict:
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.training.validation_loss import Evaluator
+    from simpletune.training.validation_loss import LossEvaluator
 
     config = evaluated_config(tiny_config, class_prompt="a disc")
     config["adapter"] = {"method": method} | ({"rank": 2} if method == "lora" else {})
     seen: list[dict[str, torch.Tensor]] = []
-    compare = Evaluator._compared
+    compare = LossEvaluator._compared
 
-    def watched(self: Evaluator, transformer, base):
+    def watched(self: LossEvaluator, transformer, base):
         passes = {group: self._passes(transformer, draws) for group, draws in self.groups.items()}
         seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
         return compare(self, transformer, base)
 
-    monkeypatch.setattr(Evaluator, "_compared", watched)
+    monkeypatch.setattr(LossEvaluator, "_compared", watched)
     folder = train(validate(config, "test"))
     base = WeightReader([folder / DRIFT]).get_all()
     rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
@@ -260,11 +260,11 @@ def test_full_fine_tuning_without_the_base_s_predictions_has_a_loss_and_no_drift
 
 
 def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.training.validation_loss import Evaluated, Evaluator
+    from simpletune.training.validation_loss import LossEvaluator, ValidationFigures
 
     losses = {0: 3.0, 2: 2.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.6}
-    given = lambda self, transformer, step: Evaluated(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
-    monkeypatch.setattr(Evaluator, "evaluate", given)
+    given = lambda self, transformer, step: ValidationFigures(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
+    monkeypatch.setattr(LossEvaluator, "evaluate", given)
     folder = train(validate(evaluated_config(tiny_config) | {"train": {"steps": 10}}, "test"))
     assert [step for step, _ in list_checkpoints(folder)] == [4, 10]  # keep_last is 1
     named = find_named(f"{folder}@best")
@@ -278,16 +278,16 @@ def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch:
 def test_training_ends_early_and_is_finished(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from simpletune.training.validation_loss import Evaluated, Evaluator
+    from simpletune.training.validation_loss import LossEvaluator, ValidationFigures
 
     asked: list[int] = []
 
-    def given(self: Evaluator, transformer: object, step: int) -> Evaluated:
+    def given(self: LossEvaluator, transformer: object, step: int) -> ValidationFigures:
         asked.append(step)
         loss = abs(step - 4) + 1.0
-        return Evaluated(loss, [loss, loss + 1])
+        return ValidationFigures(loss, [loss, loss + 1])
 
-    monkeypatch.setattr(Evaluator, "evaluate", given)
+    monkeypatch.setattr(LossEvaluator, "evaluate", given)
     stop = {"early_stop": {"patience": 2, "min_steps": 6}}
     config = validate(evaluated_config(tiny_config, **stop) | {"train": {"steps": 40}}, "test")
     folder = train(config)
@@ -336,7 +336,7 @@ def test_the_report_shows_fidelity_with_intervals_and_pictures(tmp_path: Path) -
     encoders = [{"title": "dino"}, {"title": "clip"}]
     main = {"subject_fidelity": "dino", "prompt_fidelity": "clip"}
     (run / "evaluation.json").write_text(json.dumps({"main": main, "points": points, "encoders": encoders}))
-    record = RunRecord(run, "one", {}, None, [], [], {}, {}, [])
+    record = RunData(run, "one", {}, None, [], [], {}, {}, [])
     (section,) = fidelity_sections([record])
     assert [chart.name for chart in section.charts] == ["fidelity-prompt", "fidelity-drift"]
     base, tuned = section.charts[1].spec["data"]["values"]

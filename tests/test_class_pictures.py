@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.estimate.host_needs import needs_of
-from simpletune.estimate.simulate.simulate_stages import predict_stage, simulate_stages
+from simpletune.estimate.simulate.simulate_stages import simulate_stage, simulate_stages
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.class_pictures import folder_of, requests_of
+from simpletune.training.class_pictures import class_folder, class_requests
 from simpletune.training.loop import prepare_only, train
 
 CLASS = "a flat picture"
@@ -42,7 +42,7 @@ def with_prior(tiny_config: dict, prompt: str = CLASS, **changes: object) -> dic
 def folder(data: dict) -> Path:
     """The folder of a run's class pictures."""
     config = resolve_folders(validate(data, "test"))
-    return folder_of(config, requests_of(config, config.prior))
+    return class_folder(config, class_requests(config, config.prior))
 
 
 def files(data: dict) -> dict[Path, tuple[int, int]]:
@@ -147,7 +147,7 @@ def test_drawing_them_is_predicted_and_counted(tiny_config: dict) -> None:
     assert (
         0 < validating.bytes - drawing.bytes < 3 * trained + 64 * 1024
     )  # the same drawing beside the training's state
-    assert predict_stage(config, "class", (8, 9)).bytes >= drawing.bytes
+    assert simulate_stage(config, "class", (8, 9)).bytes >= drawing.bytes
     needs = needs_of(config, job)
     without = needs_of(validate(data | {"prior": {"method": "none"}}, "test"), job)
     assert needs.counts.samples == without.counts.samples + 3 and needs.counts.prompts == without.counts.prompts + 1

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
-from simpletune.commands.generate.compare import compare, models_to_compare, named
-from simpletune.commands.generate.generate import default_prompt, generate, weights_of
-from simpletune.commands.generate.image_scores import Likeness
+from simpletune.commands.generate.compare import compare, models_to_compare, resolve_weights
+from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
+from simpletune.commands.generate.image_scores import ImageScores
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import open_session
 from simpletune.config.load import validate
@@ -29,7 +29,7 @@ from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.weights import BASE, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE
-from simpletune.stages.png import drawn_as
+from simpletune.stages.png import generation_parameters
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
@@ -77,7 +77,7 @@ def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, c
 def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, capsys) -> None:
     full = runs / "full"
     first, last = checkpoints_of(full)
-    (result,) = named(str(full))
+    (result,) = resolve_weights(str(full))
     kept = without_twins([BASE, result, first, last])
     assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
     assert kept[2].transformer == full / "transformer", (
@@ -90,7 +90,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     name = next(iter(values))
     values[name] = values[name] + 1
     save_file(values, elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
-    models = [*named(str(elsewhere)), *checkpoints_of(elsewhere)]
+    models = [*resolve_weights(str(elsewhere)), *checkpoints_of(elsewhere)]
     assert without_twins(models) == models, "the values decide, not the step"
 
 
@@ -127,7 +127,7 @@ def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None
 
 def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
     with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Write one, as in .*lora:0.8"):
-        named(f"{runs / 'lora'}:abc")
+        resolve_weights(f"{runs / 'lora'}:abc")
 
 
 def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
@@ -136,20 +136,20 @@ def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
     first = generate(parsed(add_arguments, "--run", run, "--prompt", ""))
     second = generate(parsed(add_arguments, "--run", run, "--prompt", "", "--base"))
     assert (first.name, second.name) == ("0001-lora-seed0.png", "0002-base-seed0.png")
-    assert drawn_as(first)["prompt"] == "" and drawn_as(first)["loras"] == [["run", 1.0]]
-    assert drawn_as(second)["loras"] == []
+    assert generation_parameters(first)["prompt"] == "" and generation_parameters(first)["loras"] == [["run", 1.0]]
+    assert generation_parameters(second)["loras"] == []
     with pytest.raises(UserError, match="--out: .*0001-lora-seed0.png exists. .* or add --overwrite"):
         generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first))
-    assert drawn_as(first)["prompt"] == ""
+    assert generation_parameters(first)["prompt"] == ""
     generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first, "--overwrite"))
-    assert drawn_as(first)["prompt"] == "x"
+    assert generation_parameters(first)["prompt"] == "x"
 
 
 def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     first, last = checkpoints_of(runs / "full")
     average = load_file(saved(runs / "full", 4) / checkpoint.AVERAGE)
     assert last.trained == saved(runs / "full", 4) / checkpoint.AVERAGE and first.title == "full step 2"
-    transformer = SD3(pretrained=str(tiny_pipeline)).load_transformer(FP32(), torch.device("cpu"))
+    transformer = SD3(pretrained=str(tiny_pipeline)).load_denoiser(FP32(), torch.device("cpu"))
     parameters = dict(transformer.named_parameters())
     before = parameters["proj_out.weight"].clone()
     overwrite(transformer, last.trained)
@@ -175,14 +175,14 @@ def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, c
 def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     transformer = tmp_path / "a_model"
     shutil.copytree(runs / "full" / "transformer", transformer)
-    assert named("base") == [BASE]
-    assert named(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
-    assert named(str(runs / "full"))[0].transformer == runs / "full" / "transformer"
-    assert named(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
-    assert named(str(transformer))[0].transformer == transformer
+    assert resolve_weights("base") == [BASE]
+    assert resolve_weights(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
+    assert resolve_weights(str(runs / "full"))[0].transformer == runs / "full" / "transformer"
+    assert resolve_weights(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
+    assert resolve_weights(str(transformer))[0].transformer == transformer
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
         with pytest.raises(UserError, match=r"a full model has no strength. Leave out :0.5"):
-            named(f"{place}:0.5")
+            resolve_weights(f"{place}:0.5")
 
 
 def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> None:
@@ -214,7 +214,7 @@ def test_nothing_to_compare_is_said(words, message, runs: Path, tiny_pipeline: P
 def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path, tiny_pipeline: Path) -> None:
     def asked(*words: object) -> tuple:
         args = parsed(add_arguments, *words)
-        return weights_of(open_session(args), args)
+        return choose_weights(open_session(args), args)
 
     name, full = asked("--run", runs / "full", "--full")
     assert (name, full.transformer, full.merged) == ("full", runs / "full" / "transformer", False)
@@ -254,14 +254,14 @@ def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
     with pytest.raises(UserError, match="--dino: .*nowhere does not exist. Give a folder or a hub name"):
-        Likeness("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
+        ImageScores("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
     with pytest.raises(UserError, match="--clip: .* is a dino model. Use one of clip"):
-        Likeness("--clip", str(dino), torch.device("cpu"))
+        ImageScores("--clip", str(dino), torch.device("cpu"))
     (dino / "model.safetensors").rename(tmp_path / "model.safetensors")
     shutil.copy(dino / "config.json", tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"--dino: .* lacks \d+ weights of its model"):
-        Likeness("--dino", str(tmp_path), torch.device("cpu"))
+        ImageScores("--dino", str(tmp_path), torch.device("cpu"))
 
 
 def by_transformers(folder: Path, pictures: list[Image.Image], resized: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ def test_likeness_is_the_papers() -> None:
     images = [pictures.draw(scene, 96) for scene in scenes]
     for option, title, resized in (("--clip", "tiny-clip", 64), ("--dino", "tiny-dino", 73)):
         folder, side = ENCODERS[f"demo:{title}"], 64
-        found = Likeness(option, f"demo:{title}", torch.device("cpu")).of_pictures(images)
+        found = ImageScores(option, f"demo:{title}", torch.device("cpu")).of_pictures(images)
         expected = by_transformers(folder, images, resized)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
         other = by_transformers(folder, images, 73 if resized == side else side)
@@ -302,5 +302,5 @@ def test_prompts_are_likened_as_by_transformers() -> None:
     with torch.no_grad():
         found = AutoModel.from_pretrained(folder).get_text_features(**tokens)
     expected = torch.nn.functional.normalize(found if isinstance(found, torch.Tensor) else found.pooler_output, dim=-1)
-    own = Likeness("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
+    own = ImageScores("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ import re
 import pyarrow as pa
 import pytest
 
-from simpletune.data.streaming.compression import decompressed
+from simpletune.data.streaming.compression import decompress
 from simpletune.data.streaming.remote_files import reaching
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import StoreError
@@ -26,11 +26,11 @@ PACKED = {
 
 @pytest.mark.parametrize("how", PACKED)
 def test_a_file_comes_back_and_damage_is_named(how: str) -> None:
-    assert decompressed(PACKED[how], how, len(PLAIN), "shard.0.mds") == PLAIN
+    assert decompress(PACKED[how], how, len(PLAIN), "shard.0.mds") == PLAIN
     with pytest.raises(UserError, match=r"^data\.path: shard\.0\.mds is damaged: .* Fetch it again"):
-        decompressed(b"\x07" * 60, how, len(PLAIN), "shard.0.mds")
+        decompress(b"\x07" * 60, how, len(PLAIN), "shard.0.mds")
     with pytest.raises(UserError, match=r"^data\.path: shard\.0\.mds is damaged: .* Fetch it again"):
-        decompressed(PACKED[how][:40], how, len(PLAIN), "shard.0.mds")
+        decompress(PACKED[how][:40], how, len(PLAIN), "shard.0.mds")
 
 
 @pytest.mark.parametrize("how", ["gz", "bz2"])
@@ -38,9 +38,9 @@ def test_a_file_larger_than_announced_is_not_unpacked_to_its_end(how: str) -> No
     """One byte more than announced is enough to refuse it."""
     bomb = (gzip.compress if how == "gz" else bz2.compress)(bytes(10**6))
     with pytest.raises(UserError, match="it decompresses to 1,001 bytes instead of 1,000. Fetch it again"):
-        decompressed(bomb, how, 1000, "x")
+        decompress(bomb, how, 1000, "x")
     with pytest.raises(UserError, match="it decompresses to 1,000,000 bytes instead of 2,000,000"):
-        decompressed(bomb, how, 2 * 10**6, "x")
+        decompress(bomb, how, 2 * 10**6, "x")
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
@@ -48,7 +48,7 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
         UserError,
         match=r"x is compressed with 'lzma:6', which is unsupported\. Use zstd, snappy, br, gz, bz2",
     ):
-        decompressed(b"", "lzma:6", 0, "x")
+        decompress(b"", "lzma:6", 0, "x")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.config.stored_configs import read_saved
 from simpletune.data.demo import SHIPPED
-from simpletune.system.options import ConfigError, Option, UserError, first_lines, option_classes, shortened
+from simpletune.system.options import ConfigError, Option, UserError, first_lines, join_names, option_classes
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -397,7 +397,7 @@ def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configurat
     ],
 )
 def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], text: str, lines: list[str]) -> None:
-    assert shortened(names, most=2) == text
+    assert join_names(names, most=2) == text
     assert first_lines(names, most=2) == lines
 
 

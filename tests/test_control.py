@@ -19,7 +19,7 @@ from test_run import run_with, saved_weights
 
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.layers import at_strength
-from simpletune.apps.cli.control import awaited
+from simpletune.apps.cli.control import wait_for_answer
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.estimate import generate_memory as predicted
@@ -35,8 +35,8 @@ from simpletune.runs.control import (
     read_requests,
 )
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.png import drawn_as
-from simpletune.stages.sample import Request
+from simpletune.stages.png import generation_parameters
+from simpletune.stages.sample import PictureRequest
 from simpletune.system import failpoints, signals
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError
@@ -110,7 +110,7 @@ def test_pictures_and_checkpoints_on_request_leave_the_run_in_the_same_bits(
     rows = {row["id"]: row for row in read_drawings(run)}
     assert rows["one"]["prompt"] == new_prompt and rows["one"]["seed"] == 7 and rows["one"]["step"] == 2
     assert rows["half"]["strength"] == 0.5 and rows["half"]["width"] == 16 and rows["half"]["height"] == 32
-    told = drawn_as(run / rows["one"]["file"])
+    told = generation_parameters(run / rows["one"]["file"])
     assert (told["prompt"], told["negative_prompt"], told["weights"]) == (new_prompt, "blue", "step 2")
     assert Image.open(run / rows["half"]["file"]).size == (16, 32)
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monk
 
     honest = requested_pictures.Request
 
-    def request(prompt: str, *rest: object) -> Request:
+    def request(prompt: str, *rest: object) -> PictureRequest:
         return fail() if prompt == "breaks" else honest(prompt, *rest)  # type: ignore[func-returns-value,return-value]
 
     monkeypatch.setattr(requested_pictures, "Request", request)
@@ -385,6 +385,6 @@ def test_the_command_asks_and_prints_the_answer(
     assert "strength: 9.0 does not fit. It must be at most 4" in said.err
     assert "--seed belongs to --draw. Leave it out" in said.err
     (answer,) = read_answers(run)
-    assert awaited(run, answer["id"], 1)["state"] == "done"
+    assert wait_for_answer(run, answer["id"], 1)["state"] == "done"
     with pytest.raises(UserError, match="has ended without an answer"):
-        awaited(run, "another", 1)
+        wait_for_answer(run, "another", 1)

@@ -47,14 +47,14 @@ def place(origin: Place, tmp_path: Path) -> Place:
 @pytest.mark.parametrize("kind", ["bit", "digit"])
 def test_no_change_of_a_single_bit_or_digit_of_a_state_is_accepted(place: Place, kind: str) -> None:
     folder = place.checkpoint(4)
-    checkpoint.read(folder)
+    checkpoint.read_checkpoint(folder)
     file, draw, accepted = folder / checkpoint.STATE, random.Random(1), []
     text = file.read_bytes()
     for _ in range(400):
         changed = changed_state(text, draw, kind)
         file.write_bytes(changed)
         try:
-            checkpoint.read(folder)
+            checkpoint.read_checkpoint(folder)
         except UserError as error:
             assert str(file) in str(error)
         else:
@@ -213,7 +213,7 @@ def test_a_lost_result_of_a_finished_run_is_exported_again(
 
 def test_a_link_to_nothing_in_an_old_checkpoint_does_not_matter(place: Place, tmp_path: Path) -> None:
     DAMAGES["link"](place.stopped().checkpoint(2) / checkpoint.TRAINABLE, random.Random(1))
-    assert disk.size_of(place.run / "checkpoints") > 0
+    assert disk.folder_bytes(place.run / "checkpoints") > 0
     assert place.resume() == 0
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from simpletune.data.samples import make_samples
 from simpletune.data.sources.captions import read_metadata
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.pictures import MAX_PIXELS, cut, decode, picture_size
+from simpletune.data.sources.pictures import MAX_PIXELS, crop_to_bucket, decode, picture_size
 from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.models.shared.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.stages.encode import report_rejected
@@ -260,7 +260,7 @@ def test_damaged_exif_is_a_reason() -> None:
 
 def test_cut_maps_bytes_to_minus_one_to_one() -> None:
     image = Image.fromarray(np.array([[[0, 255, 51]] * 16] * 32, dtype=np.uint8))
-    pixels = cut(image, (16, 32))
+    pixels = crop_to_bucket(image, (16, 32))
     assert pixels.shape == (3, 32, 16)
     assert pixels.dtype == np.float32
     np.testing.assert_allclose(pixels[:, 5, 7], [-1.0, 1.0, -0.6], atol=1e-6)
@@ -271,20 +271,20 @@ def test_cut_stands_where_the_offset_says(offset: tuple[float, float], left: int
     """48x16 in a bucket of 16x16: no scaling, 32 spare columns, no spare rows."""
     image = noise(48, 16)
     expected = np.asarray(image).astype(np.float32).transpose(2, 0, 1)[:, :, left : left + 16] / 127.5 - 1
-    np.testing.assert_array_equal(cut(image, (16, 16), offset), expected)
+    np.testing.assert_array_equal(crop_to_bucket(image, (16, 16), offset), expected)
 
 
 def test_cut_of_a_tall_picture_takes_the_offset_of_the_height() -> None:
     image = noise(16, 48)
     expected = np.asarray(image).astype(np.float32).transpose(2, 0, 1)[:, 8:24] / 127.5 - 1
-    np.testing.assert_array_equal(cut(image, (16, 16), (0.9, 0.25)), expected)
+    np.testing.assert_array_equal(crop_to_bucket(image, (16, 16), (0.9, 0.25)), expected)
 
 
 def test_cut_centres_by_default_and_mirrors_when_asked() -> None:
     image = noise(70, 33)
-    centre = cut(image, (32, 32))
-    np.testing.assert_array_equal(centre, cut(image, (32, 32), (0.5, 0.5)))
-    np.testing.assert_array_equal(cut(image, (32, 32), flip=True), centre[:, :, ::-1])
+    centre = crop_to_bucket(image, (32, 32))
+    np.testing.assert_array_equal(centre, crop_to_bucket(image, (32, 32), (0.5, 0.5)))
+    np.testing.assert_array_equal(crop_to_bucket(image, (32, 32), flip=True), centre[:, :, ::-1])
     assert not np.array_equal(centre, centre[:, :, ::-1])
 
 
@@ -292,7 +292,7 @@ def test_cut_scales_to_cover_the_bucket() -> None:
     """Left half black, right half white, twice as wide as high: the centre square keeps the edge in its middle."""
     pixels = np.zeros((50, 100, 3), dtype=np.uint8)
     pixels[:, 50:] = 255
-    got = cut(Image.fromarray(pixels), (32, 32))
+    got = crop_to_bucket(Image.fromarray(pixels), (32, 32))
     np.testing.assert_allclose(got[:, :, :12], -1, atol=0.02)
     np.testing.assert_allclose(got[:, :, -12:], 1, atol=0.02)
 
@@ -305,7 +305,7 @@ def test_the_narrowest_pictures_are_cut_without_scaling_them_whole(
     resize = Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda self, to, *rest: (asked.append(to), resize(self, to, *rest))[1])
     bucket = nearest_bucket(size, 64, 4.0)
-    pixels = cut(noise(*size), bucket, (0.999, 0.999))
+    pixels = crop_to_bucket(noise(*size), bucket, (0.999, 0.999))
     assert pixels.shape == (3, bucket[1], bucket[0])
     assert pixels.std() > 0 or size == (1, 1)
     assert max(width * height for width, height in asked) <= 8 * 64 * 64
@@ -316,7 +316,7 @@ def test_what_is_cut_before_scaling_is_what_would_be_cut_after() -> None:
     ramp = np.repeat(np.linspace(0, 255, 2000)[:, None], 20, axis=1)
     image = Image.fromarray(np.repeat(ramp[:, :, None], 3, axis=2).astype(np.uint8))
     whole = np.asarray(image.resize((32, 3200), Image.Resampling.LANCZOS))[1584:1616] / 127.5 - 1
-    np.testing.assert_allclose(cut(image, (32, 32)), whole.transpose(2, 0, 1), atol=1.01 / 127.5)
+    np.testing.assert_allclose(crop_to_bucket(image, (32, 32)), whole.transpose(2, 0, 1), atol=1.01 / 127.5)
 
 
 # Captions

@@ -18,9 +18,9 @@ from PIL import Image
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.pictures import decode, picture_size
-from simpletune.data.sources.source import Rejected, Scan, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
 from simpletune.data.sources.table import Table
-from simpletune.data.sources.walk import MAX_BYTES, printable, read_regular, walk
+from simpletune.data.sources.walk import MAX_BYTES, printable_name, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.options import UserError
 
@@ -259,12 +259,12 @@ def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> N
     for name in names:
         (tmp_path / name).write_bytes(PICTURE)
     assert {picture.name for picture in scan(tmp_path, prompt="x").pictures} == set(names)
-    assert printable("two\nlines.png") == "two\\nlines.png"
-    assert printable("esc\x1b[2J.png") == "esc\\x1b[2J.png"
-    assert printable("fox 🦊 ä.png") == "fox 🦊 ä.png"
-    assert len(printable("n" * 251 + ".png")) == 120
+    assert printable_name("two\nlines.png") == "two\\nlines.png"
+    assert printable_name("esc\x1b[2J.png") == "esc\\x1b[2J.png"
+    assert printable_name("fox 🦊 ä.png") == "fox 🦊 ä.png"
+    assert len(printable_name("n" * 251 + ".png")) == 120
     with pytest.raises(UserError) as error:
-        report_rejected([Rejected(name, "why") for name in names], Folder(path="x"))
+        report_rejected([RejectedEntry(name, "why") for name in names], Folder(path="x"))
     assert len(str(error.value).splitlines()) == len(names) + 2
 
 

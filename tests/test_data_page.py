@@ -18,7 +18,14 @@ from web_pages import open_pages
 from simpletune.apps.web import data_jobs, processes
 from simpletune.apps.web.data_jobs import caption_words
 from simpletune.apps.web.roots import OutsideRoots, make_roots
-from simpletune.commands.inspect_data.caption_edits import Edit, Entry, apply, entries_of, preview, tag_counts
+from simpletune.commands.inspect_data.caption_edits import (
+    CaptionedPicture,
+    Edit,
+    apply,
+    preview,
+    read_captions,
+    tag_counts,
+)
 from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_tokenizer
 from simpletune.config.load import validate
 from simpletune.data.demo import vocabulary
@@ -227,8 +234,8 @@ def test_find_and_replace_counts_first_then_writes(client: TestClient, folder: P
 
 
 def test_a_prefix_is_put_once_and_no_caption_is_emptied(folder: Path) -> None:
-    def entries() -> list[Entry]:
-        return entries_of(folder, sorted(folder.rglob("*.[pj][np]g")))
+    def entries() -> list[CaptionedPicture]:
+        return read_captions(folder, sorted(folder.rglob("*.[pj][np]g")))
 
     found = preview(Edit("prefix", "", "sks,"), entries())
     assert len(found.changes) == 3 and apply(found, found.fingerprint).written == 3
@@ -241,7 +248,7 @@ def test_a_prefix_is_put_once_and_no_caption_is_emptied(folder: Path) -> None:
 
 
 def test_a_caption_that_changes_during_an_edit_is_left_and_named(folder: Path) -> None:
-    found = preview(Edit("replace", "red", "blue"), entries_of(folder, sorted(folder.rglob("*.[pj][np]g"))))
+    found = preview(Edit("replace", "red", "blue"), read_captions(folder, sorted(folder.rglob("*.[pj][np]g"))))
     (folder / "a.txt").write_text("now")
     done = apply(found, found.fingerprint)
     assert done.written == 1 and len(done.left) == 1 and "a.txt was changed" in done.left[0]

@@ -17,8 +17,8 @@ from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.duplicate_groups import EACH, GROUPS, SIDE, look_alikes
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
-from simpletune.commands.inspect_data.scan import TILE, DatasetReport, evenly_spaced
-from simpletune.commands.inspect_data.text import text
+from simpletune.commands.inspect_data.scan import TILE, DatasetReport, spread_indices
+from simpletune.commands.inspect_data.text import format_report
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.data.sources.source import UnusablePicture
@@ -98,7 +98,7 @@ def test_the_text_says_what_leaks_and_hints() -> None:
     found = DatasetReport(
         "x", "y", [], [], {}, near=[["a.png", "b.png"], ["c.png", "d.png"]], held_out=["a.png"], hints=("look here",)
     )
-    lines = text(found).splitlines()
+    lines = format_report(found).splitlines()
     (leak,) = [line for line in lines if line.startswith("leak")]
     assert "a.png, b.png" in leak and "c.png" not in leak
     assert [line for line in lines if line.startswith("hint")] == ["hint       look here"]
@@ -149,7 +149,7 @@ def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pyt
     assert main(["data", config, "--out", str(tmp_path / "out"), "--pictures", "3"]) == 0
     page = (tmp_path / "out" / "data.html").read_text()
     assert page[page.index("As training sees them") :].count("<img ") == 3
-    assert evenly_spaced(10, 3) == [0, 3, 6] and evenly_spaced(2, 5) == [0, 1] and evenly_spaced(5, 0) == []
+    assert spread_indices(10, 3) == [0, 3, 6] and spread_indices(2, 5) == [0, 1] and spread_indices(5, 0) == []
 
 
 def test_nothing_usable_is_exit_2_with_the_reasons(

@@ -19,7 +19,7 @@ import reduction as reference
 
 from simpletune.config.load import validate
 from simpletune.stages.step import reduction
-from simpletune.stages.step.assignment import Share, leaves
+from simpletune.stages.step.assignment import RankMicroBatches, leaves
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.reduction import TreeSum, top_of_tree
 from simpletune.system.options import ConfigError
@@ -34,7 +34,7 @@ def test_exact_shares_are_the_reference_s_aligned_subtrees(areas: list[int], pro
     if processes > 2 ** reference.width_of(len(areas)):
         processes = 1
     for process in range(processes):
-        found = Share(process, processes, exact=True).of(areas)
+        found = RankMicroBatches(process, processes, exact=True).of(areas)
         assert found == reference.share(areas, process, processes)
 
 
@@ -42,7 +42,7 @@ def test_exact_shares_are_the_reference_s_aligned_subtrees(areas: list[int], pro
 def test_every_micro_batch_has_one_process_and_no_process_is_far_heavier(
     areas: list[int], processes: int, exact: bool
 ) -> None:
-    shares = [Share(process, processes, exact).of(areas) for process in range(processes)]
+    shares = [RankMicroBatches(process, processes, exact).of(areas) for process in range(processes)]
     assert Counter(place for share in shares for place in share) == Counter(range(len(areas)))
     weights = [sum(areas[place] for place in share) for share in shares]
     assert max(weights) - min(weights) <= max(areas)
@@ -51,8 +51,8 @@ def test_every_micro_batch_has_one_process_and_no_process_is_far_heavier(
 
 def test_one_process_takes_them_in_their_order_unless_it_sums_exactly() -> None:
     areas = [1, 3, 2, 3, 1]
-    assert Share().of(areas) == [0, 1, 2, 3, 4]
-    assert Share(exact=True).of(areas) == [1, 4, 2, 3, 0]  # ranks 1, 3, 2, 0, 4 at leaves 0, 4, 2, 1, 3
+    assert RankMicroBatches().of(areas) == [0, 1, 2, 3, 4]
+    assert RankMicroBatches(exact=True).of(areas) == [1, 4, 2, 3, 0]  # ranks 1, 3, 2, 0, 4 at leaves 0, 4, 2, 1, 3
     assert leaves(8) == [0, 4, 2, 6, 1, 5, 3, 7] and leaves(0) == [] and leaves(3) == [0, 2, 1]
 
 
@@ -86,7 +86,7 @@ def test_the_sum_is_the_reference_s_bit_for_bit(count: int, dtype: torch.dtype) 
     rounded = [torch.from_numpy(gradients[n]).to(dtype).float().numpy() for n in range(count)]
     expected = torch.from_numpy(reference.tree_sum(rounded, areas))
     compute = Computed(gradients, dtype)
-    order = Share(exact=True).of(areas)
+    order = RankMicroBatches(exact=True).of(areas)
     loss = TreeSum([compute.used, compute.unused]).over([batch_of(place) for place in order], compute)
     assert compute.unused.grad is None and compute.used.grad is not None
     assert compute.used.grad.dtype == dtype
@@ -103,7 +103,7 @@ def test_what_several_processes_add_up_is_what_one_does(areas: list[int], proces
     rows = []
     for process in range(processes):
         compute = Computed(gradients)
-        places = Share(process, processes, exact=True).of(areas)
+        places = RankMicroBatches(process, processes, exact=True).of(areas)
         given = [batch_of(place) for place in places] or [batch_of(0, parts=math.inf)]
         TreeSum([compute.used]).over(given, compute)
         assert compute.used.grad is not None

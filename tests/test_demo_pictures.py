@@ -91,7 +91,7 @@ def test_the_checker_reads_real_pictures(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def share_striped(images: list[Image.Image]) -> float:
-    return sum(checker.read(image).style == "striped" for image in images) / len(images)
+    return sum(checker.read_picture(image).style == "striped" for image in images) / len(images)
 
 
 @pytest.mark.parametrize("style", pictures.STYLES)
@@ -146,8 +146,8 @@ def test_the_checker_says_no_to_other_pictures() -> None:
     for attribute, share in checker.score(images[1:] + images[:1], scenes).items():
         assert share < 0.65, attribute
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
-    assert checker.read(noise).fit < 0.7 < checker.read(images[0]).fit
-    assert checker.read(Image.new("RGB", (64, 64), pictures.BACKGROUNDS["mint"])).fit == 0.0
+    assert checker.read_picture(noise).fit < 0.7 < checker.read_picture(images[0]).fit
+    assert checker.read_picture(Image.new("RGB", (64, 64), pictures.BACKGROUNDS["mint"])).fit == 0.0
     with pytest.raises(ValueError, match="1 pictures for 40 scenes"):
         checker.score(images[:1], scenes)
 
@@ -168,7 +168,7 @@ def test_write_folder_pairs_each_picture_with_its_caption(tmp_path: Path) -> Non
         f"{i:03d}.{kind}" for i in range(9) for kind in ("png", "txt")
     ]
     for index, scene in enumerate(scenes):
-        reading = checker.read(Image.open(tmp_path / "set" / f"{index:03d}.png"))
+        reading = checker.read_picture(Image.open(tmp_path / "set" / f"{index:03d}.png"))
         assert {a: getattr(reading, a) for a in checker.ATTRIBUTES} == vars(scene)
         assert (tmp_path / "set" / f"{index:03d}.txt").read_text().strip() == caption(scene, index, "zorp")
     with pytest.raises(FileExistsError, match="set is not empty"):

@@ -24,7 +24,7 @@ from simpletune.config.load import validate
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.folder import SCORES
-from simpletune.runs.report.content import Section
+from simpletune.runs.report.content import ReportSection
 from simpletune.runs.report.fidelity import _result
 from simpletune.runs.report.single_run import picture_section
 
@@ -141,7 +141,7 @@ def test_licences_of_the_models_on_the_hub() -> None:
 
 def test_a_report_that_cannot_read_scores_says_so(tmp_path: Path) -> None:
     (tmp_path / SCORES).write_text("{")
-    section = Section("fidelity", "Fidelity")
+    section = ReportSection("fidelity", "Fidelity")
     assert _result(SimpleNamespace(folder=tmp_path), section) is None  # type: ignore[arg-type]
     assert SCORES in section.notes[0] and "damaged" in section.notes[0]
 

@@ -25,7 +25,7 @@ from simpletune.engine.memory.attention_workspace import (
 from simpletune.engine.memory.cuda_autocast import IN_FP32, autocast_like_cuda
 from simpletune.engine.memory.kernel_workspace import convolution_workspace, reduction, temporaries
 from simpletune.estimate.simulate.simulate import accounting_like_cuda, simulate
-from simpletune.estimate.simulate.simulate_stages import predict_stage
+from simpletune.estimate.simulate.simulate_stages import simulate_stage
 
 L4 = (8, 9)
 
@@ -120,9 +120,9 @@ def test_a_convolutions_allowance_is_one_copy_of_input_weight_and_output(stride:
 
 def test_the_autoencoders_stages_have_the_allowance(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
-    with_allowance = predict_stage(config, "latents", L4).bytes
+    with_allowance = simulate_stage(config, "latents", L4).bytes
     monkeypatch.setattr("simpletune.engine.memory.kernel_workspace.convolution_workspace", lambda *_: 0)
-    assert predict_stage(config, "latents", L4).bytes < with_allowance
+    assert simulate_stage(config, "latents", L4).bytes < with_allowance
 
 
 def test_norms_under_autocast_are_fp32_as_on_cuda() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from launching import Launcher
 
-from simpletune.data.cache.cache import PLACES, Cache, Share, place_of
+from simpletune.data.cache.cache import PLACES, Cache, KeyRange, place_of
 from simpletune.system import locks
 
 KEYS = [f"prompt {number}" for number in range(60)]
@@ -27,7 +27,7 @@ def reference_owner(key: str, of: int) -> int:
     return digest * of >> 256
 
 
-def fill(cache: Cache, share: Share, together: int, pause: float = 0.0) -> list[str]:
+def fill(cache: Cache, share: KeyRange, together: int, pause: float = 0.0) -> list[str]:
     """Encode what is lacking as the prepare stages do; the keys in the order of their files."""
     made = []
     for group in cache.claimed(cache.lacking(KEYS, share), share, together):
@@ -41,7 +41,7 @@ def fill(cache: Cache, share: Share, together: int, pause: float = 0.0) -> list[
 class Child:
     """A forked process that fills a cache and writes down what it made."""
 
-    def __init__(self, folder: Path, share: Share, together: int = 4, pause: float = 0.01):
+    def __init__(self, folder: Path, share: KeyRange, together: int = 4, pause: float = 0.01):
         self.file = folder.parent / f"made-{share.number}-{os.urandom(4).hex()}"
         self.pid = os.fork()
         if self.pid == 0:
@@ -62,13 +62,13 @@ class Child:
 
 @pytest.mark.parametrize("of", [1, 2, 3, 8])
 def test_the_share_of_a_key_is_its_part_of_all_hashes(of: int) -> None:
-    owners = {key: Share(0, of).owner(key) for key in KEYS}
+    owners = {key: KeyRange(0, of).owner(key) for key in KEYS}
     assert owners == {key: reference_owner(key, of) for key in KEYS}
     assert set(owners.values()) == set(range(of)) and max(map(place_of, KEYS)) < PLACES
 
 
 def test_alone_keys_keep_their_order_within_a_group(tmp_path: Path) -> None:
-    assert fill(Cache(tmp_path / "text" / "a"), Share(), 512) == KEYS
+    assert fill(Cache(tmp_path / "text" / "a"), KeyRange(), 512) == KEYS
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["locks", "no locks"])
@@ -78,7 +78,7 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
     if not locked:
         monkeypatch.setattr(locks.Ranges, "_lock", refuse_to_lock)
     folder = tmp_path / "text" / "a"
-    children = [Child(folder, Share(number, 3)) for number in range(3)]
+    children = [Child(folder, KeyRange(number, 3)) for number in range(3)]
     made, lacked = zip(*(child.end() for child in children), strict=True)
     assert lacked == ([], [], [])
     every = [key for each in made for key in each]
@@ -95,23 +95,23 @@ def refuse_to_lock(*_: object) -> None:
 
 
 def test_processes_of_different_runs_divide_the_keys_too(tmp_path: Path) -> None:
-    children = [Child(tmp_path / "text" / "a", Share()) for _ in range(2)]
+    children = [Child(tmp_path / "text" / "a", KeyRange()) for _ in range(2)]
     made = [child.end()[0] for child in children]
     assert sorted(made[0] + made[1]) == sorted(KEYS) and all(made)
 
 
 def test_a_process_alone_on_its_machine_encodes_the_shares_of_the_others(tmp_path: Path) -> None:
     """Machines that share no folder: each makes a whole cache."""
-    made = fill(Cache(tmp_path / "text" / "a"), Share(1, 4), 4)
+    made = fill(Cache(tmp_path / "text" / "a"), KeyRange(1, 4), 4)
     assert sorted(made) == sorted(KEYS)
 
 
 def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_path: Path) -> None:
     folder = tmp_path / "text" / "a"
-    slow = Child(folder, Share(0, 2), together=30, pause=60)  # claims its share and writes nothing
+    slow = Child(folder, KeyRange(0, 2), together=30, pause=60)  # claims its share and writes nothing
     while not list(folder.parent.parent.glob(".locks/*")):
         time.sleep(0.01)
-    other = Child(folder, Share(1, 2))
+    other = Child(folder, KeyRange(1, 2))
     own = [key for key in KEYS if reference_owner(key, 2) == 1]
     late = time.monotonic() + 20
     while sum(key in Cache(folder) for key in own) < len(own):
@@ -122,20 +122,20 @@ def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_
     os.waitpid(slow.pid, 0)
     made, lacked = other.end()
     assert lacked == [] and sorted(made) == sorted(KEYS)
-    assert fill(Cache(folder), Share(), 4) == []
+    assert fill(Cache(folder), KeyRange(), 4) == []
     cache = Cache(folder)
     cache.file(KEYS[3]).write_bytes(b"damaged")
-    assert fill(Cache(folder), Share(), 4) == [KEYS[3]]
+    assert fill(Cache(folder), KeyRange(), 4) == [KEYS[3]]
     assert not list(folder.glob(".*.part")), "left by the killed process"
 
 
 def test_a_damaged_file_is_set_aside_by_one_process_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "text" / "a"
-    fill(Cache(folder), Share(), 8)
+    fill(Cache(folder), KeyRange(), 8)
     Cache(folder).file(KEYS[5]).write_bytes(b"damaged")
     owner = reference_owner(KEYS[5], 2)
-    assert Cache(folder).lacking(KEYS, Share(1 - owner, 2)) == [] and capsys.readouterr().out == ""
-    assert Cache(folder).lacking(KEYS, Share(owner, 2)) == [KEYS[5]]
+    assert Cache(folder).lacking(KEYS, KeyRange(1 - owner, 2)) == [] and capsys.readouterr().out == ""
+    assert Cache(folder).lacking(KEYS, KeyRange(owner, 2)) == [KEYS[5]]
     assert "encoding it again" in capsys.readouterr().out
 
 

@@ -25,7 +25,7 @@ from simpletune.commands.doctor import card_checks, command, hub_checks, probe, 
 from simpletune.commands.doctor.command import CHECKS, found, private, report
 from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
 from simpletune.commands.doctor.machine import Machine
-from simpletune.commands.doctor.probe import Probe
+from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.options import UserError
 
 GIB = 2**30
@@ -50,7 +50,7 @@ STEPS = {
 MEMINFO = "MemTotal: {} kB\nMemAvailable: {} kB\n"
 
 
-class FakeProbe(Probe):
+class FakeProbe(ProbeProcess):
     def __init__(self, answers: Mapping[str, dict[str, Any]]):
         super().__init__()
         self.given = answers
@@ -267,7 +267,7 @@ def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
     ],
 )
 def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: str, text: str) -> None:
-    finding = step_checks.judged("20 steps", {**STEPS, **changes})
+    finding = step_checks.judge_steps("20 steps", {**STEPS, **changes})
     assert finding.level == level and text in f"{finding.value} {finding.why}"
 
 
@@ -278,11 +278,11 @@ def test_steps_that_fail_are_a_problem() -> None:
 
 
 def test_bf16_is_computed_where_it_exists() -> None:
-    from simpletune.commands.doctor.probe_steps import config_of
+    from simpletune.commands.doctor.probe_steps import probe_config
 
-    assert config_of("int8", (8, 9)).precision.compute == config_of("bf16", None).precision.compute == "bf16"
-    assert config_of("int8", (7, 5)).precision.compute == config_of("bf16", (7, 5)).precision.compute == "fp16"
-    assert config_of("fp32", (8, 9)).precision.compute == config_of("fp32", (7, 5)).precision.compute == "fp32"
+    assert probe_config("int8", (8, 9)).precision.compute == probe_config("bf16", None).precision.compute == "bf16"
+    assert probe_config("int8", (7, 5)).precision.compute == probe_config("bf16", (7, 5)).precision.compute == "fp16"
+    assert probe_config("fp32", (8, 9)).precision.compute == probe_config("fp32", (7, 5)).precision.compute == "fp32"
 
 
 # Nothing ends the examination
@@ -324,7 +324,7 @@ for line in sys.stdin:
 
 
 def test_a_library_that_crashes_or_hangs_does_not_end_the_doctor() -> None:
-    asked = Probe((sys.executable, "-c", textwrap.dedent(CHILD)), seconds=1.0)
+    asked = ProbeProcess((sys.executable, "-c", textwrap.dedent(CHILD)), seconds=1.0)
     try:
         first = asked.ask("one")
         assert asked.ask("two")["pid"] == first["pid"]
@@ -352,7 +352,7 @@ def test_an_exception_in_the_child_is_the_answer(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Machine(Probe(), folders={"runs": tmp_path / "new" / "runs"})
+    here = Machine(ProbeProcess(), folders={"runs": tmp_path / "new" / "runs"})
     disk, free = here.free(tmp_path / "new" / "runs")
     assert disk == tmp_path.stat().st_dev and free > 0
     here.require_writable(tmp_path / "new")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.adapters.methods.dora import Dora, dora_layers
 from simpletune.adapters.methods.dora_layers import DoraLayer, rescaled, squared_norms
-from simpletune.adapters.methods.layers import base_of
+from simpletune.adapters.methods.layers import innermost_layer
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.plain import FP32
@@ -55,7 +55,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 def expected(layer: DoraLayer, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Output, and gradients of A, B, m and x, for the sum of the output times a fixed weighting."""
-    base: Any = base_of(layer)
+    base: Any = innermost_layer(layer)
     w, bias = weight_of(base), None if base.bias is None else base.bias.double()
     parameters = layer.lora_A.weight, layer.lora_B.weight, layer.magnitude
     a, b, m = (parameter.detach().double().requires_grad_() for parameter in parameters)
@@ -85,14 +85,14 @@ def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias
     for parameter, gradient in zip(ours, gradients, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max())
-    w = weight_of(base_of(layer))
+    w = weight_of(innermost_layer(layer))
     m = layer.magnitude.detach().double()
     merged = dora_oft.dora(w, layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double(), SCALE, m)
     layer.scaling["default"] = 0.4
     shape = (OUT, IN, 1, 1) if kind == "conv" else (OUT, IN)
     half = layer.merged(w.float().view(shape)).double().view(OUT, IN)
     torch.testing.assert_close(half, w + 0.4 * (merged - w), rtol=1e-5, atol=1e-6)
-    base: Any = base_of(layer)
+    base: Any = innermost_layer(layer)
     wide, offset = x.detach().double(), None if base.bias is None else base.bias.double()
     bent = F.conv2d(wide, half[..., None, None], offset) if kind == "conv" else F.linear(wide, half, offset)
     torch.testing.assert_close(layer(x.detach()).double(), bent, rtol=1e-5, atol=1e-5)

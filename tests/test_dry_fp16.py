@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.devices import BF16_FROM
 from simpletune.training.loop import train
 
@@ -38,13 +38,13 @@ def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
 ) -> None:
     """CUDA itself raises where the host waits in a step, from the third on; whole-device waits are counted."""
     waits: list[int] = []
-    honest, steps, synchronize = StepCore.step, [], torch.cuda.synchronize
+    honest, steps, synchronize = TrainStep.step, [], torch.cuda.synchronize
 
     def waited(*args: Any) -> None:
         waits.append(len(steps))
         synchronize(*args)
 
-    def step(self: StepCore, *args: Any) -> Any:
+    def step(self: TrainStep, *args: Any) -> Any:
         if self.accelerator.device.type != "cuda":  # the prediction's step on fake tensors
             return honest(self, *args)
         steps.append(self)
@@ -56,7 +56,7 @@ def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
             monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     AcceleratorState._reset_state(reset_partial_state=True)  # fixtures may have fixed the CPU
     data = copy.deepcopy(tiny_config)
     if "adapter" in CASES[case]:

@@ -13,11 +13,11 @@ from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
 from simpletune.engine.memory.attention_workspace import attention_kernel
 from simpletune.estimate.job_estimate import CONTEXT, needed
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import UserError
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-L4 = card_of("L4")
+L4 = find_card("L4")
 FILES = sorted(RESULTS.glob("dry-*/memory.json"))
 CHEAP = ("LoRA r16 fp32, bf16 products", "pictures to latents, 512 px", "LoRA r16 bf16, resident modulation")
 
@@ -31,7 +31,7 @@ def sizes_of(starts: Path) -> list[str]:
 
 
 def card_in(file: Path) -> Card:
-    return card_of(file.parent.name.removeprefix("dry-"))
+    return find_card(file.parent.name.removeprefix("dry-"))
 
 
 def test_the_l4_has_sixty_rows_and_more_and_each_is_a_configuration() -> None:
@@ -48,7 +48,7 @@ def test_the_l4_has_sixty_rows_and_more_and_each_is_a_configuration() -> None:
 
 @pytest.mark.parametrize("name", ["T4", "A100-40GB", "RTX3090", "H100", "RTX5090"])
 def test_other_cards_have_rows_of_their_own(name: str) -> None:
-    card = card_of(name)
+    card = find_card(name)
     rows = dry_rows.rows_of(card.capability)
     assert 3 <= len(rows) < 20
     assert card.has_bf16 or all(config_of(row).precision.compute == "fp32" for row in rows.values())

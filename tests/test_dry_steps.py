@@ -18,7 +18,7 @@ from simpletune.engine.memory.copy_stream import PinnedPages
 from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.tensors import all_tensors
 from simpletune.stages import load
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 
 pytestmark = pytest.mark.dry
 WATCHED = ("synchronisations", "cudaDeviceSynchronize", "pageable_copies", "cudaHostAlloc", "cuMemCreate")
@@ -32,9 +32,9 @@ class Steps:
         self.inside: list[dict[str, int]] = []
         self.begun: list[dict[str, int]] = []
         self.parameters = 0
-        honest = StepCore.step
+        honest = TrainStep.step
 
-        def step(core: StepCore, batches: list[Any], *arguments: Any) -> Any:
+        def step(core: TrainStep, batches: list[Any], *arguments: Any) -> Any:
             if type(batches[0].z_0) is not torch.Tensor:  # the prediction's step, on fake tensors
                 return honest(core, batches, *arguments)
             before = {name: count(name) for name in WATCHED}
@@ -44,7 +44,7 @@ class Steps:
             self.inside.append({name: count(name) - before[name] for name in WATCHED})
             return done
 
-        patch.setattr(StepCore, "step", step)
+        patch.setattr(TrainStep, "step", step)
 
     def work(self, name: str) -> list[int]:
         """Within each warm step."""

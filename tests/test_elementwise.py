@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
 from simpletune.engine.kernels import adaln_operators
-from simpletune.engine.kernels.adaln import Gated, Modulation, add_gated, modulated
+from simpletune.engine.kernels.adaln import Gated, ScaleShift, add_gated, modulated
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.kernel_workspace import temporaries
-from simpletune.estimate.timing.work import Work, works_of
+from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.models.sd3.joint_block import JointBlock, use_joint_blocks
 from simpletune.system.options import UserError
 
@@ -136,7 +136,7 @@ def test_a_saved_tensor_is_the_input_and_nothing_wide() -> None:
     rows = torch.randn(2, 96, dtype=torch.bfloat16).chunk(3, dim=1)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        modulated(x, Gated(x * 2, rows[0]), [Modulation(*rows[1:])], 1e-6)
+        modulated(x, Gated(x * 2, rows[0]), [ScaleShift(*rows[1:])], 1e-6)
     sides = sorted((tuple(each.shape), each.dtype) for each in saved if each.dim() == 3 or each.dtype == torch.float32)
     assert sides == [((2, 6), torch.float32), ((2, 6), torch.float32), ((2, 6, 32), torch.bfloat16)]
 
@@ -151,7 +151,7 @@ def test_the_sums_and_gradients_are_those_of_the_papers(dtype: torch.dtype) -> N
     weights = [torch.randn(2, 7, 24, generator=generator) for _ in range(3)]
 
     x, y, gate, scale, shift = given
-    total, (out,) = modulated(x, Gated(y, gate), [Modulation(scale, shift)], 1e-6)
+    total, (out,) = modulated(x, Gated(y, gate), [ScaleShift(scale, shift)], 1e-6)
     (last,) = add_gated((total, Gated(out, gate)))
     found = [total, out, last]
     wide = gated_sum(*exact[:3])
@@ -167,7 +167,7 @@ def test_the_sums_and_gradients_are_those_of_the_papers(dtype: torch.dtype) -> N
 def test_unlike_types_take_torchs_operators() -> None:
     x, rows = torch.randn(1, 3, 8), torch.randn(2, 1, 8, dtype=torch.bfloat16)
     with Counted() as counted:
-        _, (out,) = modulated(x, None, [Modulation(*rows)], 1e-6)
+        _, (out,) = modulated(x, None, [ScaleShift(*rows)], 1e-6)
         (total,) = add_gated((x, Gated(x, rows[0])))
     assert out.dtype == total.dtype == torch.float32
     assert not counted.names["modulate"] and not counted.names["add_gated"]
@@ -208,23 +208,25 @@ def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
         return list(works_of(op.default, args, {}, op(*args)))
 
     assert moved(ops.modulate, x, y, gate, [scale], [shift], 1e-6) == [
-        Work("norm", "bf16", (4 * whole + 3 * row + 2 * 4 * b * n,))
+        KernelWork("norm", "bf16", (4 * whole + 3 * row + 2 * 4 * b * n,))
     ]
     back = ([grad], [x, None, gate, total], [scale], statistics, 1e-6, False)
-    assert moved(ops.modulate_backward, *back) == [Work("norm_backward", "bf16", (5 * whole + 2 * row + 8 * b * n,))]
+    assert moved(ops.modulate_backward, *back) == [
+        KernelWork("norm_backward", "bf16", (5 * whole + 2 * row + 8 * b * n,))
+    ]
     trained = ([grad], [x, y, gate, total], [scale], statistics, 1e-6, True)
     parts = 4 * 3 * b * 3 * d  # fp32, of gate, scale and shift, 3 programs a sample
     assert moved(ops.modulate_backward, *trained) == [
-        Work("norm_backward", "bf16", (6 * whole + (2 + 3) * row + 8 * b * n + 2 * parts,))
+        KernelWork("norm_backward", "bf16", (6 * whole + (2 + 3) * row + 8 * b * n + 2 * parts,))
     ]
-    assert moved(ops.add_gated, x, y, gate) == [Work("add", "bf16", (3 * whole + row,))]
-    assert moved(ops.gate_backward, x, None, gate) == [Work("add", "bf16", (2 * whole + row,))]
+    assert moved(ops.add_gated, x, y, gate) == [KernelWork("add", "bf16", (3 * whole + row,))]
+    assert moved(ops.gate_backward, x, None, gate) == [KernelWork("add", "bf16", (2 * whole + row,))]
     terms = temporaries()
     assert terms[ops.modulate_backward.default](*back) == 0 == terms[ops.gate_backward.default](x, None, gate)
     assert terms[ops.modulate_backward.default](*trained) == parts + 4 * 3 * b * d
     assert terms[ops.gate_backward.default](x, y, gate) == parts // 3 + 4 * b * d
     heads, weight = x.view(b, n, 4, 16), scale[0, :16]
-    assert moved(ops.rms_norm, heads, weight, 1e-6) == [Work("norm", "bf16", (2 * whole + 32,))]
+    assert moved(ops.rms_norm, heads, weight, 1e-6) == [KernelWork("norm", "bf16", (2 * whole + 32,))]
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, True) == 4 * 16 * 3 + 4 * 16
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, False) == 0
 

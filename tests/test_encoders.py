@@ -22,7 +22,7 @@ from simpletune.commands.evaluate.encoders.preprocessing import (
     CLIP,
     HALF,
     IMAGENET,
-    normalised,
+    normalise,
     scaled_and_cut,
     squashed,
 )
@@ -62,19 +62,19 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
             BitImageProcessorPil(
                 size={"shortest_edge": 256}, crop_size=square, resample=3, image_mean=IMAGENET[0], image_std=IMAGENET[1]
             ),
-            normalised([scaled_and_cut(picture, 256, 224)], IMAGENET),
+            normalise([scaled_and_cut(picture, 256, 224)], IMAGENET),
         ),
         "clip": (
             CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size=square),
-            normalised([scaled_and_cut(picture, 224, 224)], CLIP),
+            normalise([scaled_and_cut(picture, 224, 224)], CLIP),
         ),
         "siglip": (
             SiglipImageProcessorPil(size=square, resample=3),
-            normalised([squashed(picture, 224, Image.Resampling.BICUBIC)], HALF),
+            normalise([squashed(picture, 224, Image.Resampling.BICUBIC)], HALF),
         ),
         "siglip2": (
             SiglipImageProcessorPil(size=square, resample=2),
-            normalised([squashed(picture, 224, Image.Resampling.BILINEAR)], HALF),
+            normalise([squashed(picture, 224, Image.Resampling.BILINEAR)], HALF),
         ),
     }
     for name, (theirs, ours) in cases.items():
@@ -86,10 +86,10 @@ def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> No
     picture = photo(90, 60)
     found = {kind: load_encoder(find_encoder(str(folder)), CPU).pixels([picture]) for kind, folder in folders.items()}
     expected = {
-        "dino": normalised([scaled_and_cut(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
-        "dinov2": normalised([scaled_and_cut(picture, 32, 28)], IMAGENET),
-        "clip": normalised([scaled_and_cut(picture, 32, 32)], CLIP),
-        "siglip": normalised([squashed(picture, 32, Image.Resampling.BILINEAR)], HALF),
+        "dino": normalise([scaled_and_cut(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
+        "dinov2": normalise([scaled_and_cut(picture, 32, 28)], IMAGENET),
+        "clip": normalise([scaled_and_cut(picture, 32, 32)], CLIP),
+        "siglip": normalise([squashed(picture, 32, Image.Resampling.BILINEAR)], HALF),
     }
     for kind, pixels in found.items():
         torch.testing.assert_close(pixels, expected[kind], rtol=0, atol=0)

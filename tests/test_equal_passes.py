@@ -9,7 +9,7 @@ import pytest
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import Json
 
 MIXED = ("precision.weights=bf16", "precision.compute=bf16")
@@ -31,9 +31,9 @@ def simulated(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, *, wh
     """Everything that a simulation of four micro-batches says but how long it took, and how many of them ran."""
     words = ["adapter.method=lora", "train.gradient_accumulation=4", "device=cpu", *overrides]
     config = read_for_estimate(Path("configs/demo.json"), words)
-    ran, compute = [], StepCore.compute
+    ran, compute = [], TrainStep.compute
     with monkeypatch.context() as patch:
-        patch.setattr(StepCore, "compute", lambda core, batch: (ran.append(1), compute(core, batch))[1])
+        patch.setattr(TrainStep, "compute", lambda core, batch: (ran.append(1), compute(core, batch))[1])
         if whole:
             patch.setattr(simulate, "count_equal_passes", lambda core, recorder: None)
         report = simulate.simulate(config, recorder=Recorder(cuda=True))

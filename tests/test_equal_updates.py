@@ -22,7 +22,7 @@ from simpletune.estimate.simulate import training_stage
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.optimizer_states import make_states
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
 SHAPES = [(96, 64), (96, 64), (70,), (96, 64), (70,), (64, 96)]
@@ -111,7 +111,7 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     )
     steps, take = [], training_stage.take_steps
     monkeypatch.setattr(training_stage, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
-    card = replace(card_of("L4"), name="Test", found=1.0)
+    card = replace(find_card("L4"), name="Test", found=1.0)
     result, *_ = Search(config, card).fastest()
     predicted = sum(1 for _ in (tmp_path / "search" / "estimates").glob("*-step.json"))
     assert len(steps) == predicted

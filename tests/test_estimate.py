@@ -17,43 +17,43 @@ from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
-from simpletune.estimate.host_needs import Needs
+from simpletune.estimate.host_needs import HostNeeds
 from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
-from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, forecast, print_comparison
+from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
 from simpletune.estimate.simulate.simulate_stages import simulate_stages
 from simpletune.estimate.terminal import bars
-from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, card_of, peak_tflops
+from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
 from simpletune.training.loop import train
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 CUDA = torch.device("cuda")
 SIZE = (64, 64)
 
 
 @pytest.mark.parametrize("text", ["L4", "l4", "nvidia l4", "NVIDIA-L4"])
 def test_a_card_is_found_by_its_name(text: str) -> None:
-    assert card_of(text) == L4
+    assert find_card(text) == L4
 
 
 @pytest.mark.parametrize(("text", "gib"), [("12GiB", 12), ("12 gb", 12), ("7.5G", 7.5)])
 def test_a_card_is_found_by_its_memory(text: str, gib: float) -> None:
-    card = card_of(text)
+    card = find_card(text)
     assert card.gib == gib and 0.95 * gib * GIB < card.bytes < gib * GIB
 
 
 @pytest.mark.parametrize("text", ["", "L5", "RTX30", "0GiB", "4000GiB", "-3GiB", "L4;rm"])
 def test_an_unknown_card_is_refused_with_those_that_are_known(text: str) -> None:
     with pytest.raises(UserError, match="--device"):
-        card_of(text)
+        find_card(text)
 
 
 def test_what_torch_finds_on_cards_is_what_users_were_told() -> None:
     # From users' error messages: "14.75 GiB total capacity" (T4), 22.03 (L4), 11.75 (RTX 3060), 23.68 (RTX 4090).
     told = {"T4": 14.75, "L4": 22.03, "RTX3060-12GB": 11.75, "RTX3060-6GB": 5.80, "RTX4090": 23.68}
     for name, gib in told.items():
-        assert 0.975 * gib < card_of(name).bytes / GIB <= gib, name
+        assert 0.975 * gib < find_card(name).bytes / GIB <= gib, name
     assert len({card.name for card in CARDS}) == len(CARDS)
 
 
@@ -61,7 +61,7 @@ def test_the_card_at_hand_takes_its_speed_from_the_table_and_its_memory_from_the
     card = card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * GIB, (8, 0))
     assert (card.bytes, card.tflops, card.bandwidth) == (79 * GIB, 312, 2039)
     card = card_named_by_driver("NVIDIA GeForce RTX 4090", 24 * GIB - 7, (8, 9))
-    assert (card.bytes, card.tflops) == (24 * GIB - 7, card_of("RTX4090").tflops)
+    assert (card.bytes, card.tflops) == (24 * GIB - 7, find_card("RTX4090").tflops)
     card = card_named_by_driver("NVIDIA GB10", 120 * GIB, (12, 1))
     assert card.bytes == 120 * GIB and card.tflops is None  # not in the table: nothing is guessed
 
@@ -84,7 +84,7 @@ def an_estimate(**stages: int) -> Estimate:
         name: MemorySnapshot(size, {"weights": size}, "backward", "transformer_blocks.1")
         for name, size in stages.items()
     }
-    return Estimate(snapshots, Needs({}, {}, {}, None), (64, 64))
+    return Estimate(snapshots, HostNeeds({}, {}, {}, None), (64, 64))
 
 
 def test_a_run_fits_to_the_byte() -> None:
@@ -132,13 +132,13 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
 
 def test_a_kept_prediction_is_for_one_version_of_the_code(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(tiny_config, "test")
-    names = {estimating.key_of_prediction(config, L4.capability, SIZE)}
+    names = {estimating.estimate_key(config, L4.capability, SIZE)}
     monkeypatch.setattr(estimating, "VERSION", estimating.VERSION + 1)
-    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    names.add(estimating.estimate_key(config, L4.capability, SIZE))
     monkeypatch.setattr(estimating, "__version__", "0.0.0")
-    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    names.add(estimating.estimate_key(config, L4.capability, SIZE))
     monkeypatch.setattr(estimating, "version", lambda name: "0.0.0")
-    names.add(estimating.key_of_prediction(config, L4.capability, SIZE))
+    names.add(estimating.estimate_key(config, L4.capability, SIZE))
     assert len(names) == 4
 
 
@@ -147,7 +147,7 @@ def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> 
     tiny_config["precision"]["compute"] = "bf16"
     config = validate(tiny_config, "test")
     volta, ampere, ada, hopper = (
-        estimating.key_of_prediction(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
+        estimating.estimate_key(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
     )
     assert ampere == ada and len({volta, ada, hopper}) == 3
 
@@ -305,21 +305,21 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     whole = estimate(config, L4.capability, SIZE).needed() / MIB
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole - 1), 0))
     with pytest.raises(UserError, match="the cheapest change that fits: ") as refused:
-        forecast(config, CUDA, SIZE)
+        estimate_run(config, CUDA, SIZE)
     assert f"needs {whole:,.0f} MiB and Test 1 has {whole - 1:,.0f}" in str(refused.value)
     change = cheapest_change(config, a_card(whole - 1), 0, SIZE)
     assert change is not None and change[2] <= (whole - 1) * MIB and " ".join(change[0]) in str(refused.value)
-    assert forecast(config, CUDA, SIZE, force=True).needed() / MIB == whole
+    assert estimate_run(config, CUDA, SIZE, force=True).needed() / MIB == whole
     assert "(--force)" in capsys.readouterr().out
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), 0))
-    forecast(config, CUDA, SIZE)
+    estimate_run(config, CUDA, SIZE)
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), MIB))
     with pytest.raises(UserError, match="1 of them in use by other programs"):
-        forecast(config, CUDA, SIZE)
+        estimate_run(config, CUDA, SIZE)
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(510), 0))
     monkeypatch.setattr(forecasting.Search, "fits", lambda self, config: False)
     with pytest.raises(UserError, match="no single change fits"):
-        forecast(config, CUDA, SIZE)
+        estimate_run(config, CUDA, SIZE)
 
 
 def test_a_run_keeps_its_prediction_where_it_is_asked_for(tiny_config: dict, capsys: pytest.CaptureFixture) -> None:

@@ -19,14 +19,14 @@ from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate import evaluate as command
 from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
-from simpletune.commands.evaluate.estimate import predict
+from simpletune.commands.evaluate.estimate import estimate_stages
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
 from simpletune.commands.evaluate.generate import Gallery
-from simpletune.commands.evaluate.plan import points_of, shots_of
+from simpletune.commands.evaluate.plan import evaluated_weights, shots_of
 from simpletune.commands.evaluate.prompts import Prompt
 from simpletune.commands.evaluate.table import lines, main_encoders
 from simpletune.runs.folder import read_scores
-from simpletune.stages.sample import Request, Sampler
+from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.system.options import UserError
 from tests.reference import scores as reference
 
@@ -116,7 +116,7 @@ def test_every_point_has_every_score_and_they_are_the_references(
 
 def test_pres_is_drawn_without_the_token_from_the_noise_of_the_subject() -> None:
     prompts = [Prompt("a zorp dog", "a dog"), Prompt("a cat", "a cat"), Prompt("a zorp dog in snow", "a dog in snow")]
-    shots = shots_of(Request("", 100), prompts, 2)
+    shots = shots_of(PictureRequest("", 100), prompts, 2)
     assert [(shot.request.prompt, shot.request.seed) for shot in shots if not shot.of_class] == [
         ("a zorp dog", 100), ("a zorp dog", 101), ("a cat", 102), ("a cat", 103), ("a zorp dog in snow", 104),
         ("a zorp dog in snow", 105),
@@ -147,10 +147,10 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
 
         monkeypatch.setattr(owner, name, stopping)
 
-    from simpletune.commands.evaluate.encoders.encoder import Encoder
+    from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
 
     counting(Sampler, "latents", 0)
-    counting(Encoder, "of_pictures", 1)
+    counting(ImageEncoder, "of_pictures", 1)
     yield left
 
 
@@ -247,15 +247,15 @@ def test_a_run_without_checkpoints_has_its_result(tiny_config: dict, copy_run: T
     tiny_config["checkpoint"] = {"every": None}
     run = copy_run(tiny_config)
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    assert [(point.step, point.strength) for point in points_of(run, None)] == [(None, None), (4, 1.0)]
+    assert [(point.step, point.strength) for point in evaluated_weights(run, None)] == [(None, None), (4, 1.0)]
     (run / "summary.json").unlink()
     with pytest.raises(UserError, match="has no checkpoint and no result. Continue training it"):
-        points_of(run, None)
+        evaluated_weights(run, None)
 
 
 def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [point.weights.scale for point in points_of(run, [0.0, 0.5, 0.0])] == [1.0, 0.0, 0.5, 0.0, 0.5]
-    assert [point.name(run) for point in points_of(run, [0.5])] == ["base", "tiny@2:0.5", "tiny@4:0.5"]
+    assert [point.weights.scale for point in evaluated_weights(run, [0.0, 0.5, 0.0])] == [1.0, 0.0, 0.5, 0.0, 0.5]
+    assert [point.name(run) for point in evaluated_weights(run, [0.5])] == ["base", "tiny@2:0.5", "tiny@4:0.5"]
     with pytest.raises(SystemExit):
         main(["evaluate", str(run), "--strengths", "nan"])
     assert "nan is not a number, such as 0.8" in capsys.readouterr().err
@@ -271,9 +271,13 @@ def test_only_a_whole_run_is_evaluated(run: Path, encoders: list[str], tmp_path:
 def test_a_full_model_has_no_strength(tiny_config: dict, copy_run: TrainOnce) -> None:
     tiny_config |= {"adapter": {"method": "full"}, "checkpoint": {"every": 2}}
     run = copy_run(tiny_config)
-    assert [(point.step, point.strength) for point in points_of(run, None)] == [(None, None), (2, None), (4, None)]
+    assert [(point.step, point.strength) for point in evaluated_weights(run, None)] == [
+        (None, None),
+        (2, None),
+        (4, None),
+    ]
     with pytest.raises(UserError, match="--strengths: a full model has no strength. Leave them out"):
-        points_of(run, [0.5])
+        evaluated_weights(run, [0.5])
 
 
 def test_encoders_must_be_named_for_a_real_model(run: Path, encoders: list[str], tmp_path: Path) -> None:
@@ -302,13 +306,13 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None
     session = command.open_session(args)
     plan = plan_of(session, args)
-    found = predict(plan, command.encoders_of(False, encoders), 5)
+    found = estimate_stages(plan, command.encoders_of(False, encoders), 5)
     assert set(found) == {"text", "draw", "decode", "eye", "reader"}
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
     monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match="evaluate: text needs .* MiB and tiny has 512 free. Try --resident-blocks 0"):
-        predict(plan, command.encoders_of(False, encoders), 5)
+        estimate_stages(plan, command.encoders_of(False, encoders), 5)
 
 
 class Counted:
@@ -337,7 +341,7 @@ def test_predicted_time_is_that_of_every_operation(
     def found(pictures: int, *words: object) -> dict[str, float]:
         args = parsed(run, "--encoders", *encoders, *words)
         args.run, args.runs, args.model, args.no_t5 = run, None, None, None
-        stages = predict(plan_of(command.open_session(args), args), known, pictures)
+        stages = estimate_stages(plan_of(command.open_session(args), args), known, pictures)
         return {name: stage.seconds for name, stage in stages.items()}
 
     one, ten = found(1, "--steps", "3"), found(10, "--steps", "6")
@@ -348,7 +352,7 @@ def test_predicted_time_is_that_of_every_operation(
 
 def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
     from simpletune.commands.evaluate.estimate import speeds_at_hand
-    from simpletune.estimate.timing.constants import VERSION, Constants, file_of, write
+    from simpletune.estimate.timing.constants import VERSION, Constants, constants_file, write_constants
     from simpletune.estimate.timing.grid import Grid
     from simpletune.system.environment import cpu_name
 
@@ -357,7 +361,7 @@ def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
         version=VERSION, device="a CPU", kind="cpu", capability=None, memory_bytes=None, threads=threads,
         date="2026-11-22", versions="", seconds=1.0, grids={"add.fp32": Grid(axes={"bytes": [4096]}, seconds=[0.5])},
     )  # fmt: skip
-    write(file_of(tmp_path, cpu_name(), threads, "cpu"), constants)
+    write_constants(constants_file(tmp_path, cpu_name(), threads, "cpu"), constants)
     speeds, source = speeds_at_hand(tmp_path, None)
     assert source == "calibrated on a CPU, 2026-11-22" and speeds.seconds("add", "fp32", (4096,)) == 0.5
 
@@ -367,7 +371,7 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     """Of processor time, which other programs do not lengthen much; a quarter before operations were counted."""
     import time
 
-    from simpletune.commands.evaluate.generate import draw_missing
+    from simpletune.commands.evaluate.generate import generate_missing
 
     args = parsed(run, "--encoders", *encoders)
     args.run, args.runs, args.model, args.no_t5 = run, None, None, None
@@ -375,9 +379,9 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     gallery = Gallery(run)
     gallery.folder.mkdir(exist_ok=True)
     count = len(plan.points) * len(plan.shots)
-    stages = predict(plan, command.encoders_of(False, encoders), count)
+    stages = estimate_stages(plan, command.encoders_of(False, encoders), count)
     clock = time.process_time()
-    assert draw_missing(plan, gallery) == count
+    assert generate_missing(plan, gallery) == count
     taken = time.process_time() - clock
     assert 0.4 < (stages["draw"].seconds + stages["decode"].seconds) / taken < 2
 

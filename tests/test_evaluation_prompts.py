@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.commands.evaluate.prompts import Prompt, Words, dreambooth, from_file, prompts_of, without, words_of
+from simpletune.commands.evaluate.prompts import (
+    Prompt,
+    Words,
+    dreambooth,
+    find_prompts,
+    from_file,
+    remove_token,
+    subject_words,
+)
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
@@ -30,35 +38,38 @@ def test_the_benchmarks_prompts_are_the_published_ones(real_data: Path) -> None:
 
 
 def test_the_token_is_drawn_and_not_scored() -> None:
-    found = prompts_of("dreambooth-live", config(), DOG, [])
+    found = find_prompts("dreambooth-live", config(), DOG, [])
     assert found.name == "dreambooth-live" and len(found.prompts) == len(set(found.prompts)) == 25
     assert found.prompts[1] == Prompt("a sks dog in the snow", "a dog in the snow") and found.prompts[1].has_token
     assert found.prompts[-1] == Prompt("a cube shaped sks dog", "a cube shaped dog")
-    assert without("a sks dog, sks, by sksmith and asks", "sks") == "a dog, by sksmith and asks"
-    assert without("a dog", "") == "a dog"
+    assert remove_token("a sks dog, sks, by sksmith and asks", "sks") == "a dog, by sksmith and asks"
+    assert remove_token("a dog", "") == "a dog"
 
 
 @pytest.mark.parametrize(("path", "first"), [("demo:subject", "blick"), ("demo:pictures", "glim")])
 def test_the_demo_names_its_own_words(path: str, first: str) -> None:
     own = config(data={"path": path})
-    found = prompts_of(None, own, words_of(own, None, None), [])
+    found = find_prompts(None, own, subject_words(own, None, None), [])
     assert found.name == "demo, 12 prompts" and len(set(found.prompts)) == 12
     for prompt in found.prompts:
         assert f" {first} " in prompt.text and first not in prompt.scored
         assert set(prompt.scored.replace(",", "").split()) <= set(pictures.words())
-    assert words_of(own, "other", "thing") == Words("other", "thing")
+    assert subject_words(own, "other", "thing") == Words("other", "thing")
 
 
 def test_a_run_is_asked_for_its_own_prompts_or_captions(tiny_pictures: Path) -> None:
     mine = {"path": str(tiny_pictures), "resolution": 32}
     own = config(data=mine, validation={"prompts": ["a sks dog", "a cat", "a sks dog"]})
-    assert words_of(own, None, None) == Words("", "")
-    assert prompts_of(None, own, DOG, ["not this"]).prompts == (Prompt("a sks dog", "a dog"), Prompt("a cat", "a cat"))
+    assert subject_words(own, None, None) == Words("", "")
+    assert find_prompts(None, own, DOG, ["not this"]).prompts == (
+        Prompt("a sks dog", "a dog"),
+        Prompt("a cat", "a cat"),
+    )
     bare = config(data=mine)
     captions = [f"picture {number % 20}" for number in range(40)]
-    assert [each.text for each in prompts_of(None, bare, DOG, captions).prompts] == captions[:16]
+    assert [each.text for each in find_prompts(None, bare, DOG, captions).prompts] == captions[:16]
     with pytest.raises(UserError, match="no prompts and no captions. Give a file, or one of dreambooth-object"):
-        prompts_of(None, bare, DOG, ["", ""])
+        find_prompts(None, bare, DOG, ["", ""])
 
 
 def test_a_file_of_templates(tmp_path: Path) -> None:
@@ -100,4 +111,4 @@ def test_what_is_missing_is_said(name: str, text: str | None, words: Words, mess
         (tmp_path / name).write_text(text)
     wanted = name if name.startswith("dream") else str(tmp_path / name)
     with pytest.raises(UserError, match=message):
-        prompts_of(wanted, config(), words, [])
+        find_prompts(wanted, config(), words, [])

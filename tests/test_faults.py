@@ -26,8 +26,8 @@ from simpletune.engine.optim.rounding import key_draws
 from simpletune.estimate import disk_needs as space
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
-from simpletune.stages.step.batch_loader import Batches
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import disk
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
@@ -205,7 +205,7 @@ def test_the_space_that_is_foreseen_is_what_is_written(tiny_config: dict, tmp_pa
     config = validate(data, "test")
     run = train(config)
     one, result = space.checkpoint_bytes(config)
-    written = disk.size_of(run / "checkpoints" / "step-000004")
+    written = disk.folder_bytes(run / "checkpoints" / "step-000004")
     assert one - space.HEADERS <= written <= one
     assert result <= (run / "pytorch_lora_weights.safetensors").stat().st_size <= result + 20_000
 
@@ -287,18 +287,18 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     """Fill it with {step: what becomes NaN or infinite}; steps are counted as the loop counts them."""
     wanted: dict[int, str] = {}
     now: list[int] = []
-    honest, keyed = StepCore.step, "simpletune.training.loop.key_draws"
+    honest, keyed = TrainStep.step, "simpletune.training.loop.key_draws"
     monkeypatch.setattr(keyed, lambda optimizer, seed, step: (now.append(step), key_draws(optimizer, seed, step)))
 
-    fetched = Batches.fetch
+    fetched = BatchLoader.fetch
 
-    def fetch(self: Batches, step: int) -> list:
+    def fetch(self: BatchLoader, step: int) -> list:
         batches = fetched(self, step)
         if wanted.get(step) == "latents":
             batches[0].z_0[-1, 0, 0, 0] = math.nan
         return batches
 
-    def step(self: StepCore, batches: list, gate: object = None) -> object:
+    def step(self: TrainStep, batches: list, gate: object = None) -> object:
         kind = wanted.get(now[-1])
         if kind not in ("gradient", "nan"):
             return honest(self, batches, gate)
@@ -308,8 +308,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
         finally:
             hook.remove()
 
-    monkeypatch.setattr(StepCore, "step", step)
-    monkeypatch.setattr(Batches, "fetch", fetch)
+    monkeypatch.setattr(TrainStep, "step", step)
+    monkeypatch.setattr(BatchLoader, "fetch", fetch)
     yield wanted
 
 
@@ -478,7 +478,7 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
     monkeypatch.setattr("simpletune.training.validation_pictures.draw", fail)
-    monkeypatch.setattr("simpletune.training.validation_loss.Evaluator.evaluate", fail)
+    monkeypatch.setattr("simpletune.training.validation_loss.LossEvaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
     monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
     monkeypatch.setattr("simpletune.engine.profiling.window.Window.start", fail)

@@ -25,10 +25,10 @@ from simpletune.engine.quant.plain import BF16
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.shapes import sd3_medium_config
-from simpletune.models.sd3.transformer import RandomTensors
+from simpletune.models.sd3.transformer import RandomTransformerTensors
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
-from simpletune.stages.step.train_step import StepCore, assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 
 TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.
@@ -62,12 +62,12 @@ def sd3(config: TrainConfig, **changes: object) -> dict:
     return config.model.known_config() | {"num_layers": 2} | changes
 
 
-def build(config: TrainConfig, shapes: dict) -> StepCore:
-    model = load(shapes, RandomTensors(shapes, 1), config.precision, CPU)
+def build(config: TrainConfig, shapes: dict) -> TrainStep:
+    model = load(shapes, RandomTransformerTensors(shapes, 1), config.precision, CPU)
     return assemble(config, model, SingleProcess(CPU))
 
 
-def counted(config: TrainConfig, core: StepCore, step: bool = True) -> int:
+def counted(config: TrainConfig, core: TrainStep, step: bool = True) -> int:
     """What torch sees; attention in single products, because its counter knows no fused one of the CPU."""
     batches = SyntheticBatches(config, core, (32, 64)).step(0)
     with (
@@ -79,7 +79,7 @@ def counted(config: TrainConfig, core: StepCore, step: bool = True) -> int:
     return counter.get_total_flops()
 
 
-def ours(core: StepCore, shapes: dict, checkpointed: int = 0) -> Flops:
+def ours(core: TrainStep, shapes: dict, checkpointed: int = 0) -> Flops:
     parameters = {name: tuple(p.shape) for name, p in trained_parameters(core.model).items()}
     return sd3_flops(shapes, trained_of(parameters), (32, 64), 2, TEXT, checkpointed)
 

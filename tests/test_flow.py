@@ -10,7 +10,7 @@ import torch
 
 from simpletune.models.objectives.flow import Flow, shift_sigma
 from simpletune.models.objectives.flow_process import flow_loss, interpolate, velocity_target
-from simpletune.system.rng import key_of, reseed_global, stream
+from simpletune.system.rng import random_key, reseed_global, stream
 
 EVEN = (np.arange(4000) + 0.5) / 4000
 
@@ -125,7 +125,7 @@ def test_a_stream_depends_on_every_part_of_its_key() -> None:
     first = [stream(*key).random() for key in keys]
     assert first == [stream(*key).random() for key in keys]
     assert len(set(first)) == len(keys)
-    assert key_of(0, "noise", 1) != key_of(0, "noise", "1")
+    assert random_key(0, "noise", 1) != random_key(0, "noise", "1")
 
 
 def test_global_generators_follow_their_key() -> None:

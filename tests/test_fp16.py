@@ -17,7 +17,7 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.config.compute import compute_to_draw, settle_compute
+from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -33,7 +33,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.runs.report import report_at_end
 from simpletune.stages.step.fp16 import is_overflow
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import ConfigError, UserError, option_classes
 from simpletune.training.loop import train
 
@@ -156,8 +156,8 @@ def test_a_run_begun_in_bf16_is_not_continued_without_it(tiny_config: dict) -> N
     config = validate(tiny_config | {"precision": {"weights": "int8"}}, "auto")
     with pytest.raises(UserError, match="started with precision.compute bf16, which sm_75 lacks.*new run"):
         settle_compute(config, T4, "bf16")
-    assert compute_to_draw(settle_compute(config, L4), T4).precision.compute == "fp16"
-    assert compute_to_draw(settle_compute(config, T4), L4).precision.compute == "fp16"
+    assert compute_to_generate(settle_compute(config, L4), T4).precision.compute == "fp16"
+    assert compute_to_generate(settle_compute(config, T4), L4).precision.compute == "fp16"
 
 
 def test_a_run_begun_in_bf16_over_fp32_weights_goes_on_where_bf16_is(tiny_config: dict) -> None:
@@ -321,15 +321,15 @@ def test_a_step_that_overflows_without_a_scale_is_not_finite() -> None:
 
 
 def test_what_is_nan_by_itself_still_ends_the_run(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.stages.step.batch_loader import Batches
+    from simpletune.stages.step.batch_loader import BatchLoader
 
-    honest = Batches.fetch
+    honest = BatchLoader.fetch
 
-    def fetch(self: Batches, number: int) -> list:
+    def fetch(self: BatchLoader, number: int) -> list:
         batches = honest(self, number)
         return [replace(batch, z_0=batch.z_0 * torch.nan) for batch in batches] if number == 1 else batches
 
-    monkeypatch.setattr(Batches, "fetch", fetch)
+    monkeypatch.setattr(BatchLoader, "fetch", fetch)
     with pytest.raises(UserError, match="step 2: the loss is nan.*cached latents"):
         run()
 
@@ -392,10 +392,10 @@ def test_resuming_repeats_when_a_block_becomes_fp32(
 def test_velocities_with_such_blocks_are_those_of_fp32(
     weights: str, change: str, request: pytest.FixtureRequest, tiny_config: dict
 ) -> None:
-    from simpletune.stages.sample import Request, Sampler
+    from simpletune.stages.sample import PictureRequest, Sampler
 
     tiny_config["model"]["pretrained"] = str(request.getfixturevalue(change))
-    wanted = Request("a red circle", 0, width=32, height=32, steps=3, guidance=2.0)
+    wanted = PictureRequest("a red circle", 0, width=32, height=32, steps=3, guidance=2.0)
     torch.manual_seed(0)
     found = {}
     for compute in ("fp16", "fp32"):
@@ -404,7 +404,7 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
         config = resolve_folders(
             validate(tiny_config | {"precision": {"weights": weights, "compute": compute}}, "draw")
         )
-        model = config.model.load_transformer(config.precision, CPU)
+        model = config.model.load_denoiser(config.precision, CPU)
         width = model.config.joint_attention_dim
         text = torch.randn(20, width, generator=torch.Generator().manual_seed(1))
         pooled = torch.randn(model.config.pooled_projection_dim, generator=torch.Generator().manual_seed(2))
@@ -520,12 +520,12 @@ def test_a_step_reads_nothing_from_the_device(
                 found.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    honest = StepCore.step
+    honest = TrainStep.step
 
-    def step(self: StepCore, *args: object) -> tuple[Tensor, Tensor]:
+    def step(self: TrainStep, *args: object) -> tuple[Tensor, Tensor]:
         with Reads():
             return honest(self, *args)
 
-    monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     run(**sections)
     assert found == []

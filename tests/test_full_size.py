@@ -13,7 +13,7 @@ import tiny_sd15
 from simpletune.config.load import validate
 from simpletune.data.demo import tiny_sd3
 from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
-from simpletune.models.sd15.config import bundled
+from simpletune.models.sd15.config import bundled_configs
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_five_lora_steps_of_sd15_at_256_px(
 ) -> None:
     monkeypatch.setitem(tiny_sd15.TEXT, "sd15", 768)
     pipeline = tiny_sd15.build(tmp_path / "pipeline", "sd15", dtype="bf16")
-    (pipeline / "unet" / "config.json").write_text(json.dumps(bundled()["sd15"]["unet"]))
+    (pipeline / "unet" / "config.json").write_text(json.dumps(bundled_configs()["sd15"]["unet"]))
     (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     config = {
         "name": "full_size", "device": "cpu",

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.header import open_lora
 from simpletune.adapters.files.read import read_lora
 from simpletune.config.load import read_config, validate
@@ -180,8 +180,8 @@ def test_any_bytes_as_a_lora_file(tmp_path: Path, data: bytes) -> None:
         read_header,
         open_lora,
         read_lora,
-        lambda f: in_words(describe(f)),
-        lambda f: in_words(describe(f, False)),
+        lambda f: format_description(describe(f)),
+        lambda f: format_description(describe(f, False)),
     ):
         try:
             read(file)
@@ -192,7 +192,7 @@ def test_any_bytes_as_a_lora_file(tmp_path: Path, data: bytes) -> None:
 def test_a_lora_that_nothing_was_done_to_is_read(tmp_path: Path) -> None:
     file = tmp_path / "lora.safetensors"
     file.write_bytes(with_header(HEADER))
-    assert len(read_lora(file)) == 2 and in_words(describe(file))
+    assert len(read_lora(file)) == 2 and format_description(describe(file))
 
 
 @bounded
@@ -221,7 +221,7 @@ def test_anything_as_the_state_of_a_checkpoint(tmp_path: Path, value: Any) -> No
         value = (with_checksum(state) if isinstance(state, dict) and state else json.dumps(state)).encode()
     (tmp_path / checkpoint.STATE).write_bytes(value)
     with pytest.raises(UserError, match=checkpoint.STATE + " is damaged|trainable.safetensors is missing|is missing"):
-        checkpoint.read(tmp_path)
+        checkpoint.read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("outside", ["../weights", "a/../../weights", "/etc/hostname"])
@@ -238,9 +238,9 @@ def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path: Path, outside: 
         (folder / checkpoint.STATE).write_text(with_checksum(STATE | {"sha256": sums}))
         return folder
 
-    assert checkpoint.read(written(inside)).folder == folder
+    assert checkpoint.read_checkpoint(written(inside)).folder == folder
     with pytest.raises(UserError, match="outside the checkpoint"):
-        checkpoint.read(written(inside | {outside}))
+        checkpoint.read_checkpoint(written(inside | {outside}))
 
 
 @bounded

@@ -44,7 +44,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_conditioning
-from simpletune.models.sd3.transformer import RandomTensors
+from simpletune.models.sd3.transformer import RandomTransformerTensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import detach_modulation
@@ -221,7 +221,7 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
     allocated, parts = [], []
     for on_host in (lambda name: False, is_conditioning):
         before = torch.cuda.memory_allocated()
-        model = load(config, RandomTensors(config, 0), precision, device, on_host=on_host)
+        model = load(config, RandomTransformerTensors(config, 0), precision, device, on_host=on_host)
         allocated.append(torch.cuda.memory_allocated() - before)
         parts.append(model)
     resident, planned = parts
@@ -403,11 +403,11 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
 @pytest.mark.parametrize("on", [False, True])
 def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA itself raises where the host waits, in every step but the first two, which fill caches."""
-    from simpletune.stages.step.train_step import StepCore
+    from simpletune.stages.step.train_step import TrainStep
 
-    honest, steps = StepCore.step, []
+    honest, steps = TrainStep.step, []
 
-    def step(self: StepCore, *args: Any) -> Any:
+    def step(self: TrainStep, *args: Any) -> Any:
         steps.append(self)
         torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
         try:
@@ -415,7 +415,7 @@ def test_no_step_waits_for_the_device(on: bool, tiny_config: dict, monkeypatch: 
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     run = run_on(tiny_config, "cuda", speed={"prefetch": on}, train={"steps": 8})
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["seconds"] > 0 for row in rows)

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.stage_timer import StageTimer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-REQUESTS = [Request("a red disc", seed, "blurry", 32, 32, 4, 3.0) for seed in range(3)]
+REQUESTS = [PictureRequest("a red disc", seed, "blurry", 32, 32, 4, 3.0) for seed in range(3)]
 
 
 @pytest.fixture
 def lora(tiny_pipeline: Path, tmp_path: Path) -> Path:
     """A LoRA with values, on the attention."""
-    transformer = SD3(pretrained=str(tiny_pipeline)).load_transformer(FP32(), torch.device("cpu"))
+    transformer = SD3(pretrained=str(tiny_pipeline)).load_denoiser(FP32(), torch.device("cpu"))
     adapter = Lora(rank=2)
     adapter.attach(transformer, 0)
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def lora(tiny_pipeline: Path, tmp_path: Path) -> Path:
     return adapter.export(transformer, tmp_path, {})
 
 
-def studio_on(device: str, pipeline: Path, cache: Path, speed: DrawingSpeed, **memory: object) -> InferenceSession:
+def studio_on(device: str, pipeline: Path, cache: Path, speed: GenerationSpeed, **memory: object) -> GenerationSession:
     model = SD3(pretrained=str(pipeline), t5_length=8)
     config = TrainConfig(name="x", data=Folder(path="."), precision=FP32(), model=model)
     changes = {
@@ -46,7 +46,7 @@ def studio_on(device: str, pipeline: Path, cache: Path, speed: DrawingSpeed, **m
         "output": config.output.model_copy(update={"cache": str(cache)}),
     }
     config = config.model_copy(update=changes)
-    return InferenceSession(config, None, torch.device(device), device, StageTimer(cuda=device == "cuda"), speed)
+    return GenerationSession(config, None, torch.device(device), device, StageTimer(cuda=device == "cuda"), speed)
 
 
 @pytest.mark.values
@@ -56,7 +56,9 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
     torch.backends.cuda.matmul.allow_tf32 = False
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     drawn = [
-        studio_on(device, tiny_pipeline, tmp_path / device, DrawingSpeed(batch), **options).draw_all(models, REQUESTS)
+        studio_on(device, tiny_pipeline, tmp_path / device, GenerationSpeed(batch), **options).draw_all(
+            models, REQUESTS
+        )
         for device, options in (("cpu", {}), ("cuda", memory))
     ]
     for ours, theirs in zip(*drawn, strict=True):
@@ -66,7 +68,7 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
 
 
 def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    session = studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(2))
+    session = studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(2))
     session.draw(BASE, REQUESTS)
     before = torch.cuda.memory_allocated()
     session.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
@@ -77,7 +79,7 @@ def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path
 def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     plain, compiled = (
-        studio_on("cuda", tiny_pipeline, tmp_path, DrawingSpeed(compiled=on)).draw_all(models, REQUESTS)
+        studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(compiled=on)).draw_all(models, REQUESTS)
         for on in (False, True)
     )
     for a, b in zip(plain, compiled, strict=True):

@@ -21,12 +21,12 @@ from benchmarks.predicted_seconds import (
 from benchmarks.published import PICTURES, RATE, STEP, Row, costs, rows
 from simpletune.config.load import validate
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, StatedSpeeds, _products
+from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, DatasheetSpeeds, _products
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.runs.report import write_report
-from simpletune.system.gpus import CARDS, card_of
+from simpletune.system.gpus import CARDS, find_card
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 
 
 def test_every_row_has_a_source_a_card_and_a_configuration() -> None:
@@ -57,7 +57,7 @@ def test_micro_batches_are_counted_without_simulating_each(tiny_config: dict) ->
     def config_with(count: int):  # noqa: ANN202
         return validate(tiny_config | {"train": {"steps": 1, "gradient_accumulation": count}}, "x")
 
-    speeds = StatedSpeeds(L4)
+    speeds = DatasheetSpeeds(L4)
     for count in (1, 5):
         whole = step_seconds(simulate(config_with(count), capability=L4.capability).sections, speeds).seconds
         assert of_step(config_with(count), speeds)[1] == pytest.approx(whole, rel=0.02)
@@ -80,15 +80,19 @@ def test_what_a_source_does_in_its_step_is_added(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict) -> None:
-    def drawn(steps: int, stores: bool = False, speeds: StatedSpeeds | None = None) -> dict:
+    def drawn(steps: int, stores: bool = False, speeds: DatasheetSpeeds | None = None) -> dict:
         prior = {"method": "class_pictures", "prompt": "a shape", "steps": steps}
-        return pictures(validate(tiny_config | {"prior": prior}, "x"), speeds or StatedSpeeds(L4), stores)
+        return pictures(validate(tiny_config | {"prior": prior}, "x"), speeds or DatasheetSpeeds(L4), stores)
 
     one, two = drawn(10), drawn(20)
     assert two["predicted"] - one["predicted"] == pytest.approx(10 * one["step"], rel=0.05)
     assert drawn(10, stores=True)["predicted"] > one["predicted"]
     config = validate(tiny_config, "x")
-    assert 0 < encoding(config, StatedSpeeds(card_of("H100"))) < encoding(config, StatedSpeeds(card_of("RTX2060")))
+    assert (
+        0
+        < encoding(config, DatasheetSpeeds(find_card("H100")))
+        < encoding(config, DatasheetSpeeds(find_card("RTX2060")))
+    )
 
 
 def test_the_page_shows_predicted_beside_published(tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_products_run_at_rates_that_were_measured() -> None:
 
 def test_convolutions_in_fp32_use_tensor_cores_where_there_are_tf32() -> None:
     work = ("convolution", "fp32", (2**16, 512, 512))
-    a100, v100 = StatedSpeeds(card_of("A100-40GB")), StatedSpeeds(card_of("V100-16GB"))
+    a100, v100 = DatasheetSpeeds(find_card("A100-40GB")), DatasheetSpeeds(find_card("V100-16GB"))
     assert a100.seconds(*work) == pytest.approx(2 * a100.seconds("convolution", "bf16", work[2]), rel=0.01)
     assert v100.seconds(*work) > 5 * v100.seconds("convolution", "fp16", work[2])
 
@@ -142,7 +146,7 @@ def test_served_pictures_are_rows_of_their_own() -> None:
 def test_published_rows_run_diffusers_blocks_and_ours_are_faster() -> None:
     demo = Path("configs/demo.json")
     step = predicted(Row("study", "x", "L4", 1.0, STEP, demo, ()))["step"]
-    speeds = StatedSpeeds(L4)
+    speeds = DatasheetSpeeds(L4)
     assert step > 1.05 * of_step(config_of(demo, (), L4), speeds)[1]
     with diffusers_blocks():
         assert step == of_step(config_of(demo, (), L4), speeds)[1]

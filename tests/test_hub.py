@@ -31,7 +31,7 @@ from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate.encoders.loading import find_encoder
 from simpletune.system.hub import download as hub_download
 from simpletune.system.hub import fetch as ours
-from simpletune.system.hub.errors import clear_errors
+from simpletune.system.hub.errors import explain_hub_errors
 from simpletune.system.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
 from simpletune.system.hub.files import data_set_folder
 from simpletune.system.hub.repository import HubFile, Repository
@@ -487,13 +487,13 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
     ids=["full", "full, hf_xet", "read-only", "odd", "hf_xet", "connection", "timeout"],
 )
 def test_what_the_disk_and_hf_xet_do_in_plain_words(error: Exception, message: str, code: int) -> None:
-    with pytest.raises(UserError, match=message) as told, clear_errors(Repository(NAME)):
+    with pytest.raises(UserError, match=message) as told, explain_hub_errors(Repository(NAME)):
         raise error
     assert told.value.code == code
 
 
 def test_a_name_that_the_hub_does_not_allow() -> None:
-    with pytest.raises(UserError, match="a--b is not a valid name on the hub"), clear_errors(Repository("a--b")):
+    with pytest.raises(UserError, match="a--b is not a valid name on the hub"), explain_hub_errors(Repository("a--b")):
         validate_repo_id("a--b")
 
 

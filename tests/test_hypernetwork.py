@@ -26,26 +26,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.adapters.files.attach import load_loras
-from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.hypernetwork_layer import networks_of
-from simpletune.adapters.methods.hypernetworks.files import read, write, write_a1111
+from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111, write_hypernetwork
 from simpletune.adapters.methods.layers import all_layers
 from simpletune.adapters.methods.lora import OUTPUT, Lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import FP32
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.sd15.config import bundled
+from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.flops import unet_flops
-from simpletune.models.sd15.shapes import parameter_shapes, units_of
+from simpletune.models.sd15.shapes import parameter_shapes, unet_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attach import attach
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
-UNITS = len(units_of(UNETS["sd15"]))
+UNITS = len(unet_units(UNETS["sd15"]))
 PROMPT = "a glim picture of a large blue heart"
 
 
@@ -143,7 +143,7 @@ def test_a_run_starts_near_its_base_with_draws_that_follow_from_the_seed() -> No
 
 def test_sizes_of_the_real_models() -> None:
     for version, width in (("sd15", 768), ("sd2", 1024)):
-        shapes = parameter_shapes(bundled()[version]["unet"])
+        shapes = parameter_shapes(bundled_configs()[version]["unet"])
         assert Hypernetwork().chosen(shapes) == [width]
         assert Hypernetwork().trainable(shapes) == 2 * (4 * width**2 + 3 * width)
         assert sorted(Hypernetwork(widths="all").chosen(shapes)) == sorted([320, 640, 1280, width])
@@ -212,7 +212,7 @@ def file_of(folder: Path, adapter: Hypernetwork, seed: int, name: str = "h") -> 
     """Write networks, and return their fp32 tensors too."""
     model = unet("sd15", FP32())
     states = shaken(model, adapter, seed)
-    file = write(networks_of(model), adapter.structure, folder / f"{name}.safetensors", {"made": "here"})
+    file = write_hypernetwork(networks_of(model), adapter.structure, folder / f"{name}.safetensors", {"made": "here"})
     return file, {w: tuple({n: t.detach() for n, t in s.items()} for s in pair) for w, pair in states.items()}
 
 
@@ -250,7 +250,7 @@ def test_files_draw_at_a_strength_one_after_another_and_with_a_lora(tmp_path: Pa
 def test_the_form_of_other_tools_is_plain_and_draws_the_same(case: str, tmp_path: Path) -> None:
     adapter = CASES[case]
     file, states = file_of(tmp_path, adapter, 5)
-    written = write_a1111(read(file), tmp_path / "h.pt", "mine", 12, "a base")
+    written = write_a1111(read_hypernetwork(file), tmp_path / "h.pt", "mine", 12, "a base")
     reference.require_safe(written)
     content = torch.load(written, weights_only=True)
     assert {key for key in content if type(key) is int} == set(states)
@@ -286,7 +286,7 @@ def test_damaged_files_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
         kept = {name: t for name, t in {**tensors, **change}.items() if t is not None}
         save_file(kept, tmp_path / "x.safetensors", metadata if structure != {"no": 1} else {})
         with pytest.raises(UserError, match=words):
-            read(tmp_path / "x.safetensors")
+            read_hypernetwork(tmp_path / "x.safetensors")
 
     refused({}, "without simpletune_hypernetwork in its header.*Use a file that", no=1)
     for wrong in ({"activation": "no"}, {"layer_structure": [1, 2]}, {"layer_structure": [1, 1e9, 1]}, {"dropout": 1}):
@@ -367,7 +367,7 @@ def test_a_run_is_drawn_inspected_and_exported(
     found = describe(run / OUTPUT)
     assert found["kind"] == "hypernetwork" and found["widths"] == [32, 64] and found["types"] == {"BF16": 16}
     bent, _ = file_of(tmp_path, Hypernetwork(layer_norm=True), 1)
-    assert "wrongly, because it activates the last layer" in in_words(describe(bent))
+    assert "wrongly, because it activates the last layer" in format_description(describe(bent))
 
     pt = tmp_path / "style.pt"
     assert main(["export", str(run), "--format", "a1111", "--out", str(pt)]) == 0

@@ -12,7 +12,7 @@ from import_cases import CASES, LARGE
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers import unsupported_keys
-from simpletune.commands.importers.importing import Imported, form_of, import_file
+from simpletune.commands.importers.importing import ImportResult, form_of, import_file
 from simpletune.commands.importers.kohya_table import ROWS as KOHYA_ROWS
 from simpletune.commands.importers.onetrainer_table import ROWS as ONETRAINER_ROWS
 from simpletune.commands.importers.optimizers import OPTIMIZERS, SCHEDULES
@@ -55,7 +55,7 @@ SOURCES: dict[str, Json] = {
 }
 
 
-def imported(tool: str, folder: Path, settings: Json | None = None, source: Json | None = None) -> Imported:
+def imported(tool: str, folder: Path, settings: Json | None = None, source: Json | None = None) -> ImportResult:
     """Import a configuration of one data set with more settings; None removes one."""
     whole = {**BASES[tool], **(settings or {})}
     whole = {key: value for key, value in whole.items() if value is not None}
@@ -82,7 +82,7 @@ def at(config: Json, path: str) -> object:
     return value
 
 
-def became(found: Imported, key: str) -> set[str]:
+def became(found: ImportResult, key: str) -> set[str]:
     """What became of a key, in whatever section it stood."""
     return {line.became for line in found.lines if line.key == key or line.key.endswith(f".{key}")}
 

@@ -125,7 +125,7 @@ def loaded(tiny_config: dict, **memory: object) -> tuple[nn.Module, torch.optim.
     data = make(tiny_config, True, "loaded", "full", "bf16")
     data["memory"] |= memory
     config = resolve_folders(validate(data, "test"))
-    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     return model, attach(config, model, 1)
 
 
@@ -251,7 +251,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
     data = make(tiny_config, False, "bytes", "lora", dtype, optimizer={"name": optimizer})
     data["adapter"]["rank"] = 64  # matrices of 4096 elements: what is smaller keeps fp32 state
     config = resolve_folders(validate(data, "test"))
-    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     optimizer_ = attach(config, model, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(p.numel() for p in trained) == config.adapter.trainable(config.model.shapes())
@@ -282,7 +282,7 @@ def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None
     exported = load_file(run / "pytorch_lora_weights.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     config = resolve_folders(validate(data, "test"))
-    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     load_lora(model, run / "pytorch_lora_weights.safetensors")
     for name, parameter in model.named_parameters():
         if ".lora_" in name:

@@ -21,7 +21,7 @@ from simpletune.commands.generate import shared_base
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
 from simpletune.commands.generate.image_scores import latent_distance
-from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
 from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
@@ -33,8 +33,8 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
-from simpletune.stages.png import drawn_as
-from simpletune.stages.sample import Request, Sampler, batches, encode_starts
+from simpletune.stages.png import generation_parameters
+from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_starts
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
@@ -68,7 +68,7 @@ def loras(model: SD3, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """Three LoRAs with values: on attention, another there, and one on the modulation too."""
     made = {}
     for seed, (name, targets) in enumerate({"a": "attention", "b": "attention", "all": "all_linear"}.items()):
-        transformer = model.load_transformer(FP32(), CPU)
+        transformer = model.load_denoiser(FP32(), CPU)
         adapter = Lora(rank=2, targets=targets)
         adapter.attach(transformer, seed)
         torch.manual_seed(seed)
@@ -81,8 +81,8 @@ def loras(model: SD3, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return made
 
 
-def requests(count: int = 3, **changes: object) -> list[Request]:
-    made = [Request(PROMPTS[n % 2], n, "blurry", *SIZE, 4, 3.0) for n in range(count)]
+def requests(count: int = 3, **changes: object) -> list[PictureRequest]:
+    made = [PictureRequest(PROMPTS[n % 2], n, "blurry", *SIZE, 4, 3.0) for n in range(count)]
     return [replace(request, **changes) for request in made]
 
 
@@ -121,7 +121,7 @@ def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeli
     pipeline.set_progress_bar_config(disable=True)
     transformer, _ = load_weights(config, BASE, CPU, {(48, 32)})
     for strength in (0.3, 0.75, 1.0):
-        request = Request(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
+        request = PictureRequest(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
         start = encode_starts(pipeline.vae, config.model, [request])[0]
         sampler = Sampler(transformer, config.model, FP32())
         ours = sampler.denoise([request], [text.load(PROMPTS[0])], [text.load("blurry")], start)
@@ -201,7 +201,7 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
 
     monkeypatch.setattr(SharedBase, "use", use)
     monkeypatch.setattr(SD3, "load_vae", load_vae)
-    session = InferenceSession(config, None, CPU, "cpu", StageTimer(cuda=False), DrawingSpeed(batch_size=2))
+    session = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False), GenerationSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
     base, live, fused = session.draw_all(models, requests())
     assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
@@ -256,7 +256,7 @@ def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, her
     assert set(figures["stages"]) >= {"text", "load", "denoise", "decode", "clip"}
     assert {"peak_memory", "device", "precision", "pictures"} <= set(figures)
     pictures = sorted(sheet.parent.glob("*/000.png"))
-    assert len(pictures) == 3 and all(drawn_as(file)["prompt"] == nasty for file in pictures)
+    assert len(pictures) == 3 and all(generation_parameters(file)["prompt"] == nasty for file in pictures)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
     files = sorted(first.parent.glob("*.png"))
     assert [file.name for file in files] == [f"{n + 1:04d}-lora-seed{n % 2}.png" for n in range(4)]
     assert first == files[0]
-    told = drawn_as(files[3])
+    told = generation_parameters(files[3])
     assert (told["prompt"], told["seed"]) == ("a blue star", 1)
     assert told["weights"].endswith("x 0.5, fused") and told["lossy"] == "guidance difference reused for 2 steps"
     assert "lossy: guidance difference reused" in capsys.readouterr().out
@@ -300,7 +300,7 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here: Path, monkeypatch) -> None:
-    monkeypatch.setattr(Int8, "streamable", False)  # as a precision might be that keeps pointers of its own
+    monkeypatch.setattr(Int8, "can_offload", False)  # as a precision might be that keeps pointers of its own
     with pytest.raises(UserError, match=message):
         generate(parsed(add_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
 
@@ -341,7 +341,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
     drawn: list[tuple[int, str, int]] = []
 
-    def drawing_bytes(config: object, largest: Request, precision: SimpleNamespace, batch: int) -> int:
+    def drawing_bytes(config: object, largest: PictureRequest, precision: SimpleNamespace, batch: int) -> int:
         drawn.append((largest.width, precision.weights, batch))
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 

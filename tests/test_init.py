@@ -20,11 +20,11 @@ from simpletune.commands.init.defaults import PROFILES, profile_of
 from simpletune.config.load import read_config, validate
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.split import split_pictures
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
-L4 = card_of("L4")
+L4 = find_card("L4")
 
 
 def write(folder: Path, count: int, side: int = 700, name: str = "{}.png", caption: str | None = None) -> Path:
@@ -68,7 +68,7 @@ def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(
     ],
 )  # fmt: skip
 def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: str, tiny_pictures: Path) -> None:
-    found = suggest(tiny_pictures, device=card_of(card))
+    found = suggest(tiny_pictures, device=find_card(card))
     config = accepted(found.config)
     assert (config["model"]["pretrained"], config["memory"]) == (MEDIUM, {"profile": profile})
     assert "device" not in config and "precision" not in config  # both are left to the machine and the profile
@@ -336,8 +336,8 @@ def test_the_prediction_accepts_it(tiny_pictures: Path, tmp_path: Path, capsys: 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["4GiB", "RTX3070", "T4", "L4"])
 def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(card: str, tiny_pictures: Path) -> None:
-    first = suggest(tiny_pictures, device=card_of(card))
-    found = machine.fitted(first, card_of(card))
+    first = suggest(tiny_pictures, device=find_card(card))
+    found = machine.fit_to_card(first, find_card(card))
     assert found.config == first.config and "predicted: " in why(found, "memory.profile")
 
 
@@ -349,11 +349,11 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
         return "9,000 MiB", tried[-1] == "8gb"
 
     monkeypatch.setattr(machine, "_predicted", predicted)
-    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
-    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert f"predicted not to fit even with every lever of profile {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
 
@@ -364,7 +364,7 @@ def test_a_prediction_that_needs_a_download_is_left_for_later(
         raise UserError("not in the local cache")
 
     monkeypatch.setattr(machine, "_predicted", unknown)
-    found = machine.fitted(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert found.notes[-1].startswith("not predicted (not in the local cache)")
 
 
@@ -442,7 +442,7 @@ def test_only_a_terminal_is_asked(
     monkeypatch.setattr(command, "ask", lambda answers, *rest: asked.append(answers) or answers)
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    wish = command.Wish(tiny_pictures, tmp_path / "a.json", "cpu", quiet=quiet)
+    wish = command.InitOptions(tiny_pictures, tmp_path / "a.json", "cpu", quiet=quiet)
     command.init_command(wish, Answers())
     assert len(asked) == (terminal and not quiet)
 

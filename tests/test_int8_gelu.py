@@ -20,13 +20,13 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.engine.kernels import fallback
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.feed_forward import FeedForwards
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant import int8_gelu, int8_products
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
-from simpletune.estimate.timing.datasheet import StatedSpeeds
-from simpletune.estimate.timing.work import Work, works_of
-from simpletune.system.gpus import card_of
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.system.gpus import find_card
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 WIDTH, ROWS = 16, 40
@@ -123,7 +123,7 @@ def test_gelus_output_takes_no_memory() -> None:
     x = torch.randn(ROWS, WIDTH)
     with Accounting() as accounting, torch.no_grad():
         module(x)
-    small = sum(rounded(part) for part in (ROWS * WIDTH, 4 * ROWS, 4 * ROWS, 4 * ROWS * WIDTH))
+    small = sum(round_to_block(part) for part in (ROWS * WIDTH, 4 * ROWS, 4 * ROWS, 4 * ROWS * WIDTH))
     assert 5 * size <= accounting.peak.bytes <= 5 * size + small + 2048
     x.requires_grad_()
     y = module(x)
@@ -220,22 +220,22 @@ def test_a_prediction_counts_what_one_launch_reads_and_writes() -> None:
     x = torch.randn(100, 64).bfloat16()
     op = torch.ops.simpletune.int8_gelu_rows.default
     (work,) = works_of(op, (x, 0), {}, op(x, 0))
-    assert work == Work("int8_gelu_rows", "fp32", (x.nbytes + 6400 + 400,))
+    assert work == KernelWork("int8_gelu_rows", "fp32", (x.nbytes + 6400 + 400,))
     op, columns = torch.ops.simpletune.int8_gelu_gradient_rows.default, torch.ones(64)
     (work,) = works_of(op, (x, x, columns), {}, op(x, x, columns))
-    assert work == Work("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
+    assert work == KernelWork("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
 
 
 def test_a_result_written_in_place_is_not_read() -> None:
     x, op = torch.randn(100, 64), torch.ops.aten.gelu_backward.grad_input
     (work,) = works_of(op, (x, x), {"approximate": "tanh", "grad_input": x}, op(x, x, grad_input=x))
-    assert work == Work("gelu_backward", "fp32", (3 * x.nbytes,))
+    assert work == KernelWork("gelu_backward", "fp32", (3 * x.nbytes,))
 
 
 @pytest.mark.parametrize("kind", ["int8_product", "int8_gradient"])
 def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> None:
     """333 x 1536 numbers: 36 tiles of 128 x 128 would leave 22 of an L4's 58 multiprocessors idle."""
-    speeds, waves = StatedSpeeds(card_of("L4")), -(-6 * 24 // 58)
+    speeds, waves = DatasheetSpeeds(find_card("L4")), -(-6 * 24 // 58)
     seconds = 2 * 333 * 1536 * 6144 / (56.6e12 * 1.9) / (333 * 1536 / (waves * 58 * 64 * 64))
     assert speeds.seconds(kind, "bf16", (333, 1536, 6144)) == pytest.approx(2.5e-6 + seconds)
     waves = -(-32 * 48 // 58)

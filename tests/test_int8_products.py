@@ -27,7 +27,7 @@ from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant import int8_multiply, int8_products, int8_tuning
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_linear import Int8Linear
@@ -471,7 +471,7 @@ def test_nothing_in_int32_is_counted() -> None:
     int8, x = layer(96, 1024), torch.randn(256, 96)
     with Accounting() as accounting, torch.no_grad():
         y = int8(x)
-    assert accounting.peak.bytes == sum(rounded(size) for size in (256 * 96, 4 * 256, y.nbytes))
+    assert accounting.peak.bytes == sum(round_to_block(size) for size in (256 * 96, 4 * 256, y.nbytes))
 
 
 def losses(data: dict, **arguments: Any) -> list[float]:

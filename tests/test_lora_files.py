@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from simpletune.adapters.files.describe import describe, file_of, in_words
+from simpletune.adapters.files.describe import describe, find_weight_file, format_description
 from simpletune.adapters.files.header import ADAPTER_METADATA, open_lora
 from simpletune.adapters.files.layouts import layout_of
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update, fuse, split
-from simpletune.adapters.files.write import in_original_names, tensors_of, write_lora
+from simpletune.adapters.files.updates import LoraUpdate, fuse, split
+from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora
 from simpletune.apps.cli.main import main
 from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
 from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
@@ -52,17 +52,17 @@ def random_state(config: dict) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def random_updates(layers: list[str], config: dict, rank: int, scale: float, seed: int = 0) -> dict[str, Update]:
+def random_updates(layers: list[str], config: dict, rank: int, scale: float, seed: int = 0) -> dict[str, LoraUpdate]:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for layer in layers:
         o, i = linears(config)[layer]
         down, up = torch.randn(rank, i, generator=generator), torch.randn(o, rank, generator=generator)
-        found[layer] = Update(down, up, scale)
+        found[layer] = LoraUpdate(down, up, scale)
     return found
 
 
-def patched(state: dict[str, torch.Tensor], updates: dict[str, Update]) -> dict[str, torch.Tensor]:
+def patched(state: dict[str, torch.Tensor], updates: dict[str, LoraUpdate]) -> dict[str, torch.Tensor]:
     """W + scale B A, by the definition."""
     return state | {f"{k}.weight": state[f"{k}.weight"] + u.scale * (u.up @ u.down) for k, u in updates.items()}
 
@@ -75,7 +75,7 @@ lora_cases = st.tuples(
 )
 
 
-def drawn(case: tuple) -> tuple[dict, dict[str, Update]]:
+def drawn(case: tuple) -> tuple[dict, dict[str, LoraUpdate]]:
     config, rank, scale, random = case
     names = sorted(linears(config))
     chosen = random.sample(names, random.randint(1, len(names)))
@@ -88,7 +88,7 @@ def drawn(case: tuple) -> tuple[dict, dict[str, Update]]:
 def test_every_layout_changes_the_original_model_as_the_definition_says(layout: str, case: tuple) -> None:
     config, updates = drawn(case)
     state = random_state(config)
-    file = tensors_of(updates, WRITTEN[layout])
+    file = file_tensors(updates, WRITTEN[layout])
     original = original_layout.mmdit(state, config["num_layers"])
     actual, unmatched = lora_readers.apply(original, file, config["num_layers"])
     expected = original_layout.mmdit(patched(state, updates), config["num_layers"])
@@ -126,12 +126,12 @@ def test_round_trips_from_diffusers_and_back(between: str, tmp_path: Path) -> No
 
 def test_the_alpha_of_a_fused_module_is_that_of_its_parts_together() -> None:
     updates = random_updates([f"transformer_blocks.0.attn.{n}" for n in ("to_q", "to_k", "to_v")], TINY, 4, 0.5)
-    file = tensors_of(updates, KOHYA)
+    file = file_tensors(updates, KOHYA)
     module = "lora_unet_joint_blocks_0_x_block_attn_qkv"
     assert file[f"{module}.lora_down.weight"].shape[0] == 12
     assert file[f"{module}.alpha"].item() == 0.5 * 12  # three times alpha of one, so that alpha / rank stays
     only_k = {"transformer_blocks.0.attn.to_k": updates["transformer_blocks.0.attn.to_k"]}
-    file = tensors_of(only_k, KOHYA)
+    file = file_tensors(only_k, KOHYA)
     up = file[f"{module}.lora_up.weight"]
     assert up.shape == (48, 4) and file[f"{module}.alpha"].item() == 2.0
     assert not up[:16].any() and up[16:32].any() and not up[32:].any()
@@ -139,7 +139,7 @@ def test_the_alpha_of_a_fused_module_is_that_of_its_parts_together() -> None:
 
 def test_a_fused_update_that_shares_its_first_factor_stays_whole() -> None:
     torch.manual_seed(0)
-    whole = Update(torch.randn(4, 8), torch.randn(30, 4), 0.5)
+    whole = LoraUpdate(torch.randn(4, 8), torch.randn(30, 4), 0.5)
     parts = split(whole)
     assert [part.rank for part in parts if part] == [4, 4, 4]
     torch.testing.assert_close(torch.cat([part.delta() for part in parts if part]), whole.delta(), rtol=0, atol=1e-6)
@@ -165,18 +165,18 @@ def test_a_file_that_was_trained_on_fused_layers_goes_to_every_layout(layout: st
 @pytest.mark.parametrize("rank", [3, 4])
 def test_an_untrained_part_and_an_untrained_whole_are_kept(rank: int) -> None:
     torch.manual_seed(0)
-    parts = [Update(torch.randn(rank, 8), torch.randn(10, rank)) for _ in range(3)]
-    parts[0] = Update(parts[0].down, torch.zeros(10, rank))
+    parts = [LoraUpdate(torch.randn(rank, 8), torch.randn(10, rank)) for _ in range(3)]
+    parts[0] = LoraUpdate(parts[0].down, torch.zeros(10, rank))
     back = split(fuse(parts))
     assert all(b is not None and torch.equal(b.down, p.down) for b, p in zip(back, parts, strict=True))
-    empty = [Update(part.down, torch.zeros_like(part.up)) for part in parts]
+    empty = [LoraUpdate(part.down, torch.zeros_like(part.up)) for part in parts]
     assert None not in split(fuse(empty))
 
 
 @pytest.mark.parametrize("scales", [(1.0, 2.0, 0.5), (0.7, None, 0.7), (None, None, 2.0)])
 def test_parts_of_different_scales_and_ranks(scales: tuple) -> None:
     torch.manual_seed(0)
-    parts = [s and Update(torch.randn(n + 1, 8), torch.randn(6, n + 1), s) for n, s in enumerate(scales)]
+    parts = [s and LoraUpdate(torch.randn(n + 1, 8), torch.randn(6, n + 1), s) for n, s in enumerate(scales)]
     fused = fuse(parts)
     expected = [part.delta() if part else torch.zeros(6, 8) for part in parts]
     torch.testing.assert_close(fused.delta(), torch.cat(expected), rtol=1e-5, atol=1e-6)
@@ -192,7 +192,7 @@ def test_exported_keys_match_sd3_mediums_own(layout: str) -> None:
     config = sd3_medium_config()
     updates = {}
     for name, (outputs, inputs) in linears(config).items():
-        updates[name] = Update(torch.zeros(1, inputs), torch.zeros(outputs, 1))
+        updates[name] = LoraUpdate(torch.zeros(1, inputs), torch.zeros(outputs, 1))
     real = KEYS["diffusers" if layout == "diffusers" else "original"]
     chosen = WRITTEN[layout]
     named = updates if layout == "diffusers" else in_original_names(updates, NAMES)
@@ -239,7 +239,7 @@ def renamed(tensors: dict[str, torch.Tensor], prefix: str, underscores: bool = F
 )
 def test_other_layouts_are_read_too(name: str, change, tmp_path: Path) -> None:
     updates = random_updates(sorted(linears(DUAL)), DUAL, 2, 1.0)
-    save_file(change(tensors_of(updates, WRITTEN["diffusers"])), tmp_path / "x.safetensors")
+    save_file(change(file_tensors(updates, WRITTEN["diffusers"])), tmp_path / "x.safetensors")
     header = open_lora(tmp_path / "x.safetensors")
     assert header.layout and header.layout.name == name
     read = read_lora(tmp_path / "x.safetensors")
@@ -249,7 +249,7 @@ def test_other_layouts_are_read_too(name: str, change, tmp_path: Path) -> None:
 
 def test_alpha_where_each_reader_looks_for_it(tmp_path: Path) -> None:
     updates = random_updates(["transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.2"], TINY, 4, 1.0)
-    tensors = tensors_of(updates, WRITTEN["diffusers"])
+    tensors = file_tensors(updates, WRITTEN["diffusers"])
     settings_ = {"transformer.r": 4, "transformer.lora_alpha": 8,
                  "transformer.alpha_pattern": {"transformer_blocks.1.ff.net.2": 2}}  # fmt: skip
     save_file(tensors, tmp_path / "header.safetensors", {"lora_adapter_metadata": json.dumps(settings_)})
@@ -345,7 +345,7 @@ def test_a_scale_that_no_training_gives_is_refused(alpha: float, tmp_path: Path)
     file = sd3_file(tmp_path, **{"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(alpha)})
     with pytest.raises(UserError, match=re.escape(f"attn_qkv.alpha gives a scale of {alpha / 2:g}.")):
         read_lora(file)
-    assert "refuses" in in_words(describe(file))
+    assert "refuses" in format_description(describe(file))
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", ".*" * 5 + "x", "a" * 201])
@@ -366,7 +366,7 @@ def test_factors_of_any_shape_are_described_and_refused_in_words(down: tuple[int
         for module in ("lora_unet_joint_blocks_0_x_block_attn_qkv", "lora_unet_down_blocks_0_x_attn2_to_k"):
             tensors = {f"{module}.lora_down.weight": torch.ones(down), f"{module}.lora_up.weight": torch.ones(up)}
             save_file(tensors | {f"{module}.alpha": torch.tensor(1.0)}, tmp_path / "x.safetensors")
-            assert "x.safetensors" in in_words(describe(tmp_path / "x.safetensors"))
+            assert "x.safetensors" in format_description(describe(tmp_path / "x.safetensors"))
             if module.endswith("qkv") and (down, up) == ((2, 1536), (4608, 2)):
                 continue
             with pytest.raises(UserError):
@@ -436,10 +436,10 @@ def test_updates_of_text_encoders_are_read_beside_the_denoiser_s_and_alone(tmp_p
     plain, file = read_lora(sd3_file(tmp_path)), sd3_file(tmp_path, **text)
     layer = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
     assert set(read_lora(file)) == {*plain, layer} and len(plain) == 3
-    assert "text       1 layer of CLIP-L" in in_words(describe(file))
+    assert "text       1 layer of CLIP-L" in format_description(describe(file))
     save_file(text, file)
     assert set(read_lora(file)) == {layer}
-    assert "for        text encoders alone (CLIP-L)" in in_words(describe(file))
+    assert "for        text encoders alone (CLIP-L)" in format_description(describe(file))
 
 
 def test_files_that_are_no_lora(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_inspect_in_words(tmp_path: Path) -> None:
     up = torch.ones(4608, 2)
     up[3, 1], up[4, 0] = torch.nan, torch.inf
     file = sd3_file(tmp_path, **{"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": up.bfloat16()})
-    text = in_words(describe(file))
+    text = format_description(describe(file))
     for line in ("LoRA, kohya (lora_unet_*)", "Stable Diffusion 3 Medium (attention of width 1536", "in tensors: 2",
                  "diffusers  silently nothing", "ComfyUI    yes", "Forge      yes", "lora_up.weight: 2 values are NaN",
                  "simpletune refuses; values are NaN", "NaN spreads through the model",
@@ -525,7 +525,7 @@ def test_inspect_in_words(tmp_path: Path) -> None:
         assert line in text
     assert "not_finite" not in describe(file, values=False)
     zeros = sd3_file(tmp_path, **{"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.zeros(4608, 2)})
-    assert "1 of 1 modules are zero: untrained" in in_words(describe(zeros))
+    assert "1 of 1 modules are zero: untrained" in format_description(describe(zeros))
     assert describe(sd3_file(tmp_path))["not_finite"] == {}
 
 
@@ -533,7 +533,7 @@ def test_inspect_finds_the_result_of_a_full_run(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "samples.safetensors").touch()
     save_file(pair("x", 4, 4), file := tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert file_of(tmp_path) == file
+    assert find_weight_file(tmp_path) == file
 
 
 def test_names_of_layers_go_back_and_forth() -> None:
@@ -553,12 +553,12 @@ def test_inspect_of_a_model_in_words(tmp_path: Path) -> None:
     save_file({f"model.diffusion_model.{n}" if "joint" in n else n: torch.ones(1) for n in names}, file, metadata)
     about = describe(file)
     assert (about["kind"], about["blocks"], about["with"]) == ("model", 24, ["autoencoder", "T5"])
-    text = in_words(about)
+    text = format_description(about)
     for line in ("what       Stable Diffusion 3", "blocks     24", "with       autoencoder, T5", "4 tensors (F32)",
                  "metadata   modelspec.title: a title a title", "... (160 characters)"):  # fmt: skip
         assert line in text
     save_file({"something": torch.ones(1, dtype=torch.int64)}, file)
-    assert "what       unknown\nkeys       something" in in_words(describe(file))
+    assert "what       unknown\nkeys       something" in format_description(describe(file))
 
 
 def test_what_other_tools_make_of_it(tmp_path: Path) -> None:
@@ -574,13 +574,13 @@ def test_what_other_tools_make_of_it(tmp_path: Path) -> None:
               f"transformer.{block}to_k.lora_B.weight": torch.ones(1536, 3)}  # fmt: skip
     assert "ranks differ: versions that use the first layer's rank" in said(ranks)["diffusers"]
     assert said(pair(f"{block}to_q", 1536, 1536, "lora_A lora_B"))["ComfyUI"].startswith("silently nothing; names with")
-    comfy = tensors_of(random_updates(["transformer_blocks.0.attn.to_q"], TINY, 2, 1.0), WRITTEN["comfy"])
+    comfy = file_tensors(random_updates(["transformer_blocks.0.attn.to_q"], TINY, 2, 1.0), WRITTEN["comfy"])
     assert said(comfy | pair("diffusion_model.joint_blocks.0.x_block.mlp.fc1", 16, 64))["Forge"].startswith(
         "yes; according to its source"
     )
     with pytest.raises(UserError, match="nothing.safetensors: there are no updates"):
         write_lora({}, tmp_path / "nothing.safetensors")
-    large = {"transformer_blocks.0.attn.to_q": Update(torch.full((1, 8), 1e38), torch.ones(8, 1), 1.0)}
+    large = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.full((1, 8), 1e38), torch.ones(8, 1), 1.0)}
     with pytest.raises(UserError, match="lora_A.weight overflows fp16.*--dtype bf16"):
         write_lora(large, tmp_path / "large.safetensors", dtype="fp16")
     with pytest.raises(UserError, match="conv is not a layer of Stable Diffusion 3"):

@@ -23,12 +23,12 @@ from slow_cases import slow_but
 from torch import nn
 
 from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras, strengths
-from simpletune.adapters.files.base_reader import Base, locate
+from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
-from simpletune.adapters.files.factors import resized
+from simpletune.adapters.files.factors import resize_update
 from simpletune.adapters.files.mix import METHODS, Recipe, mix
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
@@ -62,13 +62,13 @@ def single(pipeline: Path) -> Path:
     return original_layout.write(pipeline, pipeline.parent / "single.safetensors")
 
 
-def random_lora(pipeline: Path, seed: int, rank: int = 4, scale: float = 1.0) -> dict[str, Update]:
+def random_lora(pipeline: Path, seed: int, rank: int = 4, scale: float = 1.0) -> dict[str, LoraUpdate]:
     """Updates of every linear layer, large enough to show."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, (o, i) in Base(str(pipeline)).linear_shapes().items():
+    for name, (o, i) in BaseReader(str(pipeline)).linear_shapes().items():
         down, up = torch.randn(rank, i, generator=generator), torch.randn(o, rank, generator=generator)
-        found[name] = Update(down / i**0.5, up / rank**0.5, 0.3 * scale)
+        found[name] = LoraUpdate(down / i**0.5, up / rank**0.5, 0.3 * scale)
     return found
 
 
@@ -83,7 +83,7 @@ def files(pipeline: Path) -> dict[str, Path]:
 
 def base_model(pipeline: Path, precision: WeightPrecision | None = None) -> nn.Module:
     model = SD3().model_copy(update={"pretrained": str(pipeline)})
-    return model.load_transformer(precision or FP32(), CPU)
+    return model.load_denoiser(precision or FP32(), CPU)
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def test_what_diffusers_makes_of_the_other_layouts(pipeline: Path, files: dict[s
     updates = random_lora(pipeline, 1)
     for number, name in enumerate(sorted(updates)):  # other ranks in every third layer
         if number % 3 == 0:
-            updates[name] = resized(updates[name], 2, None)[0]
+            updates[name] = resize_update(updates[name], 2, None)[0]
     file = write_lora(updates, tmp_path / "ranks.safetensors")
     theirs.load_lora_weights(file)
     close(velocity(theirs.transformer), live(pipeline, (file, 1.0)))
@@ -197,7 +197,7 @@ def test_a_merged_single_file_is_the_base_with_the_loras(source, pipeline, singl
         untouched = [name for name in state if not name.startswith("model.diffusion_model.")]
         assert untouched and all(torch.equal(state[name], load_file(single)[name]) for name in untouched)
     inner = {k.removeprefix("model.diffusion_model."): v for k, v in state.items() if k.startswith("model.")}
-    theirs = SD3Transformer2DModel.from_config(Base(str(pipeline)).config)
+    theirs = SD3Transformer2DModel.from_config(BaseReader(str(pipeline)).config)
     theirs.load_state_dict(convert_sd3_transformer_checkpoint_to_diffusers(inner))
     close(velocity(theirs.eval()), live(pipeline, (files["comfy"], 0.7), (files["other"], 0.5)))
     with safe_open(out, framework="pt") as handle:
@@ -231,7 +231,7 @@ def test_a_merge_in_bf16_says_what_rounding_costs(pipeline, files, tmp_path, cap
 )
 def test_a_kept_quantised_base_is_dequantised(precision, pipeline, files, tmp_path) -> None:
     model = SD3().model_copy(update={"pretrained": str(pipeline)})
-    quantised = model.load_transformer(precision, CPU, cache=tmp_path / "cache")
+    quantised = model.load_denoiser(precision, CPU, cache=tmp_path / "cache")
     (kept,) = (tmp_path / "cache" / "quantised").iterdir()
     run("merge", files["kohya"], "--base", kept, "--out", tmp_path / "merged")
     load_lora(quantised, files["kohya"])
@@ -270,7 +270,7 @@ def test_extract_at_full_rank_is_the_difference(pipeline, single, tuned, tmp_pat
 
 def test_extract_at_a_rank_leaves_out_the_smaller_singular_values(pipeline, tuned) -> None:
     folder, state = tuned
-    found = extract(Base(str(pipeline)), Base(str(folder)), rank=5, energy=None, device=CPU)
+    found = extract(BaseReader(str(pipeline)), BaseReader(str(folder)), rank=5, energy=None, device=CPU)
     base = original_layout.state_of(pipeline / "transformer")
     whole = rest = 0.0
     for row in found.rows:
@@ -286,7 +286,7 @@ def test_extract_at_a_rank_leaves_out_the_smaller_singular_values(pipeline, tune
 
 def test_extract_by_energy_takes_the_fewest_that_hold_it(pipeline, tuned) -> None:
     folder, state = tuned
-    found = extract(Base(str(pipeline)), Base(str(folder)), rank=None, energy=0.6, device=CPU)
+    found = extract(BaseReader(str(pipeline)), BaseReader(str(folder)), rank=None, energy=0.6, device=CPU)
     base = original_layout.state_of(pipeline / "transformer")
     for row in found.rows:
         squares = torch.linalg.svdvals(state[f"{row.layer}.weight"] - base[f"{row.layer}.weight"]).square()
@@ -307,9 +307,9 @@ def test_extract_gives_back_a_merged_lora(pipeline, files, tmp_path) -> None:
 
 def test_extract_refuses_models_that_do_not_fit(pipeline, tiny_pipeline) -> None:
     with pytest.raises(UserError, match="different architectures: .*has no transformer_blocks"):
-        extract(Base(str(pipeline)), Base(str(tiny_pipeline)), 4, None, CPU)
+        extract(BaseReader(str(pipeline)), BaseReader(str(tiny_pipeline)), 4, None, CPU)
     with pytest.raises(UserError, match="do not differ in any linear layer"):
-        extract(Base(str(pipeline)), Base(str(pipeline / "transformer")), 4, None, CPU)
+        extract(BaseReader(str(pipeline)), BaseReader(str(pipeline / "transformer")), 4, None, CPU)
 
 
 def test_mix_by_cat_is_the_sum_of_the_deltas(pipeline, files, tmp_path) -> None:
@@ -326,7 +326,7 @@ def test_mix_by_cat_is_the_sum_of_the_deltas(pipeline, files, tmp_path) -> None:
 
 def test_mix_by_svd_at_enough_rank_is_the_sum_too() -> None:
     torch.manual_seed(0)
-    a, b = (Update(torch.randn(3, 20), torch.randn(30, 3), scale) for scale in (0.5, 2.0))
+    a, b = (LoraUpdate(torch.randn(3, 20), torch.randn(30, 3), scale) for scale in (0.5, 2.0))
     mixed = mix([({"l": a}, 0.7), ({"l": b}, 0.5)], Recipe("svd", rank=6))["l"]
     torch.testing.assert_close(mixed.delta(), 0.7 * a.delta() + 0.5 * b.delta(), rtol=1e-4, atol=1e-4)
 
@@ -334,7 +334,7 @@ def test_mix_by_svd_at_enough_rank_is_the_sum_too() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_mixes_and_repeats_itself(method: str) -> None:
     torch.manual_seed(0)
-    a, b = (Update(torch.randn(3, 20), torch.randn(30, 3)) for _ in range(2))
+    a, b = (LoraUpdate(torch.randn(3, 20), torch.randn(30, 3)) for _ in range(2))
     results = [mix([({"l": a, "m": a}, 0.7), ({"l": b}, 0.5)], Recipe(method, seed=4)) for _ in range(2)]
     assert set(results[0]) == {"l", "m"}
     for name in results[0]:
@@ -368,10 +368,10 @@ def test_resize_is_the_truncated_product(files, tmp_path, capsys) -> None:
 def test_resize_by_energy_and_to_a_larger_rank(files) -> None:
     update = next(iter(read_lora(files["kohya"]).values()))
     squares = torch.linalg.svdvals(update.delta()).square()
-    smaller, error = resized(update, None, 0.7)
+    smaller, error = resize_update(update, None, 0.7)
     assert error == pytest.approx(squares[smaller.rank :].sum().item(), rel=1e-3)
     assert squares[: smaller.rank].sum() >= 0.7 * squares.sum() > squares[: smaller.rank - 1].sum()
-    larger, error = resized(update, 9, None)
+    larger, error = resize_update(update, 9, None)
     assert larger.rank == 9 and error == 0
     torch.testing.assert_close(larger.delta(), update.delta(), rtol=0, atol=1e-5)
     assert larger.down[-1].any() and not larger.up[:, -1].any()
@@ -479,7 +479,7 @@ def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> Non
     file = write_lora(updates | second, tmp_path / "x.safetensors", "kohya")
     with pytest.raises(UserError, match="for Stable Diffusion 3.5 Medium.*not in this model: .*attn2"):
         load_lora(base_model(pipeline), file)
-    wide = write_lora(random_lora(pipeline, 1) | {"proj_out": Update(torch.ones(1, 9), torch.ones(9, 1))}, file)
+    wide = write_lora(random_lora(pipeline, 1) | {"proj_out": LoraUpdate(torch.ones(1, 9), torch.ones(9, 1))}, file)
     with pytest.raises(UserError, match="proj_out has 9 inputs and 9 outputs; this model has 128 and 64"):
         load_lora(base_model(pipeline), wide)
 
@@ -516,15 +516,15 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_base_is_located_in_whatever_holds_it(pipeline: Path, single: Path, tmp_path: Path) -> None:
     for name, folder in ((pipeline, None), (pipeline / "transformer", pipeline / "transformer"), (single, None)):
-        family, part = locate(str(name))
+        family, part = locate_denoiser(str(name))
         assert (family.denoiser, part.name) == ("transformer", "transformer")
         assert part.folder == folder or folder is None
     with pytest.raises(UserError, match=r"gone.safetensors does not exist. Check the path"):
-        locate(str(tmp_path / "gone.safetensors"))
+        locate_denoiser(str(tmp_path / "gone.safetensors"))
     for name in (str(tmp_path / "gone"), "./gone"):
         with pytest.raises(UserError, match=r"gone does not exist. Give a folder, a .safetensors file or a Hub name"):
-            locate(name)
+            locate_denoiser(name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as refused:
-        locate(str(tmp_path / "empty"))
+        locate_denoiser(str(tmp_path / "empty"))
     assert "empty" in str(refused.value) and "model.pretrained" not in str(refused.value)

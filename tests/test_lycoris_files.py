@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
-from simpletune.adapters.files.describe import describe, in_words
-from simpletune.adapters.files.factors import resized
-from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate, plain
+from simpletune.adapters.files.describe import describe, format_description
+from simpletune.adapters.files.factors import resize_update
+from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate, as_lora
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.layers import ADAPTER, move_updates, rescale
@@ -80,14 +80,14 @@ def config_of(tiny_config: dict, method: str) -> dict:
 
 def base(data: dict) -> nn.Module:
     config = resolve_folders(validate(data, "x"))
-    return config.model.load_transformer(FP32(), CPU)
+    return config.model.load_denoiser(FP32(), CPU)
 
 
 def restored(data: dict, run: Path) -> nn.Module:
     """The model as training left it."""
     config = resolve_folders(validate(data, "x"))
-    model = config.model.load_transformer(FP32(), CPU)
-    checkpoint.restore(checkpoint.find("latest", run), model, attach(config, model), config.optimizer)
+    model = config.model.load_denoiser(FP32(), CPU)
+    checkpoint.restore(checkpoint.find_checkpoint("latest", run), model, attach(config, model), config.optimizer)
     return model
 
 
@@ -147,7 +147,7 @@ def test_as_a_lora_of_enough_rank_it_is_the_same_in_every_layout(
         out = tmp_path / f"{layout}.safetensors"
         run("export", folder, "--format", layout, "--rank", 999, "--out", out)
         assert "residual 0.000% of the update" in capsys.readouterr().out
-        assert all(isinstance(update, Update) for update in read_lora(out).values())
+        assert all(isinstance(update, LoraUpdate) for update in read_lora(out).values())
         close(with_file(data, (out, 1.0)), expected)
     layers = base(data).config["num_layers"]
     original = original_layout.mmdit(dict(base(data).state_dict()), layers)
@@ -244,20 +244,22 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
     original = original_layout.mmdit(state, 2)
     expected, lost = lycoris.comfyui(original, OTHERS[case], 2)
     assert lost == []
-    for updates in (read_lora(file), {layer: plain(update) for layer, update in read_lora(file).items()}):
+    for updates in (read_lora(file), {layer: as_lora(update) for layer, update in read_lora(file).items()}):
         merged = state | {f"{k}.weight": state[f"{k}.weight"] + update.delta() for k, update in updates.items()}
         for name, tensor in original_layout.mmdit(merged, 2).items():
             close(tensor, expected[name])
     for layer, update in read_lora(file).items():
-        assert isinstance(update, Update | LokrUpdate | LohaUpdate)
-        if isinstance(update, Update):
+        assert isinstance(update, LoraUpdate | LokrUpdate | LohaUpdate)
+        if isinstance(update, LoraUpdate):
             continue
         linear = nn.Linear(update.shape[1], update.shape[0], bias=False)
         wrapped = update.layer(linear, ADAPTER)
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
         close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())
-        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == plain(update).rank, layer
+        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == as_lora(update).rank, (
+            layer
+        )
 
 
 def test_alpha_of_whole_factors_and_of_peft(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_alpha_of_whole_factors_and_of_peft(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LOKR", "r": 8, "alpha": 4}))
     update = read_lora(file)[layer]
     assert update.scale == 0.5  # PEFT multiplies by alpha / r whatever the factors are
-    assert "applies it at scale 1 instead of 0.5" in in_words(describe(file))
+    assert "applies it at scale 1 instead of 0.5" in format_description(describe(file))
     written = write_lora({layer: update}, tmp_path / "y.safetensors", "lycoris")
     (difference,) = (lycoris.difference(parts) for parts in lycoris.modules(load_file(written)).values())
     close(difference.float(), update.delta())
@@ -292,7 +294,7 @@ def test_inspect_says_what_it_is_and_who_reads_it(tiny_config: dict, train_once)
     lokr, loha = (describe(train_once(config_of(tiny_config, name)) / FILE) for name in ("lokr", "loha"))
     assert lokr["method"] == "LoKr" and loha["method"] == "LoHa"
     assert lokr["family"] == "Stable Diffusion 3 of the unpublished width 64"
-    text = in_words(lokr)
+    text = format_description(lokr)
     for line in ("what       LoKr, LyCORIS (lycoris_*)", "diffusers  refuses; reads no LoKr: export to diffusers with",
                  "ComfyUI    yes", "Forge      silently nothing", "export to kohya with --rank", "simpletune yes",
                  "rank       1 (4x4 and 16x16) (7 modules)", "scale      1"):  # fmt: skip
@@ -317,12 +319,12 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
         save_file(keyed(module, changed), tmp_path / "x.safetensors")
         with pytest.raises(UserError, match=message):
             read_lora(tmp_path / "x.safetensors")
-        assert "x.safetensors" in in_words(describe(tmp_path / "x.safetensors"))
+        assert "x.safetensors" in format_description(describe(tmp_path / "x.safetensors"))
     update = {"transformer_blocks.0.attn.to_q": LokrUpdate(factors, 24)}
     with pytest.raises(UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"):
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
-        write_lora({layer: plain(u) for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
+        write_lora({layer: as_lora(u) for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
     part = update["transformer_blocks.0.attn.to_q"].rows(3, 12)
     with pytest.raises(UserError, match="only some rows of a fused layer's LoKr"):
         write_lora({"transformer_blocks.0.attn.to_q": part}, tmp_path / "y.safetensors", "lycoris")
@@ -355,7 +357,7 @@ def test_with_a_lora_at_strengths_on_one_model(tiny_config: dict, train_once, tm
     words = [f"{file}:{strength}" for file, strength in chosen]
     run("merge", *words, "--base", data["model"]["pretrained"], "--out", tmp_path / "merged")
     merged = SD3().model_copy(update={"transformer": str(tmp_path / "merged")})
-    close(velocity(merged.load_transformer(FP32(), CPU)), expected)
+    close(velocity(merged.load_denoiser(FP32(), CPU)), expected)
     run(
         "mix",
         *[f"{file}:{strength}" for file, strength in chosen if strength > 0],
@@ -421,7 +423,7 @@ def test_the_card_of_a_run_tells_who_reads_it(tiny_config: dict, train_once) -> 
 def test_the_svd_of_a_lokr_is_that_of_its_factors(scale: float) -> None:
     update = LokrUpdate(drawn({"lokr_w1": (4, 3), "lokr_w2_a": (6, 2), "lokr_w2_b": (2, 8)}), 24, scale)
     for rank in (1, 3, 6):
-        found, error = resized(update, rank, None)
+        found, error = resize_update(update, rank, None)
         s = torch.linalg.svdvals(update.delta().double())
         assert error == pytest.approx(float(s[rank:].square().sum()), rel=1e-5, abs=1e-9)
         assert float((found.delta() - update.delta()).square().sum()) == pytest.approx(error, rel=1e-3, abs=1e-6)

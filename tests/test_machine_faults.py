@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from simpletune.engine.memory.machine_weights import MachineWeights, Offer
+from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile
 from simpletune.engine.tensors import plain_tensors
 from simpletune.models.shared.fp16_blocks import _wide_parameter
 from simpletune.runs import checkpoint, repair
@@ -37,7 +37,7 @@ def test_a_file_of_another_process_is_not_joined() -> None:
     weights, before = MachineWeights.create(2**16), open_files()
     offer = weights.offer
     with pytest.raises(OSError, match="is not the file of the first process of this machine"):
-        MachineWeights.join(Offer(offer.process, offer.handle, bytes(16)))
+        MachineWeights.join(SharedFile(offer.process, offer.handle, bytes(16)))
     assert open_files() == before
     weights.close()
 
@@ -83,7 +83,7 @@ def test_the_end_of_a_process_is_said_on_its_error_stream(monkeypatch: pytest.Mo
     codes: list[int] = []
     monkeypatch.setattr(heartbeats.os, "write", lambda handle, text: said.append((handle, text)))
     monkeypatch.setattr(heartbeats.os, "_exit", codes.append)
-    watch = heartbeats.Watch()
+    watch = heartbeats.HeartbeatThread()
     watch.number, watch.of = 1, 2
     watch.end("process 0 has failed: no room")
     ((handle, text),) = said

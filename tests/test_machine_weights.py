@@ -33,13 +33,13 @@ from torch import nn
 from simpletune.adapters.methods.dora import Dora
 from simpletune.config.load import validate
 from simpletune.engine.memory.block_offload import BlockOffload
-from simpletune.engine.memory.machine_weights import MachineWeights, Offer, is_shared, loading
+from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, is_shared, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
-from simpletune.estimate.host_needs import Needs
+from simpletune.estimate.host_needs import HostNeeds
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.sd3.transformer import RandomTensors
-from simpletune.models.shared.denoiser import inside, units_of
+from simpletune.models.sd3.transformer import RandomTransformerTensors
+from simpletune.models.shared.denoiser import in_units, model_units
 from simpletune.stages.load import leaves_weights_on_host
 from simpletune.system.options import UserError
 
@@ -50,8 +50,8 @@ STREAMED = tuple(range(BLOCKS))
 
 def loaded(weights: MachineWeights, precision: WeightPrecision) -> Any:
     """The model of ``blocks.transformer``, whose blocks stay on the host."""
-    with loading(weights):
-        return load(CONFIG, RandomTensors(CONFIG, 3), precision, CPU, inside(UNITS))
+    with shared_loading(weights):
+        return load(CONFIG, RandomTransformerTensors(CONFIG, 3), precision, CPU, in_units(UNITS))
 
 
 def both(precision: WeightPrecision) -> tuple[MachineWeights, Any, MachineWeights, Any]:
@@ -82,7 +82,7 @@ def test_both_train_to_the_bits_of_a_model_of_their_own(name: str, monkeypatch: 
 
 def test_both_have_the_same_pages_and_only_the_first_one_writes() -> None:
     first, filled, other, joined = both(PRECISIONS["int8"])
-    within = inside(UNITS)
+    within = in_units(UNITS)
     names = [name for name, _ in (*filled.named_parameters(), *filled.named_buffers()) if within(name)]
     assert names and first.nbytes == other.nbytes > 0
     for name, tensor in (*joined.named_parameters(), *joined.named_buffers()):
@@ -105,7 +105,7 @@ def test_a_streamed_block_takes_no_more_on_host_and_device() -> None:
     for model in (joined, own):
         for block in model.transformer_blocks:
             block.attn.to_k = nn.Identity()
-    shared, copied = (BlockOffload(units_of(model), STREAMED, CPU) for model in (joined, own))
+    shared, copied = (BlockOffload(model_units(model), STREAMED, CPU) for model in (joined, own))
     assert shared.host_bytes == copied.host_bytes
     pieces = [[piece for _, piece in home._pieces if len(piece)] for home in shared.homes.values()]
     assert all(len(each) == 2 and all(map(is_shared, each)) for each in pieces), "before it and after it"
@@ -120,7 +120,7 @@ def test_what_an_adapter_adds_to_a_block_lies_beside_it() -> None:
     own, found = transformer(PRECISIONS["int8"]), []
     for model in (joined, own):
         Dora(rank=2, targets="all_linear", dropout=0.0).attach(model, 7)
-        streaming = BlockOffload(units_of(model), STREAMED, CPU, poison=True)
+        streaming = BlockOffload(model_units(model), STREAMED, CPU, poison=True)
         with streaming.forward(2):
             found.append([tensor.clone() for tensor in plain(model.transformer_blocks[2])])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
@@ -132,7 +132,7 @@ def test_another_file_and_another_model_are_refused() -> None:
     first = MachineWeights.create(ROOM)
     process, handle, token = first.offer
     with pytest.raises(OSError, match="is not the file of the first process of this machine"):
-        MachineWeights.join(Offer(process, handle, token[::-1]))
+        MachineWeights.join(SharedFile(process, handle, token[::-1]))
     filled, other = loaded(first, PRECISIONS["int8"]), MachineWeights.join(first.offer)
     table = dict(first.table(filled))
     del table["transformer_blocks.1.attn.to_q.weight:0"]
@@ -140,7 +140,7 @@ def test_another_file_and_another_model_are_refused() -> None:
         other.point(loaded(other, PRECISIONS["int8"]), table)
     first.close()
     with pytest.raises(OSError):
-        MachineWeights.join(Offer(process, handle, token))
+        MachineWeights.join(SharedFile(process, handle, token))
 
 
 def test_pages_go_with_the_last_tensor_in_them() -> None:
@@ -169,5 +169,5 @@ def test_what_is_predicted_to_be_shared(memory: dict[str, Any], shares: bool, gr
     if memory is LEVERS:
         alone = config.model_copy(update={"memory": config.memory.model_copy(update={"offload_checkpoint_inputs": 0})})
         assert report.shared_bytes == simulate(alone).host_bytes < report.host_bytes
-    needs = Needs({"libraries": 70, "levers (pinned)": 30}, {}, {}, None, shared=20)
+    needs = HostNeeds({"libraries": 70, "levers (pinned)": 30}, {}, {}, None, shared=20)
     assert [needs.host_of(processes) for processes in (1, 2, 8)] == [100, 180, 660]

@@ -15,10 +15,10 @@ from PIL import Image
 
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import View, make_samples
+from simpletune.data.samples import Crop, make_samples
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import latent_mask, mask_key
-from simpletune.data.sources.pictures import cut, decode, decode_mask
+from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask
 from simpletune.data.sources.source import Mask, Picture, UnusablePicture
 from simpletune.data.sources.table import Table
 from simpletune.estimate.simulate.simulate import simulate
@@ -26,7 +26,7 @@ from simpletune.models.objectives.flow import Flow
 from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.masks import MaskCache
-from simpletune.stages.step.batch_loader import Batches
+from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
 
@@ -65,10 +65,10 @@ def test_a_mask_is_cropped_and_mirrored_as_its_picture(
 ) -> None:
     for offset in ((0.5, 0.5), (0.0, 0.1), (0.9, 1.0)):
         picture = picture_of(blob(*size), alpha)
-        found = latent_mask(View(picture, bucket, offset, flip))
+        found = latent_mask(Crop(picture, bucket, offset, flip))
         assert found.shape == (1, bucket[1] // 8, bucket[0] // 8) and found.dtype == np.uint8
         red = Image.fromarray(np.repeat(blob(*size)[..., None], 3, axis=2))
-        pixels = (cut(red, bucket, offset, flip)[0] + 1) / 2  # [h, w]
+        pixels = (crop_to_bucket(red, bucket, offset, flip)[0] + 1) / 2  # [h, w]
         places = [
             [pixels[8 * p : 8 * p + 8, 8 * q : 8 * q + 8].mean() for q in range(bucket[0] // 8)]
             for p in range(bucket[1] // 8)
@@ -79,11 +79,11 @@ def test_a_mask_is_cropped_and_mirrored_as_its_picture(
 
 def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
     big, small = blob(160, 96), blob(80, 48)
-    view = View(picture_of(big, mask_bytes=encoded(Image.fromarray(small))), (80, 48), (0.5, 0.5), False)
-    exact = latent_mask(View(picture_of(big), (80, 48), (0.5, 0.5), False))
+    view = Crop(picture_of(big, mask_bytes=encoded(Image.fromarray(small))), (80, 48), (0.5, 0.5), False)
+    exact = latent_mask(Crop(picture_of(big), (80, 48), (0.5, 0.5), False))
     assert np.abs(latent_mask(view).astype(int) - exact).max() < 60 and latent_mask(view).max() > 200
     deep = encoded(Image.fromarray(big.astype(np.uint16) * 257))
-    assert np.array_equal(latent_mask(View(picture_of(big, mask_bytes=deep), (80, 48), (0.5, 0.5), False)), exact)
+    assert np.array_equal(latent_mask(Crop(picture_of(big, mask_bytes=deep), (80, 48), (0.5, 0.5), False)), exact)
 
 
 @pytest.mark.parametrize("kind", ["alpha", "file"])
@@ -108,8 +108,8 @@ def test_orientation_of_a_photo_turns_its_mask_by_alpha_and_by_file(tmp_path: Pa
         content = encoded(Image.fromarray(np.stack(channels, axis=2)), exif=exif)
         mask = Mask(kind, hashlib.sha256(content).hexdigest(), lambda content=content: content)  # type: ignore[arg-type]
         picture = Picture("a", "a", (64, 96), "0", bytes, mask=mask)
-        expected = latent_mask(View(picture_of(upright), (64, 96), (0.5, 0.5), False))
-        assert np.array_equal(latent_mask(View(picture, (64, 96), (0.5, 0.5), False)), expected)
+        expected = latent_mask(Crop(picture_of(upright), (64, 96), (0.5, 0.5), False))
+        assert np.array_equal(latent_mask(Crop(picture, (64, 96), (0.5, 0.5), False)), expected)
 
 
 def write(folder: Path, files: dict[str, Image.Image | bytes]) -> None:
@@ -178,29 +178,29 @@ def test_a_mask_outside_by_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_masks_that_fail_later_are_left_out_with_their_reason(tmp_path: Path) -> None:
-    view = View(picture_of(blob(64, 64), mask_bytes=encoded(grey(level=0))), (64, 64), (0.5, 0.5), False)
+    view = Crop(picture_of(blob(64, 64), mask_bytes=encoded(grey(level=0))), (64, 64), (0.5, 0.5), False)
     with pytest.raises(UnusablePicture, match="black everywhere"):
         latent_mask(view)
     changed = Picture("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
     cache = MaskCache(tmp_path)
-    rejected = cache.fill([view, View(changed, (64, 64), (0.5, 0.5), False)])
+    rejected = cache.fill([view, Crop(changed, (64, 64), (0.5, 0.5), False)])
     assert [(each.name, each.source) for each in rejected] == [("a.png", 0), ("b.png", 1)]
     assert "has changed since" in rejected[1].reason
 
 
 def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
     cache, picture = MaskCache(tmp_path), picture_of(blob(96, 64))
-    views = [View(picture, (64, 64), (0.5, 0.5), flip) for flip in (False, True)]
+    views = [Crop(picture, (64, 64), (0.5, 0.5), flip) for flip in (False, True)]
     views += [
-        View(picture, (96, 64), (0.5, 0.5), False),
-        View(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64))), (64, 64), (0.5, 0.5), False),
+        Crop(picture, (96, 64), (0.5, 0.5), False),
+        Crop(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64))), (64, 64), (0.5, 0.5), False),
     ]
     assert cache.fill(views) == [] and len({mask_key(view) for view in views}) == 4
     assert cache.cache.lacking(map(mask_key, views)) == []
     for view in views:
         torch.testing.assert_close(cache.load(view), torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
     bare = Picture("c", "c", (64, 64), "2", bytes)
-    assert cache.load(View(bare, (64, 64), (0.5, 0.5), False)).tolist() == [[[1.0]]]
+    assert cache.load(Crop(bare, (64, 64), (0.5, 0.5), False)).tolist() == [[[1.0]]]
 
 
 class Recorded:
@@ -218,12 +218,12 @@ class Recorded:
         return (torch.zeros(2, 3), torch.zeros(4)) if isinstance(what, str) else torch.ones(16, 8, 8)
 
 
-def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> Batches:
+def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> BatchLoader:
     folder = Folder.model_validate({"path": "x", "resolution": 64, **fields})
     plan = Plan(make_samples(pictures, folder.members), folder, Flow(), 0, GlobalBatch(4))
     masks = MaskCache(tmp_path)
     assert masks.fill(plan.views()) == []
-    return Batches(Recorded(plan, masks), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    return BatchLoader(Recorded(plan, masks), 0, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path)
     batches = batches_of(tmp_path, [with_mask, without], unmasked_weight=0.25, weight=2.0)
     (batch,) = batches.step(0)
     assert batch.fillers == 2 and batch.weight is not None and batch.weight.shape == (4, 1, 8, 8)
-    mask = torch.from_numpy(latent_mask(View(with_mask, (64, 64), (0.5, 0.5), False))).float() / 255  # [1, 8, 8]
+    mask = torch.from_numpy(latent_mask(Crop(with_mask, (64, 64), (0.5, 0.5), False))).float() / 255  # [1, 8, 8]
     expected = {"a.png": 2 * (0.25 + 0.75 * mask), "z.png": torch.full((1, 8, 8), 2.0)}
     for name, weight in zip(batch.names, batch.weight, strict=True):
         torch.testing.assert_close(weight, expected[name])
@@ -300,8 +300,8 @@ def test_a_table_takes_masks_from_alpha(tmp_path: Path) -> None:
     (picture,) = found.pictures
     assert decode(picture.read_same()).size == (64, 64)
     assert np.array_equal(
-        latent_mask(View(picture, (64, 64), (0.5, 0.5), False)),
-        latent_mask(View(picture_of(blob(64, 64)), (64, 64), (0.5, 0.5), False)),
+        latent_mask(Crop(picture, (64, 64), (0.5, 0.5), False)),
+        latent_mask(Crop(picture_of(blob(64, 64)), (64, 64), (0.5, 0.5), False)),
     )
 
 

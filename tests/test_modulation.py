@@ -38,10 +38,10 @@ from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_sh
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.modulation_plan import Modulation, ModulationPlan, detach_modulation
-from simpletune.stages.sample import Request, Sampler, autocast_of
-from simpletune.stages.step.assignment import Share
-from simpletune.stages.step.passes import Passes
+from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation
+from simpletune.stages.sample import PictureRequest, Sampler, autocast_of
+from simpletune.stages.step.assignment import RankMicroBatches
+from simpletune.stages.step.passes import TrainingPasses
 from simpletune.system.options import ConfigError
 from simpletune.training import setup
 from simpletune.training.loop import train
@@ -91,7 +91,7 @@ def losses_of(run: Path) -> list[float]:
 
 
 def model_of(pipeline: Path, precision: WeightPrecision) -> nn.Module:
-    return SD3(pretrained=str(pipeline)).load_transformer(precision, CPU)
+    return SD3(pretrained=str(pipeline)).load_denoiser(precision, CPU)
 
 
 def arguments(model: nn.Module, rows: int, tokens: int = 7) -> dict[str, Tensor]:
@@ -232,7 +232,7 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
     planned = run.batches.modulations
     assert planned is not None
 
-    class Counting(Modulation):
+    class Counting(DetachedModulation):
         def __init__(self) -> None:
             self.__dict__ |= planned.modulation.__dict__
 
@@ -266,8 +266,12 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
     assert planned is not None
     planned.modulation.layers[0].register_forward_hook(lambda _, given, out: seen.add(len(given[0])))
     found: dict[tuple[int, int], Tensor] = {}
-    for share in (Share(0, 1, exact=True), Share(0, 2, exact=True), Share(1, 2, exact=True)):
-        passes = Passes(plan, NoPrior(), share)
+    for share in (
+        RankMicroBatches(0, 1, exact=True),
+        RankMicroBatches(0, 2, exact=True),
+        RankMicroBatches(1, 2, exact=True),
+    ):
+        passes = TrainingPasses(plan, NoPrior(), share)
         apart = ModulationPlan(planned.modulation, passes, run.prepared.text.pooled, apart=True)
         for step in range(6):
             rows = apart.of_step(step)
@@ -343,7 +347,7 @@ def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> N
                      for name in ("context_embedder", "time_text_embed.text_embedder.linear_1"))  # fmt: skip
     prompts = [(torch.randn(7, width, generator=generator), torch.randn(pooled, generator=generator)) for _ in "ab"]
     for guidance, steps in itertools.product((1.0, 4.5), (3, 9)):
-        request = Request("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
+        request = PictureRequest("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
         modulation = detach_modulation(planned, precision, CPU, window=4)
         rows = [request], [prompts[0]], [prompts[1]]

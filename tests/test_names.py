@@ -21,13 +21,13 @@ from simpletune.apps.cli.main import main
 from simpletune.apps.cli.serve import serve_arguments
 from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate.compare import models_to_compare
-from simpletune.commands.generate.generate import generate, weights_of
+from simpletune.commands.generate.generate import choose_weights, generate
 from simpletune.commands.generate.session import open_session
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.push import files_of
-from simpletune.runs.weights import BASE, result_of
-from simpletune.runs.weights_names import RunName, find_lora, find_named, find_run, split_scale, weight_file
+from simpletune.runs.weights import BASE, run_result
+from simpletune.runs.weights_names import CheckpointRef, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.system.atomic import remove
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
@@ -73,7 +73,7 @@ def test_a_checkpoint_by_its_step(here: Path) -> None:
     assert find_named("q@latest:0.5").lora == saved("q", 4) / LORA and find_named("q@latest:0.5").scale == 0.5
     assert find_named("p@2").trained == find_named(str(saved("p", 2))).trained == saved("p", 2) / checkpoint.AVERAGE
     assert find_named(f"{saved('q', 2)}").step == 2 and find_named("lora").lora == Path("lora") / LORA
-    assert find_run("q@4") == RunName(Path("q"), 4) and find_run("q") == RunName(Path("q"), None)
+    assert find_run("q@4") == CheckpointRef(Path("q"), 4) and find_run("q") == CheckpointRef(Path("q"), None)
 
 
 def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
     for name in ("full", "p@2"):
         args = parsed(add_arguments, "--run", "lora", "--lora", f"{name}:0.5")
         with pytest.raises(UserError, match=f"--lora: {name} is a full run, not a LoRA. Use --run {name}"):
-            weights_of(open_session(args), args)
+            choose_weights(open_session(args), args)
     with pytest.raises(UserError, match="^full is a full run, not a LoRA. .*simpletune extract"):
         main_error("export", "full", "--format", "kohya")
     with pytest.raises(UserError, match="takes no strength. Remove :0.5"):
@@ -229,12 +229,14 @@ def test_names_import_no_torch() -> None:
 def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Path) -> None:
     args = parsed(add_arguments, "--model", tiny_pipeline)
     with pytest.raises(UserError, match="^neither a run nor a LoRA is named"):
-        weights_of(open_session(args), args)
+        choose_weights(open_session(args), args)
     with pytest.raises(UserError, match="^--run: q@3: q has no checkpoint of step 3. Use one of 2, 4"):
         open_session(parsed(add_arguments, "--run", "q@3"))
     with pytest.raises(UserError, match="^push: nowhere does not exist"):
         files_of(find_run("nowhere"), "me/it")
-    assert result_of(Path("q"), 0.5, 2).scale == 0.5 and json.loads(Path("q/config.json").read_text())["name"] == "lora"
+    assert (
+        run_result(Path("q"), 0.5, 2).scale == 0.5 and json.loads(Path("q/config.json").read_text())["name"] == "lora"
+    )
     assert weight_file("p@2") == saved("p", 2) / "ema.safetensors"
 
 

@@ -156,7 +156,7 @@ def test_on_the_meta_device_it_gives_shapes() -> None:
 def test_which_layers_are_held_how(modulation: str, tiny_pipeline) -> None:
     precision = Nf4(modulation=modulation)
     model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)})
-    loaded = model.load_transformer(precision, torch.device("cpu"))
+    loaded = model.load_denoiser(precision, torch.device("cpu"))
     kinds = {name: type(m) for name, m in loaded.named_modules() if isinstance(m, nn.Linear)}
     inside = {name: kind for name, kind in kinds.items() if name.startswith("transformer_blocks.")}
     assert all(kind is nn.Linear for name, kind in kinds.items() if name not in inside)
@@ -170,12 +170,12 @@ def test_which_layers_are_held_how(modulation: str, tiny_pipeline) -> None:
 def plain_model(model: SD3) -> nn.Module:
     from simpletune.engine.quant.plain import FP32
 
-    return model.load_transformer(FP32(), torch.device("cpu"))
+    return model.load_denoiser(FP32(), torch.device("cpu"))
 
 
 def test_lora_fits_layers_whose_weight_is_packed(tiny_pipeline) -> None:
     model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)})
-    loaded = model.load_transformer(Nf4(compute="fp32"), torch.device("cpu"))
+    loaded = model.load_denoiser(Nf4(compute="fp32"), torch.device("cpu"))
     plain = plain_model(model)
     for each in (loaded, plain):
         Lora(rank=3, targets="all_linear").attach(each, seed=0)

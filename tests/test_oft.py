@@ -12,7 +12,7 @@ from reference import dora_oft
 from test_dora import IN, OUT, frozen, weight_of, weighted
 from torch import Tensor
 
-from simpletune.adapters.methods.layers import all_layers, base_of
+from simpletune.adapters.methods.layers import all_layers, innermost_layer
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.oft_layer import OftLayer, triangle_of, turn, upper
 from simpletune.engine.quant.plain import FP32
@@ -79,7 +79,7 @@ def gradients(setting: Setting) -> tuple[list[float], dict[str, Tensor]]:
     Oft(block_size=8).attach(model, 7)
     torch.manual_seed(5)
     for _, layer in all_layers(model):
-        assert isinstance(layer, OftLayer) and base_of(layer) is layer.base_layer
+        assert isinstance(layer, OftLayer) and innermost_layer(layer) is layer.base_layer
         layer.oft_triangle.data.normal_().mul_(0.1)
     prepare(model.train(), setting)
     losses = []

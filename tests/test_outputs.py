@@ -23,7 +23,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.stages.sample import Request, Sampler
+from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attach import attach
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
@@ -39,9 +39,9 @@ def run_with(tiny_config: dict, **changes: dict) -> Path:
 
 def trained_model(run: Path, tiny_config: dict, **changes: dict) -> torch.nn.Module:
     """The run's model as it stood at its last checkpoint."""
-    saved = checkpoint.find("latest", run)
+    saved = checkpoint.find_checkpoint("latest", run)
     config = resolve_folders(validate(saved.config, "saved"))
-    model = config.model.load_transformer(config.precision, torch.device("cpu"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     checkpoint.restore(saved, model, attach(config, model), config.optimizer)
     return model.eval()
 
@@ -75,7 +75,7 @@ def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, 
     assert effect > 1e-3
     assert (theirs - ours).abs().max() < 1e-4 * effect
 
-    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
     load_lora(model, run / "pytorch_lora_weights.safetensors")
     assert (velocity(model, inputs) - ours).abs().max() < 1e-4 * effect
 
@@ -85,10 +85,10 @@ def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
     loader = SD3().model_copy(update={"pretrained": str(tiny_pipeline)})
     results = []
     for scale in (0.0, 1.0):
-        model = loader.load_transformer(FP32(), torch.device("cpu"))
+        model = loader.load_denoiser(FP32(), torch.device("cpu"))
         load_lora(model, run / "pytorch_lora_weights.safetensors", scale)
         results.append(velocity(model, inputs))
-    base = velocity(loader.load_transformer(FP32(), torch.device("cpu")), inputs)
+    base = velocity(loader.load_denoiser(FP32(), torch.device("cpu")), inputs)
     torch.testing.assert_close(results[0], base, rtol=0, atol=0)
     assert not torch.equal(results[1], base)
 
@@ -106,9 +106,9 @@ def test_the_full_model_loads_in_diffusers(tiny_config, inputs) -> None:
 def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int], tiny_pipeline, shared_cache) -> None:
     model = SD3(t5_length=8).model_copy(update={"pretrained": str(tiny_pipeline)})
     text = TextCache(model, torch.float32, shared_cache)
-    request = Request("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
+    request = PictureRequest("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
     text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
-    transformer = model.load_transformer(FP32(), torch.device("cpu"))
+    transformer = model.load_denoiser(FP32(), torch.device("cpu"))
     sampler = Sampler(transformer, model, FP32())
     ours = sampler.denoise([request], [text.load(request.prompt)], [text.load("blurry")])
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, 
     run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
     model = trained_model(run, tiny_config)
     adapter = validate(tiny_config, "x").adapter
-    base = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    base = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
     with adapter.disabled(model):
         torch.testing.assert_close(velocity(model, inputs), velocity(base, inputs), rtol=0, atol=0)
     assert not torch.equal(velocity(model, inputs), velocity(base, inputs))
@@ -176,7 +176,7 @@ def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, 
     run = run_with(tiny_config, train={"steps": 1})
     state = load_file(run / "pytorch_lora_weights.safetensors")
     save_file({rename(name): tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
-    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_transformer(FP32(), torch.device("cpu"))
+    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
     with pytest.raises(UserError, match=message):
         load_lora(model, tmp_path / "other.safetensors")
 

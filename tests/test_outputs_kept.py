@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from simpletune.runs.outputs import numbered_folder, require_new, write_numbered
-from simpletune.stages.png import drawn_as, save_png
-from simpletune.stages.sample import Request
+from simpletune.stages.png import generation_parameters, save_png
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.options import UserError
 
 PICTURE = Image.new("RGB", (16, 16), "red")
@@ -68,7 +68,7 @@ def test_a_name_that_is_taken_is_refused_with_the_remedy(tmp_path: Path) -> None
 
 
 def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
-    request = Request('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
+    request = PictureRequest('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
     more = {"model": "a/b, c: d", "loras": [("my, lora: 2", 0.7)], "weights": "LoRA x", "sampler": "Euler"}
     save_png(PICTURE, tmp_path / "x.png", request, **more)
     text = Image.open(tmp_path / "x.png").text  # type: ignore[attr-defined]
@@ -84,11 +84,11 @@ def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
     own = json.loads(text["simpletune"])
     assert own["prompt"] == request.prompt and own["negative_prompt"] == "blurry, é" and own["seed"] == 7
     assert own["loras"] == [["my, lora: 2", 0.7]] and own["model"] == "a/b, c: d" and own["weights"] == "LoRA x"
-    assert drawn_as(tmp_path / "x.png") == own
+    assert generation_parameters(tmp_path / "x.png") == own
 
 
 def test_a_plain_prompt_is_in_a_chunk_that_every_reader_knows(tmp_path: Path) -> None:
-    save_png(PICTURE, tmp_path / "x.png", Request("a dog", 1))
+    save_png(PICTURE, tmp_path / "x.png", PictureRequest("a dog", 1))
     data = (tmp_path / "x.png").read_bytes()
     assert b"tEXtparameters\0a dog\nNegative prompt: \nSteps: 28, " in data
 
@@ -101,5 +101,5 @@ def test_pictures_of_earlier_versions_are_read_too(tmp_path: Path) -> None:
     info.add_text("seed", "3")
     PICTURE.save(tmp_path / "old.png", pnginfo=info)
     PICTURE.save(tmp_path / "none.png")
-    old = drawn_as(tmp_path / "old.png")
-    assert (old["prompt"], old["seed"]) == ("a cat", 3) and drawn_as(tmp_path / "none.png") == {}
+    old = generation_parameters(tmp_path / "old.png")
+    assert (old["prompt"], old["seed"]) == ("a cat", 3) and generation_parameters(tmp_path / "none.png") == {}

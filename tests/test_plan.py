@@ -12,7 +12,7 @@ import pytest
 
 from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import Draw, View, make_samples
+from simpletune.data.samples import Crop, SampleDraw, make_samples
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture
 from simpletune.models.objectives.flow import Flow
@@ -49,16 +49,16 @@ def make_plan(
     )
 
 
-def names(draws: list[Draw]) -> list[str]:
+def names(draws: list[SampleDraw]) -> list[str]:
     return [draw.view.picture.name for draw in draws]
 
 
-def samples(draws: list[Draw]) -> list[Draw]:
+def samples(draws: list[SampleDraw]) -> list[SampleDraw]:
     """Without what only fills up."""
     return [draw for draw in draws if draw.weight]
 
 
-def first_draws(plan: Plan, steps: int) -> list[Draw]:
+def first_draws(plan: Plan, steps: int) -> list[SampleDraw]:
     return [draw for step in range(steps) for draw in plan.micro_batch(step, 0)]
 
 
@@ -314,8 +314,8 @@ def test_the_manifest_notices_repeats_and_buckets_of_another_size() -> None:
 
 def test_latents_of_different_views_are_never_confused() -> None:
     first, other = some_pictures([(100, 100)] * 2)
-    view = View(first, (64, 64), (0.5, 0.5), False)
+    view = Crop(first, (64, 64), (0.5, 0.5), False)
     changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
-    assert changes.keys() == {field.name for field in fields(View)}
+    assert changes.keys() == {field.name for field in fields(Crop)}
     keys = [view_key(view), *(view_key(replace(view, **{name: value})) for name, value in changes.items())]
     assert len(set(keys)) == len(keys)

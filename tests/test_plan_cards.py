@@ -12,20 +12,20 @@ import pytest
 
 from simpletune.apps.cli.main import main
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.best_card import CardPlan, cheapest, fastest, in_words, plan_on, table
+from simpletune.estimate.best_card import CardPlan, cheapest, describe_settings, fastest, plan_on, table
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.levers import changes_of_quality, with_changes
-from simpletune.estimate.planning import Choice, Search, candidate_lists
-from simpletune.estimate.timing.datasheet import StatedSpeeds
-from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.planning import Search, SettingChanges, candidate_lists
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.timeline import step_seconds, use_of
-from simpletune.estimate.timing.work import Work
-from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.estimate.timing.work import KernelWork
+from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
 from simpletune.system.prices import Price
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 PRICE = Price(per_hour=1.0, as_of="2026-11", source="test", currency="USD")
 
 
@@ -46,7 +46,7 @@ def config_of(shared_cache: Path):
     return make
 
 
-def brute_force(config: TrainConfig, card: Card) -> Choice | None:
+def brute_force(config: TrainConfig, card: Card) -> SettingChanges | None:
     """Of all candidates that fit the best; those of the last resort only if nothing else fits."""
     search, candidates = Search(config, card), list(itertools.chain(*candidate_lists(config, card)))
     for resort in (False, True):
@@ -92,7 +92,7 @@ class Only:
         return otherwise
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
-        return float(units(kind, extents)) if use_of(Work(kind, dtype, extents)) == self.use else 0.0
+        return float(units(kind, extents)) if use_of(KernelWork(kind, dtype, extents)) == self.use else 0.0
 
 
 def units(kind: str, extents: tuple[int, ...]) -> int:
@@ -102,7 +102,7 @@ def units(kind: str, extents: tuple[int, ...]) -> int:
     return product if kind.startswith(("product", "attention", "convolution", "int8")) else extents[-1]
 
 
-def units_of(sections: list[Section], use: str, *, computed: bool) -> float:
+def units_of(sections: list[StreamWork], use: str, *, computed: bool) -> float:
     """Units of a use in a step: on the computation's stream, or on the queues of copies."""
     found = 0.0
     for section in sections:
@@ -155,12 +155,12 @@ def a_plan(name: str, seconds: float, per_hour: float | None, samples: float = 1
 
     Time.seconds = seconds  # type: ignore[attr-defined]
     price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test")
-    return CardPlan(card_of(name), object(), Time(), samples, price)  # type: ignore[arg-type]
+    return CardPlan(find_card(name), object(), Time(), samples, price)  # type: ignore[arg-type]
 
 
 def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> None:
     slow, quick = a_plan("L4", 7200, 1.0), a_plan("H100", 3600, 3.0)
-    unknown, lacking = a_plan("RTX3090", 60, None), CardPlan(card_of("T4"), why_not="no settings fit")
+    unknown, lacking = a_plan("RTX3090", 60, None), CardPlan(find_card("T4"), why_not="no settings fit")
     assert cheapest([quick, slow, unknown, lacking]) is slow and fastest([quick, slow, lacking]) is quick
     assert slow.cost == pytest.approx(2.0) and quick.cost == pytest.approx(3.0) and unknown.cost is None
     quarter = a_plan("L4", 7200, 1.0, samples=0.25)  # a quarter of the samples in these steps
@@ -188,23 +188,23 @@ def test_costs_are_named_in_words(config_of) -> None:
     config = config_of("adapter.method=full", "train.gradient_accumulation=4")
     best = Search(config, L4).fastest()[0]
     plain = replace(best.step_time, phases={}, waits=0.0, device={})
-    assert "nothing is computed twice" in next(in_words(config, replace(best, step_time=plain)))
+    assert "nothing is computed twice" in next(describe_settings(config, replace(best, step_time=plain)))
     again = replace(best.step_time, seconds=2.0, phases={"recompute": 0.5}, waits=0.2, device={})
     whole = with_changes(
         config, ["memory.checkpointing=all", "train.gradient_accumulation=1", "precision.weights=int8"]
     )
     assert whole is None  # int8 weights do not train
     changed = with_changes(config, ["memory.checkpointing=all", "train.gradient_accumulation=1"])
-    lines = list(in_words(config, replace(best, step_time=again, choice=replace(best.choice, config=changed))))
+    lines = list(describe_settings(config, replace(best, step_time=again, choice=replace(best.choice, config=changed))))
     assert lines[0] == "time: 25% of a step for all 3 blocks computed a second time in the backward pass"
     assert lines[1] == "time: 10% of a step for waiting for copies from and to host memory"
     assert "an update follows 1 instead of 4 micro-batches" in lines[2] and lines[2].startswith("quality: ")
     assert changes_of_quality(config, config) == []
 
 
-def products_of(sections: list[Section], phases: tuple[str, ...]) -> Counter[Work]:
+def products_of(sections: list[StreamWork], phases: tuple[str, ...]) -> Counter[KernelWork]:
     """The products and attention kernels of phases."""
-    found: Counter[Work] = Counter()
+    found: Counter[KernelWork] = Counter()
     for section in sections:
         if section.phase in phases:
             found.update({w: count for w, count in section.work.items() if use_of(w) in ("products", "attention")})
@@ -228,9 +228,9 @@ def test_what_is_computed_a_second_time_is_counted_and_named(alone: str, config_
     if alone == "block":  # a network may run with its block and alone
         assert second <= products_of(once, ("forward",))
     best = Search(again, L4).fastest()[0]
-    step = step_seconds(twice, StatedSpeeds(L4))
-    lines = list(in_words(kept, replace(best, step_time=step, choice=replace(best.choice, config=again))))
-    share = sum(c * StatedSpeeds(L4).seconds(*w) for w, c in second.items()) / step.seconds
+    step = step_seconds(twice, DatasheetSpeeds(L4))
+    lines = list(describe_settings(kept, replace(best, step_time=step, choice=replace(best.choice, config=again))))
+    share = sum(c * DatasheetSpeeds(L4).seconds(*w) for w, c in second.items()) / step.seconds
     assert share > 0.01 and "computed a second time" in lines[0]
     assert float(lines[0].split("%")[0].removeprefix("time: ")) >= round(100 * share) - 1
 
@@ -256,7 +256,7 @@ def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(
 
 
 def test_a_card_without_known_figures_says_so_in_a_plan(config_of) -> None:
-    found = plan_on(config_of(), card_of("23GiB"), None)
+    found = plan_on(config_of(), find_card("23GiB"), None)
     assert any("no figures are known for this card" in line for line in table("job", [found], found))
     assert "no price is known" in list(table("job", [found], found))[-1]
     assert all(card.tflops and card.bandwidth for card in CARDS) and found.result is not None

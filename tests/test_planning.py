@@ -23,18 +23,18 @@ from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import differing, what_may_cost, with_changes
 from simpletune.estimate.plan_command import _described
 from simpletune.estimate.planning import (
-    Choice,
     Search,
+    SettingChanges,
     batch_table,
     candidate_lists,
     largest_peak,
 )
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.training_stage import train
-from simpletune.system.gpus import FOUND, GIB, Card, card_of
+from simpletune.system.gpus import FOUND, GIB, Card, find_card
 from simpletune.system.options import UserError
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 
 
 def a_card(mib: float) -> Card:
@@ -122,7 +122,7 @@ def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) ->
 @pytest.mark.parametrize("length", [2, 3, 4, 7])
 def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, monkeypatch) -> None:
     config = config_of()
-    candidates = [Choice((), with_changes(config, [f"train.seed={n}"]), "", 0) for n in range(length)]
+    candidates = [SettingChanges((), with_changes(config, [f"train.seed={n}"]), "", 0) for n in range(length)]
     for first in range(length + 1):
         asked: list[int] = []
 
@@ -180,7 +180,7 @@ def test_the_search_begins_where_weights_and_states_leave_room(config_of) -> Non
     sizes = [lasting(config) for config in candidates]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
     config = candidates[0]
-    model = config.model.empty_transformer(config.precision, torch.device("meta"))
+    model = config.model.empty_denoiser(config.precision, torch.device("meta"))
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert config.precision.bytes_per_weight == 2 and config.memory.optimizer_in_backward
     assert sizes[0] == pytest.approx(weights * (2 + config.optimizer.bytes_per_parameter))

@@ -68,8 +68,8 @@ def test_a_size_over_the_table_leaves_it_whole_and_is_refused_as_before() -> Non
 @pytest.mark.parametrize("precision", [FP32(), BF16()], ids=["fp32", "bf16"])
 def test_the_loader_keeps_what_is_needed_and_can_read_the_rest_again(init, precision, tiny_config) -> None:
     config = validate(tiny_config, "test").model.model_copy(update={"init": init})
-    whole = config.load_transformer(precision, torch.device("cpu"))
-    cut = config.load_transformer(precision, torch.device("cpu"), sizes=[(64, 32)])
+    whole = config.load_denoiser(precision, torch.device("cpu"))
+    cut = config.load_denoiser(precision, torch.device("cpu"), sizes=[(64, 32)])
     old, new = whole.pos_embed.pos_embed, cut.pos_embed.pos_embed
     side = 4 + (whole.pos_embed.pos_embed_max_size - 4) % 2
     assert new.dtype == precision.compute_dtype()

@@ -17,28 +17,28 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.estimate_command import price_of as asked_price
+from simpletune.estimate.estimate_command import card_price as asked_price
 from simpletune.estimate.job_estimate import Estimate
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
-from simpletune.estimate.run_estimate import price_of
+from simpletune.estimate.run_estimate import driver_card_price
 from simpletune.estimate.simulate.simulate import StepReport
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
-from simpletune.estimate.timing.constants import Constants, file_of, write
+from simpletune.estimate.timing.constants import Constants, constants_file, write_constants
 from simpletune.estimate.timing.grid import Grid
-from simpletune.estimate.timing.recorder import Section
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.runs.estimate_record import beside_measured, keep, lines
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data
 from simpletune.system.environment import cpu_name
-from simpletune.system.gpus import card_named_by_driver, card_of
+from simpletune.system.gpus import card_named_by_driver, find_card
 from simpletune.system.options import Json
 from simpletune.training.loop import prepare_only, train
 from tests.recorded_runs import write_run
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 BYTES = 10**9  # of traffic in each recorded part; an L4 moves 255 of them a second
 SECONDS = 10**9 / (0.85 * 300e9) + 2.5e-6
 COUNTS = DataCounts(8, 8, 8 * 32**2, 8)
@@ -47,8 +47,8 @@ COUNTS = DataCounts(8, 8, 8 * 32**2, 8)
 def a_job(*parts: str) -> JobReport:
     """A job whose parts move the same bytes once each; pictures when sampled, for all simulated steps, and decoded."""
 
-    def moved(phase: str = "") -> Section:
-        return Section("compute", phase, "", work=Counter({Work("add", "bf16", (BYTES,)): 1}))
+    def moved(phase: str = "") -> StreamWork:
+        return StreamWork("compute", phase, "", work=Counter({KernelWork("add", "bf16", (BYTES,)): 1}))
 
     snapshot = MemorySnapshot(0, {}, "", "")
     step = StepReport(snapshot, {}, snapshot, 0, 0, {}, 0, 0, 0, 0.0, [moved()])
@@ -119,9 +119,9 @@ def test_what_is_in_the_cache_takes_no_time(tiny_config: dict) -> None:
 
 
 def test_the_price_of_a_card_as_the_driver_names_it() -> None:
-    known = price_of(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
+    known = driver_card_price(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
     assert known is not None and known.per_hour == 1.79
-    assert price_of(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
+    assert driver_card_price(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
 
 
 def test_a_run_on_a_card_is_priced_before_it_starts(
@@ -132,7 +132,7 @@ def test_a_run_on_a_card_is_priced_before_it_starts(
     monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
     config = validate(tiny_config | {"train": {"steps": 100}}, "x")
     prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
-    found = forecasting.forecast_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
+    found = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
     assert found is not None and found["price"]["per_hour"] == 0.7068
     assert found["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
     assert found["cost"] == pytest.approx(found["seconds"] * 0.7068 / 3600, abs=1e-4)
@@ -153,7 +153,7 @@ def test_the_users_prices_come_before_the_shipped_ones(
     prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
 
     def found() -> Json:
-        time = forecasting.forecast_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
+        time = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
         assert time is not None
         return time
 
@@ -241,7 +241,7 @@ def calibrated(config: TrainConfig) -> None:
         host=dict.fromkeys(("operation", "view", "recorded", "backward", "module", "function", "function_backward",
                             "recomputed"), 1e-6),
     )  # fmt: skip
-    write(file_of(Path(config.output.cache), cpu_name(), torch.get_num_threads(), "cpu"), constants)
+    write_constants(constants_file(Path(config.output.cache), cpu_name(), torch.get_num_threads(), "cpu"), constants)
 
 
 def test_a_run_keeps_its_predicted_time_from_its_first_start(
@@ -265,7 +265,7 @@ def test_a_run_keeps_its_predicted_time_from_its_first_start(
     out = capsys.readouterr().out
     assert "time    predicted" in out and f"measured {summary['seconds_per_step']:.3g}" in out
     (folder / "summary.json").unlink()
-    monkeypatch.setattr(forecasting, "forecast_time", lambda *_: {**kept, "steps": 99})
+    monkeypatch.setattr(forecasting, "estimate_time", lambda *_: {**kept, "steps": 99})
     train(config, resume="latest", estimate_first=True)
     assert json.loads((folder / PREDICTED).read_text()) == kept
 
@@ -275,11 +275,11 @@ def test_an_unreadable_calibration_stops_no_run(
 ) -> None:
     tiny_config["output"]["cache"] = str(tmp_path)
     config = validate(tiny_config, "test")
-    file = file_of(Path(config.output.cache), cpu_name(), torch.get_num_threads(), "cpu")
+    file = constants_file(Path(config.output.cache), cpu_name(), torch.get_num_threads(), "cpu")
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     plan = type("Plan", (), {"largest": lambda self: (32, 32), "steps_per_epoch": 1})()
-    assert forecasting.forecast_time(config, None, torch.device("cpu"), plan) is None  # type: ignore[arg-type]
+    assert forecasting.estimate_time(config, None, torch.device("cpu"), plan) is None  # type: ignore[arg-type]
     assert "the time is not predicted" in capsys.readouterr().out
 
 

@@ -21,11 +21,11 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.cache.cache import Cache, view_key
 from simpletune.data.demo import vocabulary
-from simpletune.data.sources.pictures import cut, decode
+from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared import prompts
 from simpletune.stages.encode import prepare
-from simpletune.stages.prepared import Prepared
+from simpletune.stages.prepared import PreparedData
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
@@ -56,7 +56,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts what the real encoders do."""
     found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, SD3.encode_pictures, SD3.load_vae
 
-    def count_prompts(self: prompts.Prompts, encoder: prompts.Encoder, prompts: list[str], *rest: object) -> Iterator:
+    def count_prompts(
+        self: prompts.Prompts, encoder: prompts.TextEncoder, prompts: list[str], *rest: object
+    ) -> Iterator:
         found.prompts += [(encoder.name, prompt) for prompt in prompts]
         return encode(self, encoder, prompts, *rest)
 
@@ -93,7 +95,7 @@ def write_picture(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> No
     Image.fromarray(pixels).save(file)
 
 
-def run(data: dict) -> Prepared:
+def run(data: dict) -> PreparedData:
     return prepare(resolve_folders(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
@@ -103,7 +105,7 @@ def files(data: dict) -> list[Path]:
     )
 
 
-def assert_as_encoded_afresh(data: dict, prepared: Prepared) -> None:
+def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
     """Every sample's tensors are those of its own file and its own caption, encoded here without the cache."""
     config, folder = resolve_folders(validate(data, "test")), Path(data["data"]["path"])
     vae, prompts = config.model.load_vae(CPU, torch.float32), config.model.prompts(torch.float32)
@@ -112,7 +114,7 @@ def assert_as_encoded_afresh(data: dict, prepared: Prepared) -> None:
     assert captions == [file.read_text() for file in sorted(folder.glob("*.txt"))]
     for index, sample in enumerate(prepared.plan.samples):
         view = prepared.plan.view(sample, 0)
-        pixels = torch.from_numpy(cut(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
+        pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
         z_0 = config.model.encode_pictures(vae, pixels[None])[0]
         torch.testing.assert_close(prepared.latents.load(view), z_0)
         expected = prompts.assemble({name: each[index] for name, each in parts.items()})

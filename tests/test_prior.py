@@ -19,10 +19,10 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
-from simpletune.stages.step.batch_loader import Batch, Batches
-from simpletune.stages.step.passes import Passes
+from simpletune.stages.step.batch_loader import Batch, BatchLoader
+from simpletune.stages.step.passes import TrainingPasses
 from simpletune.stages.step.synthetic import SingleProcess
-from simpletune.stages.step.train_step import StepCore, assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
@@ -37,16 +37,16 @@ def config_of(tiny_config: dict, **sections: Any) -> TrainConfig:
     return resolve_folders(validate(copy.deepcopy(tiny_config) | {"prior": PRIOR} | sections, "test"))
 
 
-def assembled(config: TrainConfig) -> tuple[StepCore, Batches]:
+def assembled(config: TrainConfig) -> tuple[TrainStep, BatchLoader]:
     """A step core whose adapter already changes the model, and the run's batches."""
-    model = config.model.load_transformer(config.precision, CPU, 0)
+    model = config.model.load_denoiser(config.precision, CPU, 0)
     core = assemble(config, model, SingleProcess(CPU))
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in core.parameters:
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     prepared = prepare(config, Accelerator(cpu=True), StageTimer(cuda=False))
-    return core, Batches(prepared, config.train.seed, CPU, modulation=core.modulation, prior=config.prior)
+    return core, BatchLoader(prepared, config.train.seed, CPU, modulation=core.modulation, prior=config.prior)
 
 
 def predicted(config: TrainConfig, model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_a_base_loaded_again(tiny_config: dict) -> None:
     of_class = batches.text.load(CLASS)[0]
     assert all((row == of_class).all() for row in second.prompt_embeds) and (first.prompt_embeds[0] != of_class).any()
 
-    base = config.model.load_transformer(config.precision, CPU, 0)
+    base = config.model.load_denoiser(config.precision, CPU, 0)
     learned = (predicted(config, core.model, first) - (first.noise - first.z_0)).square().mean()
     kept = (predicted(config, core.model, second) - predicted(config, base, second).detach()).square().mean()
     expected = torch.autograd.grad(learned + 0.7 * kept, core.parameters, allow_unused=True)
@@ -86,7 +86,7 @@ def test_a_trigger_is_replaced_in_the_captions(tiny_config: dict) -> None:
     data = tiny_config["data"] | {"caption_dropout": 0.5}
     config = config_of(tiny_config, prior=PRIOR | {"prompt": "thing", "trigger": "background"}, data=data)
     prepared = prepare(config, Accelerator(cpu=True), StageTimer(cuda=False))
-    passes = Passes(prepared.plan, config.prior)
+    passes = TrainingPasses(prepared.plan, config.prior)
     pairs = [[passes.micro_batch(step, micro)[0].caption for micro in (0, 1)] for step in range(8)]
     assert {"", *(own for own, _ in pairs)} == {own for own, _ in pairs} and passes.accumulation == 2
     for own, of_class in pairs:
@@ -182,7 +182,7 @@ def test_outside_of_masks_the_base_is_the_target(tiny_config: dict, tmp_path: Pa
     torch.testing.assert_close(learned[..., 2:], torch.ones(2, 1, 4, 2))
     assert (learned[..., :2] < 0.5).all()
     both = core.loss(core.model, batch).item()
-    base = core.config.model.load_transformer(core.config.precision, CPU, 0)
+    base = core.config.model.load_denoiser(core.config.precision, CPU, 0)
     found, kept = (predicted(core.config, model, batch).detach() for model in (core.model, base))
     errors = learned * (found - (batch.noise - batch.z_0)).square() + batch.prior * (found - kept).square()
     assert both == pytest.approx(errors.mean().item(), rel=1e-5)

@@ -27,7 +27,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.stages.plan_data import make_plan
-from simpletune.stages.step.assignment import Share
+from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.train_step import ignore_frozen_in_ddp
 from simpletune.training.loop import train
 
@@ -281,7 +281,7 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     data = changed(ground, "odd", train={"on_nonfinite": "skip"}, output={"cache": str(tmp_path / "cache")})
     config = validate(data, "test")
     plan = make_plan(config, config.data.scan(Path(config.data.path)).pictures)
-    views = [plan.micro_batch(0, Share(process, 2).of(plan.areas(0))[0])[0].view for process in (0, 1)]
+    views = [plan.micro_batch(0, RankMicroBatches(process, 2).of(plan.areas(0))[0])[0].view for process in (0, 1)]
     for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")

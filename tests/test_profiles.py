@@ -18,12 +18,12 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA
 from simpletune.estimate import auto_checkpointing, levers
-from simpletune.estimate.auto_checkpointing import Recomputed, choose, choose_on, with_checkpointed
+from simpletune.estimate.auto_checkpointing import RecomputeCounts, choose_on, resolve_checkpointing, with_checkpointed
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
-from simpletune.stages.step.train_step import StepCore, assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
@@ -116,13 +116,16 @@ def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
         validate(tiny_config | {"memory": {"profile": "5gb"}}, "unknown")
 
 
-LADDER = [*(Recomputed(count, count) for count in range(5)), *(Recomputed(4, keeping) for keeping in (3, 2, 1, 0))]
+LADDER = [
+    *(RecomputeCounts(count, count) for count in range(5)),
+    *(RecomputeCounts(4, keeping) for keeping in (3, 2, 1, 0)),
+]
 """What auto chooses of four blocks, by increasing time."""
 
 
-def recomputed(config: TrainConfig) -> Recomputed:
+def recomputed(config: TrainConfig) -> RecomputeCounts:
     """What a configuration says."""
-    return Recomputed(config.memory.checkpointed(4), config.memory.keeping_attention(4))
+    return RecomputeCounts(config.memory.checkpointed(4), config.memory.keeping_attention(4))
 
 
 def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None:
@@ -131,7 +134,7 @@ def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None
     assert peaks[0] > peaks[1] > peaks[2] > peaks[-1]
     for budget in (peaks[0], peaks[0] - 1, peaks[1], peaks[2], peaks[-2], min(peaks)):
         of_budget = config_of(memory={"checkpointing": "auto", "budget_gib": budget / 2**30})
-        chosen = choose(of_budget, SIZE)
+        chosen = resolve_checkpointing(of_budget, SIZE)
         assert recomputed(chosen) == next(each for each, peak in zip(LADDER, peaks, strict=True) if peak <= budget)
         assert chosen.memory.feed_forward == ("alone" if recomputed(chosen).checkpointed else "auto")
 
@@ -141,22 +144,24 @@ def test_auto_leaves_what_is_set_as_it_is(given: dict, config_of, simulate_once)
     auto = config_of(memory={"checkpointing": "auto", "budget_gib": 9.0, **given})
     keeps = given["keep_attention"] == "all"
     peaks = [simulate_once(with_checkpointed(auto, count, keeps * count), SIZE).peak.bytes for count in range(5)]
-    memory = choose(config_of(memory={**given, "checkpointing": "auto", "budget_gib": peaks[2] / 2**30}), SIZE).memory
+    memory = resolve_checkpointing(
+        config_of(memory={**given, "checkpointing": "auto", "budget_gib": peaks[2] / 2**30}), SIZE
+    ).memory
     assert memory.keeping_attention(4) == keeps * memory.checkpointed(4) and memory.checkpointed(4) == 2
     assert memory.feed_forward == given.get("feed_forward", "alone")
     with pytest.raises(UserError, match="memory.budget_gib: .* is too little"):
-        choose(config_of(memory={**given, "checkpointing": "auto", "budget_gib": 0.001}), SIZE)
+        resolve_checkpointing(config_of(memory={**given, "checkpointing": "auto", "budget_gib": 0.001}), SIZE)
 
 
 def test_auto_needs_one_card_or_budget(config_of) -> None:
     with pytest.raises(UserError, match="memory.budget_gib"):
-        choose(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}), SIZE)
+        resolve_checkpointing(config_of(memory={"checkpointing": "auto", "budget_gib": 0.001}), SIZE)
     with pytest.raises(ConfigError, match="memory.budget_gib: 9.0 with memory.checkpointing all.*checkpointing=auto"):
         config_of(memory={"checkpointing": "all", "budget_gib": 9.0})
     with pytest.raises(UserError, match="memory.checkpointing: auto .* no card here"):
-        choose(config_of(memory={"checkpointing": "auto"}), SIZE)
+        resolve_checkpointing(config_of(memory={"checkpointing": "auto"}), SIZE)
     unchanged = config_of()
-    assert choose(unchanged, SIZE) is unchanged
+    assert resolve_checkpointing(unchanged, SIZE) is unchanged
 
 
 def a_card(peak: int) -> Card:
@@ -177,17 +182,17 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
 ) -> None:
     peaks = [simulate_once(with_checkpointed(auto, count, count), SIZE).peak.bytes for count in range(5)]
     for count in (0, 1, 2):
-        chosen = choose(auto, SIZE, a_card(peaks[count]))
+        chosen = resolve_checkpointing(auto, SIZE, a_card(peaks[count]))
         assert recomputed(chosen) == (count, count)
     peak = f"{peaks[2] / MIB:,.0f}"
     told = f"auto: 2 of 4 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
     assert told in capsys.readouterr().out
     monkeypatch.setattr(auto_checkpointing, "simulate", None)  # a second start has kept what it needs
-    assert choose(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
-    assert choose(auto, SIZE, a_card(peaks[2]), before=Recomputed(3, 3)).memory.checkpointing == 3
-    assert choose(auto, SIZE, a_card(peaks[2]), before=Recomputed(1, 1)).memory.checkpointing == 2
+    assert resolve_checkpointing(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
+    assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(3, 3)).memory.checkpointing == 3
+    assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(1, 1)).memory.checkpointing == 2
     with pytest.raises(UserError, match="no card here"):
-        choose(auto, SIZE)
+        resolve_checkpointing(auto, SIZE)
 
 
 def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
@@ -235,14 +240,14 @@ def test_every_lever_that_applies_is_valid_and_savings_are_in_order(of_two_block
 def test_a_full_device_names_what_was_resident_and_what_would_save_most(
     of_two_blocks: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = StepCore.step
+    step = TrainStep.step
 
-    def full(self: StepCore, batches: list, gate: object = None) -> tuple:
+    def full(self: TrainStep, batches: list, gate: object = None) -> tuple:
         if type(batches[0].z_0) is not torch.Tensor:
             return step(self, batches)  # on fake tensors: what would have fitted
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
-    monkeypatch.setattr(StepCore, "step", full)
+    monkeypatch.setattr(TrainStep, "step", full)
     monkeypatch.setattr(levers, "LEVERS", [lever for lever in LEVERS if lever.overrides[0] in SOME])
     with pytest.raises(UserError) as caught:
         train(of_two_blocks)

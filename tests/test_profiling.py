@@ -18,7 +18,7 @@ from simpletune.engine.profiling import summary, trace_file
 from simpletune.engine.profiling.aggregate import figures, peak_of_memory
 from simpletune.engine.profiling.events import Recording, Span, read_events, self_times
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import Place, evenly_spaced, place_window
+from simpletune.engine.profiling.schedule import TraceWindow, place_window, traced_epochs
 from simpletune.system.options import ConfigError
 
 KEYS = {
@@ -32,34 +32,34 @@ def never(step: int) -> bool:
 
 
 def test_traces_are_spread() -> None:
-    assert evenly_spaced(3, 5) == [0, 1, 2]
-    assert evenly_spaced(11, 5) == [0, 2, 5, 8, 10]
-    assert evenly_spaced(9, 1) == [0] and evenly_spaced(9, 0) == []
+    assert traced_epochs(3, 5) == [0, 1, 2]
+    assert traced_epochs(11, 5) == [0, 2, 5, 8, 10]
+    assert traced_epochs(9, 1) == [0] and traced_epochs(9, 0) == []
 
 
 @pytest.mark.parametrize(
     ("steps", "interrupted", "expected"),
     [
-        (1, never, Place(0, 0, 1)),
-        (2, never, Place(0, 0, 2)),
-        (3, never, Place(0, 1, 2)),
-        (4, never, Place(1, 1, 2)),
-        (9, never, Place(1, 1, 2)),
-        (9, lambda step: step == 0, Place(1, 1, 2)),  # what comes before the window does not matter
-        (9, lambda step: step == 3, Place(1, 1, 2)),  # nor what comes after it
-        (9, lambda step: step == 2, Place(3, 1, 2)),
-        (9, lambda step: step % 2 == 1, Place(2, 0, 2)),
-        (9, lambda step: True, Place(1, 0, 1)),
+        (1, never, TraceWindow(0, 0, 1)),
+        (2, never, TraceWindow(0, 0, 2)),
+        (3, never, TraceWindow(0, 1, 2)),
+        (4, never, TraceWindow(1, 1, 2)),
+        (9, never, TraceWindow(1, 1, 2)),
+        (9, lambda step: step == 0, TraceWindow(1, 1, 2)),  # what comes before the window does not matter
+        (9, lambda step: step == 3, TraceWindow(1, 1, 2)),  # nor what comes after it
+        (9, lambda step: step == 2, TraceWindow(3, 1, 2)),
+        (9, lambda step: step % 2 == 1, TraceWindow(2, 0, 2)),
+        (9, lambda step: True, TraceWindow(1, 0, 1)),
     ],
 )
-def test_a_window_lies_where_nothing_interrupts_it(steps: int, interrupted: Callable, expected: Place) -> None:
+def test_a_window_lies_where_nothing_interrupts_it(steps: int, interrupted: Callable, expected: TraceWindow) -> None:
     assert place_window(Profile(), 0, steps, interrupted) == expected
     later = place_window(Profile(), 40, 40 + steps, lambda step: interrupted(step - 40))
-    assert later == Place(expected.start + 40, expected.warmup, expected.active)
+    assert later == TraceWindow(expected.start + 40, expected.warmup, expected.active)
 
 
 def test_a_window_of_one_step_without_warm_up() -> None:
-    assert place_window(Profile(wait=0, warmup=0, active=1), 5, 9, never) == Place(5, 0, 1)
+    assert place_window(Profile(wait=0, warmup=0, active=1), 5, 9, never) == TraceWindow(5, 0, 1)
 
 
 @dataclass
@@ -174,7 +174,7 @@ def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> No
         MemorySnapshot(n * 2**20, {"weights": n * 2**20}, "forward" if n < 900 else "recompute", "x")
         for n in range(1000)
     ]
-    file = summary.write(tmp_path, values)
+    file = summary.write_summary(tmp_path, values)
     summary.add_memory(file, snapshots)
     again = json.loads(file.read_text())
     assert set(again) == KEYS and summary.PREDICTED in again["notes"]

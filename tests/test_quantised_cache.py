@@ -85,11 +85,11 @@ def assert_equal_models(ours: nn.Module, theirs: nn.Module) -> None:
 def test_the_second_load_is_the_first_bit_for_bit_and_opens_no_weights(
     precision: WeightPrecision, model: SD3, cache: Path, no_quantising: Callable, capsys
 ) -> None:
-    uncached = model.load_transformer(precision, CPU)
-    first = model.load_transformer(precision, CPU, cache=cache)
+    uncached = model.load_denoiser(precision, CPU)
+    first = model.load_denoiser(precision, CPU, cache=cache)
     assert "cached in" in capsys.readouterr().out
     no_quantising()
-    second = model.load_transformer(precision, CPU, cache=cache)
+    second = model.load_denoiser(precision, CPU, cache=cache)
     assert "loaded from the cache" in capsys.readouterr().out
     assert_equal_models(first, uncached)
     assert_equal_models(second, uncached)
@@ -103,8 +103,8 @@ def test_the_second_load_is_the_first_bit_for_bit_and_opens_no_weights(
 
 
 def test_its_tensors_are_its_own(model: SD3, cache: Path) -> None:
-    model.load_transformer(Nf4(), CPU, cache=cache)
-    loaded = model.load_transformer(Nf4(), CPU, cache=cache)
+    model.load_denoiser(Nf4(), CPU, cache=cache)
+    loaded = model.load_denoiser(Nf4(), CPU, cache=cache)
     before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
     file = folders(cache)[0] / quantised_cache.FILE
     file.write_bytes(bytes(file.stat().st_size))
@@ -112,10 +112,10 @@ def test_its_tensors_are_its_own(model: SD3, cache: Path) -> None:
 
 
 def test_modules_that_stay_on_the_host_are_asked_for_by_name(model: SD3, cache: Path) -> None:
-    model.load_transformer(Int8Quanto(), CPU, cache=cache)
+    model.load_denoiser(Int8Quanto(), CPU, cache=cache)
     asked: list[str] = []
-    model.load_transformer(Int8Quanto(), CPU, on_host=lambda name: asked.append(name) or False, cache=cache)
-    names = {name for name, _ in model.load_transformer(Int8Quanto(), CPU).named_modules()}
+    model.load_denoiser(Int8Quanto(), CPU, on_host=lambda name: asked.append(name) or False, cache=cache)
+    names = {name for name, _ in model.load_denoiser(Int8Quanto(), CPU).named_modules()}
     assert "transformer_blocks.0.norm1.linear" in asked and set(asked) <= names
 
 
@@ -124,7 +124,7 @@ def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
     meta = torch.device("meta")
     part, config = model.part("transformer"), model.denoiser_config()
     base = quantised_cache.QuantisedBase(cache, config, lambda: model.empty_model(config), part, Nf4(), CPU)
-    base.keep(model.load_transformer(Nf4(), CPU))
+    base.keep(model.load_denoiser(Nf4(), CPU))
     base._device = meta
     loaded = base.load(lambda name: name.startswith("transformer_blocks.0.norm1"))
     on_host = {name for name, tensor in loaded.state_dict().items() if tensor.device == CPU}
@@ -133,7 +133,7 @@ def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
 
 
 def test_the_header_says_what_it_was_made_from(model: SD3, cache: Path) -> None:
-    model.load_transformer(Nf4(), CPU, cache=cache)
+    model.load_denoiser(Nf4(), CPU, cache=cache)
     (folder,) = folders(cache)
     with safe_open(folder / quantised_cache.FILE, framework="pt") as handle:
         about = json.loads(handle.metadata()["simpletune_quantised_from"])
@@ -147,21 +147,21 @@ def test_the_header_says_what_it_was_made_from(model: SD3, cache: Path) -> None:
 
 def test_every_precision_has_its_own(model: SD3, cache: Path) -> None:
     for precision in QUANTISED:
-        model.load_transformer(precision, CPU, cache=cache)
+        model.load_denoiser(precision, CPU, cache=cache)
     assert len(folders(cache)) == len(QUANTISED)
 
 
 def test_other_weights_have_their_own(model: SD3, cache: Path) -> None:
     """A change of one number, by the file's time: a fingerprint only samples the file."""
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     file = Path(model.pretrained) / "transformer" / WEIGHTS
     content = bytearray(file.read_bytes())
     content[-1] ^= 0x40
     file.write_bytes(content)
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
-    changed = model.load_transformer(Int8(), CPU, cache=cache)
+    changed = model.load_denoiser(Int8(), CPU, cache=cache)
     assert len(folders(cache)) == 2
-    assert_equal_models(changed, model.load_transformer(Int8(), CPU))
+    assert_equal_models(changed, model.load_denoiser(Int8(), CPU))
 
 
 @pytest.mark.parametrize("precision", [BF16(), Int8()], ids=name_of)
@@ -169,9 +169,9 @@ def test_nothing_is_kept_of_what_is_not_quantised_or_not_from_files(
     precision: WeightPrecision, model: SD3, cache: Path
 ) -> None:
     random = model.model_copy(update={"init": "random"})
-    random.load_transformer(precision, CPU, cache=cache)
+    random.load_denoiser(precision, CPU, cache=cache)
     if not precision.cacheable:
-        model.load_transformer(precision, CPU, cache=cache)
+        model.load_denoiser(precision, CPU, cache=cache)
     assert not cache.exists()
 
 
@@ -202,28 +202,28 @@ def lose(folder: Path) -> None:
 def test_a_damaged_one_is_named_set_aside_and_made_again(
     damage: Callable, reason: str, model: SD3, cache: Path, capsys
 ) -> None:
-    first = model.load_transformer(Nf4(), CPU, cache=cache)
+    first = model.load_denoiser(Nf4(), CPU, cache=cache)
     (folder,) = folders(cache)
     damage(folder)
     capsys.readouterr()
-    second = model.load_transformer(Nf4(), CPU, cache=cache)
+    second = model.load_denoiser(Nf4(), CPU, cache=cache)
     said = capsys.readouterr().out
     assert re.search(reason, said)
     assert f"{folder} are damaged" in said and f"Renamed to {folder}.damaged" in said and "cached in" in said
     assert_equal_models(second, first)
     assert Path(f"{folder}.damaged").is_dir()
-    model.load_transformer(Nf4(), CPU, cache=cache)
+    model.load_denoiser(Nf4(), CPU, cache=cache)
     assert "loaded from the cache" in capsys.readouterr().out
 
 
 def test_one_that_does_not_fit_the_model_is_made_again(model: SD3, cache: Path, capsys) -> None:
-    model.load_transformer(Nf4(), CPU, cache=cache)
+    model.load_denoiser(Nf4(), CPU, cache=cache)
     nf4 = folders(cache)[0]
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     int8 = next(folder for folder in folders(cache) if folder != nf4)
     shutil.rmtree(int8)
     shutil.copytree(nf4, int8)
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     assert "missing or unexpected tensors: transformer_blocks.0" in capsys.readouterr().out
 
 
@@ -233,8 +233,8 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**29, 2**29))
     for _ in range(2):
-        loaded = model.load_transformer(Int8(), CPU, cache=cache)
-    assert_equal_models(loaded, model.load_transformer(Int8(), CPU))
+        loaded = model.load_denoiser(Int8(), CPU, cache=cache)
+    assert_equal_models(loaded, model.load_denoiser(Int8(), CPU))
     said = capsys.readouterr().out
     assert said.count("cannot be cached") == 1
     assert "only 0.50 GiB is free" in said and "memory.cache_quantised=false" in said
@@ -246,7 +246,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(model: SD3, cache: Path, cap
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        model.load_transformer(Int8(), CPU, cache=cache)
+        model.load_denoiser(Int8(), CPU, cache=cache)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -255,27 +255,27 @@ def test_a_write_that_fails_half_way_leaves_nothing(model: SD3, cache: Path, cap
 
 
 def test_a_killed_run_s_remains_are_removed_when_they_are_old(model: SD3, cache: Path) -> None:
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     (folder,) = folders(cache)
     shutil.rmtree(folder)
     old, young = (folder.with_name(f".{folder.name}.{pid}.part") for pid in (1, 2))
     for each in (old, young):
         each.mkdir()
     os.utime(old, (0, time.time() - STALE - 60))
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     assert folder.is_dir() and young.is_dir() and not old.exists()
 
 
 def test_of_several_processes_the_first_writes(model: SD3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    model.load_transformer(Int8(), CPU, cache=cache)
+    model.load_denoiser(Int8(), CPU, cache=cache)
     assert not cache.exists()
 
 
 def test_a_mistake_in_the_weights_is_still_told(model: SD3, cache: Path) -> None:
     (Path(model.pretrained) / "transformer" / WEIGHTS).unlink()
     with pytest.raises(UserError, match="diffusion_pytorch_model.safetensors"):
-        model.load_transformer(Int8(), CPU, cache=cache)
+        model.load_denoiser(Int8(), CPU, cache=cache)
 
 
 def test_runs_and_pictures_use_it(tiny_config: dict, tmp_path: Path, no_quantising: Callable, capsys) -> None:
@@ -296,15 +296,15 @@ def test_runs_and_pictures_use_it(tiny_config: dict, tmp_path: Path, no_quantisi
 
 
 def test_another_run_that_was_first_is_left_as_it_is(model: SD3, cache: Path, capsys, monkeypatch) -> None:
-    first = model.load_transformer(Int8(), CPU, cache=cache)
+    first = model.load_denoiser(Int8(), CPU, cache=cache)
     (folder,) = folders(cache)
     sums = (folder / quantised_cache.ABOUT).read_bytes()
     capsys.readouterr()
     monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host: None)
-    assert_equal_models(model.load_transformer(Int8(), CPU, cache=cache), first)
+    assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), first)
     assert "cached in" in capsys.readouterr().out and folders(cache) == [folder]
     assert (folder / quantised_cache.ABOUT).read_bytes() == sums
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    assert_equal_models(model.load_transformer(Int8(), CPU, cache=cache), first)
+    assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), first)
     assert "cannot be cached" in capsys.readouterr().out and folder.read_text() == "in the way"

@@ -16,7 +16,7 @@ from diffusers.models.upsampling import Upsample2D
 from optimum.quanto import QLinear
 from torch import Tensor, nn
 
-from simpletune.adapters.files.base_reader import KeptTensors
+from simpletune.adapters.files.base_reader import QuantisedBaseReader
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
@@ -29,7 +29,7 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.denoiser import set_units
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
-from simpletune.models.shared.weights import fill
+from simpletune.models.shared.weights import fill_model
 from simpletune.system.safetensors_file import WeightReader
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, precision: WeightPrecision) -> Any:
-    return fill(empty(TINY), WeightReader([*folder.glob("*.safetensors")]), precision, CPU)
+    return fill_model(empty(TINY), WeightReader([*folder.glob("*.safetensors")]), precision, CPU)
 
 
 def kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -168,7 +168,7 @@ def test_a_cached_base_is_dequantised_for_tools(
     base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
     base.keep(loaded(folder, precision))
     monkeypatch.setattr(SD3, "empty_model", lambda self, config: empty(config))
-    kept, plain = KeptTensors(base.folder), loaded(folder, FP32()).state_dict()
+    kept, plain = QuantisedBaseReader(base.folder), loaded(folder, FP32()).state_dict()
     assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     name = "down_blocks.0.resnets.0.conv1"
     assert kept.kind(f"{name}.weight") == "F32" and kept.kind(f"{name}.bias") == kept.kind("conv_in.weight") == "BF16"

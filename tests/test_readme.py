@@ -23,7 +23,7 @@ from benchmarks.__main__ import parser as grids_parser
 from simpletune.apps.cli.main import VERBS, main, parse
 from simpletune.config.load import read_config
 from simpletune.estimate.timing import calibrate, composite, machine_probes, stopwatch
-from simpletune.estimate.timing.probes import Probe
+from simpletune.estimate.timing.probes import TimingProbe
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -76,7 +76,7 @@ def calibrated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of operation is measured, at its smallest shape and briefly; all shapes take a minute and a half."""
     probes_of = calibrate.probes_of
 
-    def smallest(probe: Probe) -> Probe:
+    def smallest(probe: TimingProbe) -> TimingProbe:
         return replace(probe, axes={name: values[:1] for name, values in probe.axes.items()})
 
     monkeypatch.setattr(calibrate, "probes_of", lambda device: map(smallest, probes_of(device)))

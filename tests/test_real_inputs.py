@@ -12,7 +12,7 @@ import torch
 
 from simpletune.config.load import validate
 from simpletune.data.demo import tiny_sd3
-from simpletune.data.sources.pictures import cut, decode
+from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.models.sd3.option import SD3
 from simpletune.training.loop import train
 
@@ -40,7 +40,7 @@ def with_real_inputs(tiny_config: dict, pipeline: Path, real_data: Path, **data:
 def test_taesd3_gives_photographs_back(name: str, real_data: Path) -> None:
     model = SD3(vae=str(real_data / "taesd3"))
     vae = model.load_vae(torch.device("cpu"), torch.float32)
-    pixels = torch.from_numpy(cut(decode((real_data / name).read_bytes()), (256, 256)))[None]
+    pixels = torch.from_numpy(crop_to_bucket(decode((real_data / name).read_bytes()), (256, 256)))[None]
     with torch.no_grad():
         z_0 = model.encode_pictures(vae, pixels)
         back = model.decode_latents(vae, z_0)

@@ -39,17 +39,17 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.checkpointing import Parts, set_passes
 from simpletune.engine.memory.feed_forward import tiles
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
-from simpletune.engine.memory.selective_checkpointing import KERNELS, KeptAttention, Output
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.plain import FP32
-from simpletune.models.sd15.shapes import units_of
+from simpletune.models.sd15.shapes import unet_units
 from simpletune.system.options import ConfigError
 
 KEEP = Parts(keep_attention=BLOCKS)
 ALONE = Parts(feed_forward="checkpointed", last=True)
 BOTH = Parts(2, "checkpointed", last=True)
 ALL = tuple(range(BLOCKS))
-UNITS = {version: len(units_of(config)) for version, config in UNETS.items()}
+UNITS = {version: len(unet_units(config)) for version, config in UNETS.items()}
 ALL_UNITS, SOME_UNITS = tuple(range(UNITS["sd15"])), Parts(9, "checkpointed")
 RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "attention kept": ("sd3", "fp32", 0.0, Setting(parts=KEEP)),
@@ -232,12 +232,14 @@ def bytes_kept(parts: Parts, checkpointed: int = BLOCKS) -> int:
 @pytest.mark.slow
 def test_what_is_kept_is_its_arithmetic() -> None:
     """Two samples of 16 and 6 tokens; two heads of 16; fp32: attention's output, and one sum a row and head."""
-    output, sums = rounded(4 * 2 * 22 * 32), rounded(4 * 2 * 2 * 22)
+    output, sums = round_to_block(4 * 2 * 22 * 32), round_to_block(4 * 2 * 2 * 22)
     none = bytes_kept(Parts())
     for keeping in (1, BLOCKS):
         assert bytes_kept(Parts(keeping)) - none == keeping * (output + sums)
     assert bytes_kept(ALONE) == none
-    hidden = rounded(4 * 2 * 16 * 4 * 32) + rounded(4 * 2 * 6 * 4 * 32)  # inside of a block's networks, before GELU
+    hidden = round_to_block(4 * 2 * 16 * 4 * 32) + round_to_block(
+        4 * 2 * 6 * 4 * 32
+    )  # inside of a block's networks, before GELU
     assert bytes_kept(Parts(), 0) - bytes_kept(Parts(0, "all"), 0) > (BLOCKS - 2) * hidden
 
 
@@ -269,7 +271,9 @@ def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
     """As flash attention lays it out, [b, n, h, d] in memory; figures with few dimensions stay."""
     inputs = CheckpointInputOffload(torch.device("cpu"))
     laid_out = torch.randn(2, 5, 3, 4).transpose(1, 2)
-    output = Output.of(torch.ops.aten.add.Tensor, [laid_out, torch.randn(2, 3, 5).permute(1, 2, 0), torch.ones(2), 7])
+    output = KernelOutput.of(
+        torch.ops.aten.add.Tensor, [laid_out, torch.randn(2, 3, 5).permute(1, 2, 0), torch.ones(2), 7]
+    )
     before = list(output.values)
     with inputs.offloading():
         output.leave(inputs)
@@ -293,7 +297,7 @@ def test_an_output_that_is_overwritten_is_an_error() -> None:
 
 def test_a_second_backward_pass_is_an_error() -> None:
     attention = Attention(8, heads=2, dim_head=4, processor=JointAttnProcessor2_0())
-    _, again = KeptAttention(attention).contexts()
+    _, again = SavedAttention(attention).contexts()
     with again, pytest.raises(RuntimeError, match="second backward pass"):
         attention(torch.ones(1, 2, 8))
 

@@ -21,11 +21,11 @@ from simpletune.config.load import validate
 from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.remote import upload
-from simpletune.runs.remote.index import INDEX, Index, LostRun, put_index, read_index, take
+from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, put_index, read_index, take
 from simpletune.system import failpoints, signals
 from simpletune.system.options import UserError
 from simpletune.system.stores import store as store_module
-from simpletune.system.stores.store import Changed, Store, StoreError
+from simpletune.system.stores.store import ObjectChanged, Store, StoreError
 
 URL = f"s3://{BUCKET}/runs"
 
@@ -81,7 +81,7 @@ def store_of(config: dict) -> Store:
     return Store(f"{config['output']['runs']}/{config['name']}")
 
 
-def require_whole(config: dict) -> Index:
+def require_whole(config: dict) -> RunIndex:
     """Every file of every checkpoint that the index names is in the store, with the bytes that it was saved with."""
     store = store_of(config)
     index, _ = read_index(store) or pytest.fail("there is no index")
@@ -202,7 +202,7 @@ def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
     assert require_whole(kept).finished
 
 
-def require_index(config: dict) -> Index:
+def require_index(config: dict) -> RunIndex:
     found = read_index(store_of(config))
     assert found is not None
     return found[0]
@@ -218,7 +218,7 @@ def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
     failpoints.disarm()
     original = upload.Uploader._upload
 
-    def upload_after(self: upload.Uploader, job: upload.Job) -> None:
+    def upload_after(self: upload.Uploader, job: upload.UploadJob) -> None:
         if job.step == 2:
             taken_over()
         original(self, job)
@@ -281,7 +281,7 @@ def test_a_slow_upload_skips_to_the_newest_checkpoint(kept: dict, machine, fault
     seen: list[int | None] = []
     original = upload.Uploader._upload
 
-    def slow(self: upload.Uploader, job: upload.Job) -> None:
+    def slow(self: upload.Uploader, job: upload.UploadJob) -> None:
         seen.append(job.step)
         while job.step == 1 and (self._waiting is None or self._waiting.step != 5):
             time.sleep(0.01)  # until the run has saved step 5
@@ -296,14 +296,14 @@ def test_a_slow_upload_skips_to_the_newest_checkpoint(kept: dict, machine, fault
 
 def test_an_index_is_replaced_only_by_who_has_read_it(kept: dict) -> None:
     store = store_of(kept)
-    first, tag = take(store, lambda stored: Index(owner="a", machine="m"))
+    first, tag = take(store, lambda stored: RunIndex(owner="a", machine="m"))
     changed = first.model_copy(update={"finished": True})
     again = put_index(store, changed, tag)
     assert put_index(store, changed, tag) == again  # as if the first answer had been lost
-    second, _ = take(store, lambda stored: Index(run=first.run, owner="b", machine="n"))
+    second, _ = take(store, lambda stored: RunIndex(run=first.run, owner="b", machine="n"))
     with pytest.raises(LostRun, match="continued on n"):
         put_index(store, changed, again)
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         store.replace(INDEX, b"{}", None)
     assert read_index(store)[0] == second  # type: ignore[index]
 

@@ -22,7 +22,7 @@ from test_run import run_with, saved_weights
 from benchmarks.ranges_server import serving_ranges
 from simpletune.data.cache.shards import shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.local_cache import LocalPart
+from simpletune.data.cache.shards.local_cache import LocalCache
 from simpletune.data.cache.shards.place import GIB, CachePlace, open_cache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import TextCache
@@ -191,14 +191,14 @@ def test_what_is_damaged_on_this_machine_is_fetched_again(tmp_path: Path, url: s
 
 
 def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_path: Path) -> None:
-    part = LocalPart(tmp_path / "part", 8000)
+    part = LocalCache(tmp_path / "part", 8000)
     for number in range(50):
         assert part.put(f"x/{number}", bytes([number]) * 500)
         assert part.get("x/0") == bytes(500), "what is used again and again stays"
         assert part.size() <= 8000
     assert part.get("x/49") == bytes([49]) * 500 and part.get("x/3") is None and part.size() > 4000
     assert not part.put("x/large", bytes(4000)) and "x/large" not in part
-    again = LocalPart(tmp_path / "part", 2000)
+    again = LocalCache(tmp_path / "part", 2000)
     again.put("x/new", bytes(100))
     assert again.size() <= 2000 and "x/new" in again
 
@@ -268,7 +268,7 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
             if number == 1:  # a second machine encodes nothing
                 patch.setattr(TextCache, "_encode", lambda *rest: pytest.fail("it encodes"))
             runs.append(run_here(tiny_config, url, runs="runs", cache_local_gib=0.001))
-        part = LocalPart(next(Path(".cache/remote").glob("*/part")), 0)
+        part = LocalCache(next(Path(".cache/remote").glob("*/part")), 0)
         assert 0 < part.size() <= 0.001 * GIB
     for run in runs:
         assert losses(run) == losses(folder)

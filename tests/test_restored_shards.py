@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletune.engine.fsdp.checkpoints import NonFinite, held_rows, places_of, require_written, restore_parts
-from simpletune.engine.fsdp.files import VALUES, SavedStates, file_of, restore_states
+from simpletune.engine.fsdp.checkpoints import NonFinite, held_rows, parameter_ranges, require_written, restore_parts
+from simpletune.engine.fsdp.files import VALUES, SavedStates, part_file, restore_states
 from simpletune.engine.fsdp.fsdp_model import KEY
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.optimizer import state_to_tensors
-from simpletune.engine.optim.place import Place
+from simpletune.engine.optim.place import ParameterRange
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, files_of_index
 
@@ -52,7 +52,7 @@ def write(folder: Path) -> tuple[Path, Path]:
                 counters = {f"{name}/step": torch.tensor(7.0) for name in {key.partition("/")[0] for key in own}}
                 own |= counters
                 about = {VALUES: json.dumps({"values": {}, "shared": {}})}
-            name = file_of(kind, rank, 3)
+            name = part_file(kind, rank, 3)
             save_file(own, folder / name, about)
             files.append({"file": name})
         index = {"files": files, "parameters": {n: {"shape": SHAPES[n], "starts": STARTS[n]} for n in SHAPES}}
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def test_one_process_restores_what_three_have_written(tmp_path: Path) -> None:
     files, model, option = write(tmp_path), Net(), AdamW(rounding="nearest")
     optimizer = option.build(model.parameters())
-    assert places_of(model) == {"wide": Place(0, 0, 10), "one": Place(1, 0, 3)}
+    assert parameter_ranges(model) == {"wide": ParameterRange(0, 0, 10), "one": ParameterRange(1, 0, 3)}
     restore_parts(model, optimizer, option, files, {})
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, WEIGHTS[name])
@@ -82,7 +82,7 @@ def test_one_process_restores_what_three_have_written(tmp_path: Path) -> None:
 def divided(rows: slice) -> tuple[Net, nn.Parameter]:
     """A model of which this process holds some rows of the first parameter and nothing of the second."""
     model = Net()
-    held, place = nn.Parameter(torch.zeros(SHAPES["wide"])[rows]), Place(0, rows.start * 2, 10)
+    held, place = nn.Parameter(torch.zeros(SHAPES["wide"])[rows]), ParameterRange(0, rows.start * 2, 10)
     model.__dict__[KEY] = SimpleNamespace(
         held={"wide": held}, places=[place], shards={"wide": SimpleNamespace(place=place)}
     )
@@ -93,7 +93,7 @@ def divided(rows: slice) -> tuple[Net, nn.Parameter]:
 def test_a_process_restores_its_own_rows_of_parts_that_were_cut_elsewhere(rows: slice, tmp_path: Path) -> None:
     files, (model, held), option = write(tmp_path), divided(rows), AdamW(rounding="nearest")
     optimizer = option.build([held])
-    assert places_of(model) == {"wide": Place(0, rows.start * 2, 10)}
+    assert parameter_ranges(model) == {"wide": ParameterRange(0, rows.start * 2, 10)}
     restore_parts(model, optimizer, option, files, {})
     assert torch.equal(held, WEIGHTS["wide"][rows])
     assert torch.equal(optimizer.state[held]["exp_avg"], STATE["wide/exp_avg"][rows])
@@ -126,7 +126,7 @@ def test_tables_are_shared_again_and_other_state_has_its_parameter_s_shape() -> 
             return {"qmap1": table, "state1": torch.arange(4.0) + start, "absmax1": torch.ones(1), "step": start}
 
     saved: Any = SimpleNamespace(pieces=lambda name, start, stop: ["piece"])
-    restore_states(Option(), optimizer, {"own": Place(0, 4, 8), "other": Place(1, 0, 4)}, saved)
+    restore_states(Option(), optimizer, {"own": ParameterRange(0, 4, 8), "other": ParameterRange(1, 0, 4)}, saved)
     assert torch.equal(optimizer.state[own]["state1"], torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
     assert torch.equal(optimizer.state[other]["state1"], torch.tensor([[0.0, 1.0, 2.0, 3.0]]))
     assert optimizer.state[own]["absmax1"].shape == (1,)
@@ -135,7 +135,7 @@ def test_tables_are_shared_again_and_other_state_has_its_parameter_s_shape() -> 
     assert len(state_to_tensors(optimizer)[1]["shared"]) == 1
     empty: Any = SimpleNamespace(pieces=lambda name, start, stop: [])
     fresh = torch.optim.SGD([own])
-    restore_states(Option(), fresh, {"own": Place(0, 4, 8)}, empty)
+    restore_states(Option(), fresh, {"own": ParameterRange(0, 4, 8)}, empty)
     assert dict(fresh.state) == {}
 
 

@@ -31,9 +31,9 @@ from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.nf4_linear import Nf4Linear
-from simpletune.engine.quant.rotation import block_of, hadamard, rotated, turns_weight
+from simpletune.engine.quant.rotation import hadamard, rotate_rows, rotates_weight, rotation_block
 from simpletune.engine.quant.unpack import row_blocks
-from simpletune.estimate.timing.work import Work, works_of
+from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.system.options import ConfigError
 
 LAYER, MODULATION = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.norm1.linear"
@@ -70,15 +70,15 @@ def error(ours: Tensor, exact: Tensor | np.ndarray) -> float:
 def test_the_matrix_is_regular_orthogonal_and_its_own_inverse(width: int) -> None:
     h = block_rotation(width)
     assert (h == h.T).all() and np.allclose(h @ h, np.eye(width), atol=1e-12) and np.ptp(h.sum(axis=0)) < 1e-12
-    block = block_of("hadamard", nn.Linear(width, 1, device="meta"))
+    block = rotation_block("hadamard", nn.Linear(width, 1, device="meta"))
     assert torch.equal(hadamard(torch.eye(width), block).double(), torch.from_numpy(h))
 
 
 def test_the_largest_block_that_divides_the_inputs_is_used() -> None:
     widths = {1536: 256, 6144: 256, 2432: 64, 9728: 256, 320: 64, 640: 64, 768: 256, 384: 64, 48: 16, 40: 0, 24: 0}
     layers = {width: nn.Linear(width, 1, device="meta") for width in widths}
-    assert {width: block_of("hadamard", layer) for width, layer in layers.items()} == widths
-    assert {block_of("none", layer) for layer in layers.values()} == {0}
+    assert {width: rotation_block("hadamard", layer) for width, layer in layers.items()} == widths
+    assert {rotation_block("none", layer) for layer in layers.values()} == {0}
 
 
 @settings(max_examples=30, deadline=None)
@@ -95,13 +95,13 @@ def test_rotating_is_the_float64_products_and_rounds_once(
     size = torch.from_numpy(np.abs(x.double().numpy()) @ np.abs(h))
     assert ((hadamard(x.float(), block).double() - exact).abs() <= 1e-6 * size).all()
     step = torch.finfo(dtype).eps / 2
-    assert ((rotated(x, block).double() - exact).abs() <= step * exact.abs() + 1e-6 * size).all()
+    assert ((rotate_rows(x, block).double() - exact).abs() <= step * exact.abs() + 1e-6 * size).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (2, 5, 128), (33, 768)])
 def test_the_operations_are_what_fake_tensors_and_the_compiler_take_them_for(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    block = block_of("hadamard", nn.Linear(shape[-1], 1, device="meta"))
+    block = rotation_block("hadamard", nn.Linear(shape[-1], 1, device="meta"))
     torch.library.opcheck(torch.ops.simpletune.rotated.default, (x, block))
     torch.library.opcheck(torch.ops.simpletune.int8_rotated_rows.default, (x, block))
 
@@ -114,7 +114,7 @@ def test_outputs_and_input_gradients_are_the_references(name: str, dtype: torch.
     plain = linear(192, 80)
     layer = ROTATED[name].convert(LAYER, plain)
     x = torch.randn(2, rows // 2, 192, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-    assert layer.block == 64 and turns_weight(x, 80) == (rows == 90)
+    assert layer.block == 64 and rotates_weight(x, 80) == (rows == 90)
     y = layer(x)
     grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     y.backward(grad_y)
@@ -194,7 +194,7 @@ def test_modulation_is_rotated_whatever_its_rows() -> None:
     """Else a plan's window, which has many rows, would round otherwise than the model itself."""
     for precision in (*ROTATED.values(), Nf4(modulation="nf4", rotation="hadamard")):
         layer = precision.convert(MODULATION, linear(32, 24))
-        assert layer.block == 16 and not layer.turns_weight
+        assert layer.block == 16 and not layer.rotates_weight
         with Counted() as counted:
             layer(torch.randn(100, 32))
         assert counted.calls == {"simpletune::rotated": 1}
@@ -257,13 +257,13 @@ def test_a_unet_takes_the_same_bytes_real_and_fake(version: str, tiny_config: di
 
 def test_time_sees_a_product_for_every_rotation() -> None:
     x = torch.ones(8, 512)
-    y = rotated(x, 256)
+    y = rotate_rows(x, 256)
     assert [*works_of(torch.ops.simpletune.rotated.default, (x, 256), {}, y)] == [
-        Work("product_nn", "fp32", (16, 256, 256))
+        KernelWork("product_nn", "fp32", (16, 256, 256))
     ]
     rows = int8_rotated.int8_rotated_rows(x, 256)
     (work,) = works_of(torch.ops.simpletune.int8_rotated_rows.default, (x, 256), {}, rows)
-    assert work == Work("int8_rows", "fp32", (x.nbytes + 8 * 512 + 8 * 4,))
+    assert work == KernelWork("int8_rows", "fp32", (x.nbytes + 8 * 512 + 8 * 4,))
 
 
 def rotating(tiny_config: dict, **changes: Any) -> dict:

@@ -21,8 +21,8 @@ from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
-from simpletune.stages.png import drawn_as
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.png import generation_parameters
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import CHUNK, sha256_of
@@ -88,7 +88,7 @@ def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> N
     samples = full_run / "samples"
     assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000006", "step-000012"]
     files = [samples / state / "prompt-01.png" for state in ("base", "step-000012")]
-    (before, after), (base, tuned) = map(drawn_as, files), map(Image.open, files)
+    (before, after), (base, tuned) = map(generation_parameters, files), map(Image.open, files)
     assert before["prompt"] == after["prompt"] == "a blue square"
     assert before["seed"] == after["seed"] == 1
     assert before["weights"] == "base" and after["weights"] == "step 12"
@@ -198,14 +198,14 @@ def test_resume_without_a_checkpoint(tiny_config: dict) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StepCore.loss
+    honest = TrainStep.loss
     calls = []
 
     def poisoned(self, model, batch):
         calls.append(batch.names)
         return honest(self, model, batch) * (math.nan if len(calls) == 3 else 1)
 
-    monkeypatch.setattr(StepCore, "loss", poisoned)
+    monkeypatch.setattr(TrainStep, "loss", poisoned)
     with pytest.raises(
         UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. .*last checkpoint is .*step-000002"
     ) as caught:

@@ -14,9 +14,9 @@ from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, 
 from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.timing.datasheet import StatedSpeeds
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.runs.report import write_report
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
 FABRIC = Fabric(200e9, 80e9, "stated")
@@ -73,14 +73,14 @@ def test_a_card_is_simulated_with_one_and_two_passes_whatever_the_global_batch(m
         passes.append((config.train.micro_batch, config.train.accumulation))
         return SimpleNamespace(sections=config.train.accumulation)
 
-    def timed(count: int, speeds: StatedSpeeds) -> SimpleNamespace:
+    def timed(count: int, speeds: DatasheetSpeeds) -> SimpleNamespace:
         return SimpleNamespace(seconds=0.5 + 0.25 * count, phases={"backward": 1.0, "forward": 3.0})
 
     monkeypatch.setattr(cluster, "simulate", simulated)
     monkeypatch.setattr(cluster, "step_seconds", timed)
     recipe = validate(json.loads(scaling_plans.SD3.read_text()), "recipe", needs_data=False)
     assert recipe.train.accumulation == 128
-    found = cluster.compute_of(Job(recipe, 2048), 8, StatedSpeeds(card_of("A100-80GB")))
+    found = cluster.compute_of(Job(recipe, 2048), 8, DatasheetSpeeds(find_card("A100-80GB")))
     assert passes == [(8, 1), (8, 2)]
     assert (found.first, found.each, found.backward) == (0.75, 0.25, 0.75 / 4)
 

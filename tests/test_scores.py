@@ -26,7 +26,7 @@ def test_scores_equal_the_reference(n: int, m: int, d: int) -> None:
     matches = scores.prompt_fidelity(generated, prompts).mean()
     assert matches == pytest.approx(reference.mean_of_matches(generated, prompts), **close)
     assert scores.diversity(generated) == pytest.approx(reference.diversity(generated), **close)
-    assert scores.copied(generated, real).mean() == reference.share_copied(generated, real)
+    assert scores.find_copies(generated, real).mean() == reference.share_copied(generated, real)
     assert scores.kid(generated, real) == pytest.approx(reference.kid(generated, real), **close)
     assert scores.cmmd(generated, real) == pytest.approx(reference.cmmd(generated, real), rel=1e-9, abs=1e-9)
 
@@ -72,9 +72,9 @@ def test_shuffled_prompts_fit_less() -> None:
 def test_copies_are_nearer_than_the_data_is_to_itself() -> None:
     real = drawn(6, 60, 10)
     generated = np.concatenate([real[:2] + 1e-3, drawn(3, 60, 11)])
-    assert scores.copied(generated, real).tolist() == [1, 1, 0, 0, 0]
+    assert scores.find_copies(generated, real).tolist() == [1, 1, 0, 0, 0]
     real[1] = real[0]  # the data repeats itself: nothing is nearer than that
-    assert scores.copied(generated[2:], real).tolist() == [0, 0, 0]
+    assert scores.find_copies(generated[2:], real).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

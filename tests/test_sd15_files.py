@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.config import bundled
+from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.files import LAYOUT
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sd15.original_names import origins
@@ -66,7 +66,7 @@ def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file
     config = json.loads((pipeline / "unet" / "config.json").read_text())
     theirs = convert_ldm_unet_checkpoint(load_file(file), config)
     torch.testing.assert_close(theirs, expected, rtol=0, atol=0)
-    torch.testing.assert_close(dict(family.load_transformer(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(dict(family.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
     assert OriginalReader(file, LAYOUT).names == set(expected)
     inferred = family.known_config()
     unknown = {"sample_size", "upcast_attention", "_diffusers_version"}  # shapes do not tell them
@@ -98,7 +98,10 @@ def test_the_scheduler_comes_with_the_tokenizer(file: Path, descriptions: Path, 
     """A file of 2-base and one of 2.1 have the same shapes; only a pipeline says which of both it is."""
     bare = tmp_path / "tokenizer_only"
     shutil.copytree(descriptions / "tokenizer", bare / "tokenizer")
-    assert SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config() == bundled()[version]["scheduler"]
+    assert (
+        SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config()
+        == bundled_configs()[version]["scheduler"]
+    )
     scheduler = tmp_path / "tokenizer_only" / "scheduler"
     scheduler.mkdir()
     (scheduler / "scheduler_config.json").write_text(json.dumps({"prediction_type": "sample"}))
@@ -128,7 +131,7 @@ def test_a_unet_alone_without_prefix(file: Path, pipeline: Path, tmp_path: Path)
     state = {name: tensor for name, tensor in load_file(file).items() if name.startswith(original_sd15.UNET)}
     alone = tmp_path / "alone.safetensors"
     save_file({name.removeprefix(original_sd15.UNET): tensor for name, tensor in state.items()}, alone)
-    model = SD15(pretrained=str(pipeline), unet=str(alone)).load_transformer(FP32(), CPU)
+    model = SD15(pretrained=str(pipeline), unet=str(alone)).load_denoiser(FP32(), CPU)
     torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
 
 
@@ -167,7 +170,7 @@ def test_text_of_another_version_is_refused(pipeline: Path, file: Path, version:
 
 
 def test_names_of_the_whole_unet_are_those_that_diffusers_reads(version: str) -> None:
-    config = bundled()[version]["unet"]
+    config = bundled_configs()[version]["unet"]
     shapes, sources = parameter_shapes(config), origins(config)
     prefix = original_sd15.UNET
     assert {name: original_sd15.unet_name(name, config) for name in shapes} == {n: o.name for n, o in sources.items()}

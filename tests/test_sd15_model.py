@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.denoiser import Transformer, units_of
+from simpletune.models.shared.denoiser import Denoiser, model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.models.shared.sources import hub_parts
 from simpletune.system.options import UserError
@@ -48,9 +48,9 @@ def pipeline(folder: Path) -> StableDiffusionPipeline:
 
 
 @pytest.fixture(scope="module")
-def unet(family: SD15) -> Transformer:
+def unet(family: SD15) -> Denoiser:
     """Shared by the module's tests: leave it without hooks."""
-    return family.load_transformer(FP32(), CPU)
+    return family.load_denoiser(FP32(), CPU)
 
 
 def inputs(family: SD15) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def inputs(family: SD15) -> dict[str, Any]:
 
 
 def test_the_loaded_unet_predicts_what_diffusers_does(
-    family: SD15, unet: Transformer, pipeline: StableDiffusionPipeline
+    family: SD15, unet: Denoiser, pipeline: StableDiffusionPipeline
 ) -> None:
     assert not any(parameter.requires_grad for parameter in unet.parameters())
     given = inputs(family)
@@ -77,7 +77,7 @@ def test_the_loaded_unet_predicts_what_diffusers_does(
 
 def test_times_stay_whole_numbers_in_bf16(family: SD15) -> None:
     """bf16 holds 996 and 1000, but no number between them: the embedding of the time has to be computed in fp32."""
-    model, seen = family.load_transformer(BF16(), CPU), list[torch.Tensor]()
+    model, seen = family.load_denoiser(BF16(), CPU), list[torch.Tensor]()
     model.time_proj.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr]
     given = inputs(family) | {"time": torch.tensor([997.0, 998.0])}
     with torch.no_grad():
@@ -130,14 +130,14 @@ def test_the_version_is_told_by_the_models_own_configuration(family: SD15, versi
 
 def test_units_shapes_and_parameters_agree(family: SD15) -> None:
     model = family.empty_model(family.known_config())
-    assert model.units == family.units() and family.blocks() == len(units_of(model)) > 20
+    assert model.units == family.units() and family.blocks() == len(model_units(model)) > 20
     assert family.known_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert family.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
     outside = [name for name in family.known_shapes() if not name.startswith(tuple(f"{u}." for u in model.units))]
     assert {name.split(".")[0] for name in outside} == {"conv_in", "time_embedding", "conv_norm_out", "conv_out"}
 
 
-def test_what_attentions_read(family: SD15, unet: Transformer) -> None:
+def test_what_attentions_read(family: SD15, unet: Denoiser) -> None:
     given, shapes = inputs(family), set()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_what_attentions_read(family: SD15, unet: Transformer) -> None:
 
 def test_random_weights_depend_on_seed_and_name(folder: Path) -> None:
     family = SD15(pretrained=str(folder), init="random")
-    state, block = family.load_transformer(FP32(), CPU, seed=1).state_dict(), "down_blocks.0.resnets.0"
+    state, block = family.load_denoiser(FP32(), CPU, seed=1).state_dict(), "down_blocks.0.resnets.0"
     drawn = [family.random_tensors(family.known_config(), seed, None) for seed in (1, 2)]
     names = [f"{block}.conv1.weight", f"{block}.conv2.weight"]
     first, second = (state[name] for name in names)
@@ -179,7 +179,7 @@ TRAINED = {
 
 
 def test_operations_of_the_backward_pass_are_those_that_torch_counts(
-    version: str, family: SD15, unet: Transformer
+    version: str, family: SD15, unet: Denoiser
 ) -> None:
     for part in TRAINED[version]:
         chosen = {name: parameter for name, parameter in unet.named_parameters() if part in name}
@@ -195,7 +195,7 @@ def test_operations_of_the_backward_pass_are_those_that_torch_counts(
         assert counter.get_total_flops() == expected.backward > 0, part
 
 
-def test_operations_of_the_forward_pass_are_those_that_torch_counts(family: SD15, unet: Transformer) -> None:
+def test_operations_of_the_forward_pass_are_those_that_torch_counts(family: SD15, unet: Denoiser) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         family.predict(unet, **inputs(family), dtype=torch.float32)
     assert counter.get_total_flops() == family.flops(trained_of({}), SIZE, 2).forward

@@ -13,8 +13,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 
-from simpletune.models.sd15.config import bundled, require_supported
-from simpletune.models.sd15.shapes import Unit, parameter_shapes, unit_names, units_of
+from simpletune.models.sd15.config import bundled_configs, require_supported
+from simpletune.models.sd15.shapes import Unit, parameter_shapes, unet_units, unit_names
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 
@@ -37,7 +37,7 @@ UNEVEN = {
 
 def config_of(name: str) -> dict[str, Any]:
     if name in ("sd15", "sd2"):
-        return bundled()[name]["unet"]
+        return bundled_configs()[name]["unet"]
     if name == "uneven":
         return {"_class_name": "UNet2DConditionModel", **UNEVEN}
     version = name.removeprefix("tiny-")
@@ -55,7 +55,9 @@ def test_names_and_shapes_equal_diffusers(name: str) -> None:
     model = empty(config)
     assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     modules = {name: KINDS.get(type(module).__name__) for name, module in model.named_modules()}
-    assert {unit.name: unit.kind for unit in units_of(config)} == {name: kind for name, kind in modules.items() if kind}
+    assert {unit.name: unit.kind for unit in unet_units(config)} == {
+        name: kind for name, kind in modules.items() if kind
+    }
 
 
 @pytest.mark.parametrize(("name", "count"), [("sd15", 859_520_964), ("sd2", 865_910_724)])
@@ -68,12 +70,12 @@ def test_published_parameter_counts(name: str, count: int) -> None:
 def test_the_bundled_configuration_is_the_published_one(real_data: Path) -> None:
     for part in ("unet", "vae", "text_encoder", "scheduler"):
         file = "scheduler_config.json" if part == "scheduler" else "config.json"
-        published, ours = strict_json.read(real_data / "sd15_config" / part / file), bundled()["sd15"][part]
+        published, ours = strict_json.read(real_data / "sd15_config" / part / file), bundled_configs()["sd15"][part]
         assert isinstance(published, dict)
         shared = {name: value for name, value in ours.items() if name in published}
         assert {name: published[name] for name in shared} == shared
         assert set(ours) - set(published) <= {"scaling_factor", "prediction_type"}
-    assert parameter_shapes(bundled()["sd15"]["unet"]) == parameter_shapes(
+    assert parameter_shapes(bundled_configs()["sd15"]["unet"]) == parameter_shapes(
         strict_json.read(real_data / "sd15_config" / "unet" / "config.json")  # type: ignore[arg-type]
     )
 
@@ -82,7 +84,7 @@ def test_the_bundled_configuration_is_the_published_one(real_data: Path) -> None
 def test_units_run_in_order_on_tensors_of_their_sizes(name: str) -> None:
     config = config_of(name)
     model = UNet2DConditionModel.from_config(config)
-    units, seen = {unit.name: unit for unit in units_of(config)}, list[str]()
+    units, seen = {unit.name: unit for unit in unet_units(config)}, list[str]()
 
     def check(unit: Unit):
         def hook(module: torch.nn.Module, args: tuple, output: Any) -> None:

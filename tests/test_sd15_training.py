@@ -67,7 +67,7 @@ def config_of(pipeline: Path, data: Path, tiny_config: dict, method: str) -> Tra
 
 def initial_lora(config: TrainConfig) -> dict[str, Tensor]:
     """A LoRA's weights before the first step, by the reference's names."""
-    unet = config.model.load_transformer(config.precision, torch.device("cpu"))
+    unet = config.model.load_denoiser(config.precision, torch.device("cpu"))
     config.adapter.attach(unet, config.train.seed)
     return {name.replace(".default", ""): p.detach().clone() for name, p in trained_parameters(unet).items()}
 

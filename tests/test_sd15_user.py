@@ -23,7 +23,7 @@ from simpletune.models.sd15.option import SD15
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.report.settings import settings_of
 from simpletune.runs.weights_names import run_config
-from simpletune.stages.png import drawn_as
+from simpletune.stages.png import generation_parameters
 from simpletune.system.options import ConfigError
 
 PROMPT = "a glim picture of a large blue heart"
@@ -131,7 +131,7 @@ def test_generate_compare_and_a_base_without_a_run(
 
     words = ["--prompt", PROMPT, "--size", "64x64", "--seed", "0", *SMALL]
     main(["generate", "--model", str(unet), "--base", "--precision", "fp32", *words, "--out", str(tmp_path / "b.png")])
-    assert drawn_as(tmp_path / "b.png")["guidance"] == 7.5
+    assert generation_parameters(tmp_path / "b.png")["guidance"] == 7.5
     assert pixels_of(tmp_path / "b.png") == pixels_of(next((tmp_path / "c" / "base").glob("*.png")))
     for words, says in ((["--no-t5"], "has no T5"), (["--modulation", "plan"], "has no adaLN modulations")):
         assert main(["generate", "--run", str(run), *words]) == 2

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, validate
@@ -34,7 +34,7 @@ from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -117,7 +117,7 @@ def test_the_plan_with_nine_vectors_a_block_changes_the_last_bits_at_most(run_wi
     assert planned == pytest.approx(plain, rel=1e-6) and len(set(plain)) == STEPS
 
 
-def random_updates(pipeline: Path, layers: list[str] | None = None) -> dict[str, Update]:
+def random_updates(pipeline: Path, layers: list[str] | None = None) -> dict[str, LoraUpdate]:
     """Updates of linear layers, all unless named, large enough to show."""
     generator = torch.Generator().manual_seed(3)
     state = original_layout.state_of(pipeline / "transformer")
@@ -125,11 +125,11 @@ def random_updates(pipeline: Path, layers: list[str] | None = None) -> dict[str,
     for name in layers or [k.removesuffix(".weight") for k, v in state.items() if v.dim() == 2 and ".weight" in k]:
         o, i = state[f"{name}.weight"].shape
         down, up = torch.randn(2, i, generator=generator), torch.randn(o, 2, generator=generator)
-        found[name] = Update(down / i**0.5, up / 2**0.5, 0.3)
+        found[name] = LoraUpdate(down / i**0.5, up / 2**0.5, 0.3)
     return found
 
 
-def in_original_layout(pipeline: Path, updates: dict[str, Update]) -> dict[str, torch.Tensor]:
+def in_original_layout(pipeline: Path, updates: dict[str, LoraUpdate]) -> dict[str, torch.Tensor]:
     """The transformer with W + scale B A, by the definition, under the original names."""
     state = original_layout.state_of(pipeline / "transformer")
     for name, update in updates.items():
@@ -182,7 +182,9 @@ def test_the_header_names_the_model_by_the_widths(tmp_path: Path) -> None:
     names = {(2432, 2432): "5-large", (1536, 1536): "m", (1536, 13824): "5-medium"}  # (inputs, outputs)
     for (inputs, outputs), expected in names.items():
         layer = "transformer_blocks.0.norm1.linear" if outputs == 13824 else "transformer_blocks.0.attn.to_q"
-        file = write_lora({layer: Update(torch.ones(1, inputs), torch.ones(outputs, 1))}, tmp_path / "x.safetensors")
+        file = write_lora(
+            {layer: LoraUpdate(torch.ones(1, inputs), torch.ones(outputs, 1))}, tmp_path / "x.safetensors"
+        )
         out = tmp_path / "y.safetensors"
         assert main(["export", str(file), "--format", "kohya", "--out", str(out), "--overwrite"]) == 0
         with safe_open(out, framework="pt") as handle:
@@ -221,7 +223,7 @@ def velocity(model: torch.nn.Module) -> torch.Tensor:
 )
 def test_the_second_attention_is_quantised(precision, kind: type, error: float, pipeline: Path) -> None:
     model = SD3().model_copy(update={"pretrained": str(pipeline)})
-    plain, quantised = (model.load_transformer(each, CPU) for each in (FP32(), precision))
+    plain, quantised = (model.load_denoiser(each, CPU) for each in (FP32(), precision))
     assert all(type(quantised.get_submodule(name)) is kind for name in SECOND)
     norm = "transformer_blocks.0.attn2.norm_q.weight"
     assert torch.equal(quantised.get_parameter(norm), plain.get_parameter(norm))
@@ -302,4 +304,4 @@ def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
     job = simulate_stages(config, capability=(8, 9))
     figures = [snapshot.bytes / 2**20 for snapshot in job.stages.values()] + [job.train.host_bytes / 2**20]
     assert figures == pytest.approx(page_rows()[file.stem][1][:5], rel=1e-3, abs=1)
-    assert needed(job.peak.bytes) <= card_of(f"{file.stem.split('_')[-1][:-2]} GiB").bytes
+    assert needed(job.peak.bytes) <= find_card(f"{file.stem.split('_')[-1][:-2]} GiB").bytes

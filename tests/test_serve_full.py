@@ -85,7 +85,7 @@ def test_the_start_names_them_and_no_lora_takes_the_runs_name(run: Path, capsys,
 def test_both_are_in_memory_where_there_is_room(free: int, run: Path, live: Running, monkeypatch, capsys) -> None:
     loads: list[Weights] = []
     load = models.load_weights
-    monkeypatch.setattr(models, "free_bytes", lambda device: free)
+    monkeypatch.setattr(models, "free_model_bytes", lambda device: free)
     monkeypatch.setattr(models, "load_weights", lambda *given: loads.append(given[1]) or load(*given))
     config = live.service.worker._generator.config  # type: ignore[union-attr]
     tuned = Weights("whole", transformer=run / "transformer")

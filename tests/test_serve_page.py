@@ -17,7 +17,7 @@ from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, real
 from simpletune.apps.serve.app import PAGE
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import ImageRequest
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -90,9 +90,9 @@ def test_a_full_queue_is_shown(tmp_path: Path) -> None:
     generator = BlockingGenerator(steps=100_000)
     with running(blocking(generator, Limits(queue=1))) as it:
         it.wait_ready()
-        it.service.worker.submit([ImageRequest(Request("a", 1))])
+        it.service.worker.submit([ImageRequest(PictureRequest("a", 1))])
         until(lambda: len(generator.started) == 1)
-        it.service.worker.submit([ImageRequest(Request("b", 1))])
+        it.service.worker.submit([ImageRequest(PictureRequest("b", 1))])
         text = dom(it, tmp_path, prompt='<img src=x onerror="document.title=1">')
         assert "full with 1 requests" in element(text, "error")
 

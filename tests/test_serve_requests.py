@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.options import Problem
 
-DEFAULTS = Request("", 7, "blurry", 64, 64, 3, 3.0)
+DEFAULTS = PictureRequest("", 7, "blurry", 64, 64, 3, 3.0)
 CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())
 NAMES = [
     "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
@@ -53,11 +53,11 @@ def test_an_instance_overrides_the_parameters_and_null_overrides_nothing() -> No
     parameters = {"seed": 1, "width": 96.0, "lora_id": "one", "lora_scale": 2, "guidance_scale": None}
     body = {"instances": [{"text": "a"}, {"prompt": "b", "seed": 2, "width": None, "lora": "base"}]}
     first, second = requests_of({**body, "parameters": parameters})
-    assert first == ImageRequest(Request("a", 1, "blurry", 96, 64, 3, 3.0), "one", 2.0)
-    assert second == ImageRequest(Request("b", 2, "blurry", 96, 64, 3, 3.0), "base", 2.0)
+    assert first == ImageRequest(PictureRequest("a", 1, "blurry", 96, 64, 3, 3.0), "one", 2.0)
+    assert second == ImageRequest(PictureRequest("b", 2, "blurry", 96, 64, 3, 3.0), "base", 2.0)
     assert type(first.request.width) is int
     assert requests_of({"instances": [{"prompt": "a"}], "parameters": None}) == [
-        ImageRequest(Request("a", 7, "blurry", 64, 64, 3, 3.0))
+        ImageRequest(PictureRequest("a", 7, "blurry", 64, 64, 3, 3.0))
     ]
 
 

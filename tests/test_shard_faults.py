@@ -13,13 +13,13 @@ from cached_samples import KEYS, fill, sample
 
 from simpletune.data.cache.shards import shard_index, shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.local_cache import LocalPart
+from simpletune.data.cache.shards.local_cache import LocalCache
 from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.data.cache.shards.shard import HEADER_BYTES, parse_header
-from simpletune.data.cache.shards.shard_index import Catalogue
-from simpletune.data.cache.shards.shard_store import TRIES, FolderShelf, StoreShelf
+from simpletune.data.cache.shards.shard_index import ShardIndex
+from simpletune.data.cache.shards.shard_store import TRIES, FolderShardStore, RemoteShardStore
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import Changed, Store
+from simpletune.system.stores.store import ObjectChanged, Store
 
 
 def opened(folder: Path) -> ShardedCache:
@@ -78,16 +78,16 @@ def test_a_sample_is_set_aside_wherever_it_lies(tmp_path: Path) -> None:
 def test_an_index_that_others_keep_replacing_is_given_up_with_words(tmp_path: Path, capsys) -> None:
     fill(opened(tmp_path), KEYS[:3])
 
-    class Busy(FolderShelf):
+    class Busy(FolderShardStore):
         tries = 0
 
         def put_index(self, file: Path, known: str | None) -> None:
             self.tries += 1
-            raise Changed("the object has changed")
+            raise ObjectChanged("the object has changed")
 
     shelf = Busy(tmp_path / "text/a")
     (tmp_path / "text/a/index.parquet").unlink()
-    books = Catalogue(shelf, tmp_path / "own")
+    books = ShardIndex(shelf, tmp_path / "own")
     books.refresh()
     books.publish(everything=True)
     assert shelf.tries == TRIES
@@ -115,7 +115,7 @@ def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monke
 def test_a_full_disk_keeps_half_of_the_local_part_and_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = LocalPart(tmp_path, 8000)
+    part = LocalCache(tmp_path, 8000)
     for number in range(12):
         assert part.put(f"x/{number}", bytes(500))
     honest = Path.write_bytes
@@ -142,10 +142,10 @@ def test_a_store_notes_a_damaged_sample_once_and_a_web_server_says_what_to_do(ur
 
     def replace(key: str, content: bytes, known: str | None) -> None:
         noted.append((key, content, known))
-        raise Changed("another process was first")
+        raise ObjectChanged("another process was first")
 
     store: Any = SimpleNamespace(url=url, replace=replace)
-    shelf = StoreShelf(store, tmp_path / "journal")
+    shelf = RemoteShardStore(store, tmp_path / "journal")
     if shelf.read_only:
         with pytest.raises(UserError, match=f"sample n of shard s in {url} is damaged, .* Encode it again where"):
             shelf.set_aside("n", "s")

@@ -21,13 +21,13 @@ from safetensors import safe_open
 from test_run import run_with, saved_weights
 
 from simpletune.config.load import validate
-from simpletune.data.cache.cache import Cache, Share
+from simpletune.data.cache.cache import Cache, KeyRange
 from simpletune.data.cache.shards import sample_index as index_module
 from simpletune.data.cache.shards import shard_index, shard_writer
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.cache.shards.sample_index import Index, read_rows, write_rows
-from simpletune.data.cache.shards.shard import Row
+from simpletune.data.cache.shards.sample_index import SampleIndex, read_rows, write_rows
+from simpletune.data.cache.shards.shard import SampleLocation
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import TextCache
@@ -125,7 +125,7 @@ def test_the_index_is_made_again_from_the_shards(damage: str, tmp_path: Path, ca
     assert {row.key: row for row in read_rows(index)} == {row.key: row for row in _rows(whole, tmp_path)}
 
 
-def _rows(content: bytes, folder: Path) -> list[Row]:
+def _rows(content: bytes, folder: Path) -> list[SampleLocation]:
     (folder / "copy").write_bytes(content)
     return list(read_rows(folder / "copy"))
 
@@ -193,7 +193,7 @@ def test_samples_of_a_damaged_shard_are_encoded_again(damage: str, tmp_path: Pat
 def test_several_processes_fill_one_cache_and_encode_nothing_twice(tmp_path: Path) -> None:
 
     def filling(number: int) -> None:
-        made = fill(opened(tmp_path), KEYS, Share(number, 3))
+        made = fill(opened(tmp_path), KEYS, KeyRange(number, 3))
         (tmp_path / f"made-{number}").write_text(json.dumps(made))
 
     children = [child(partial(filling, number)) for number in range(3)]
@@ -231,28 +231,30 @@ def test_an_index_of_many_samples_is_small_and_finds_each(tmp_path: Path, monkey
     """10,000 samples through every path of the index: added, sorted in, removed, written and read."""
     layout = (("x", "F32", (256,), 0),)
     rows = [
-        Row(hashlib.md5(b"%d" % n).hexdigest(), f"shard {n // 256}", n % 256 * 1024, 1024, n, layout, f"key {n}")
+        SampleLocation(
+            hashlib.md5(b"%d" % n).hexdigest(), f"shard {n // 256}", n % 256 * 1024, 1024, n, layout, f"key {n}"
+        )
         for n in range(10_000)
     ]
     monkeypatch.setattr(index_module, "RECENT", 3_000)
-    index = Index()
+    index = SampleIndex()
     index.add(rows)
-    index.add([Row(rows[7].name, "later", 0, 1024, 0, layout)])  # the first one stays
+    index.add([SampleLocation(rows[7].name, "later", 0, 1024, 0, layout)])  # the first one stays
     write_rows(rows, tmp_path / "index.parquet", index.shards)
-    read = Index.read(tmp_path / "index.parquet")
+    read = SampleIndex.read(tmp_path / "index.parquet")
     plain = {row.name: row for row in rows}
     for found in (index, read):
         assert len(found) == 10_000 and found.find("0" * 32) is None
         for row in rows[::501]:
             known = found.find(row.name)
-            assert known is not None and known == Row(*_without_key(plain[row.name]))
+            assert known is not None and known == SampleLocation(*_without_key(plain[row.name]))
         assert found.bytes <= 40 * 10_000
         found.remove({"shard 3"}, [(rows[0].name, "shard 0"), (rows[1].name, "shard 1")])
         assert len(found) == 10_000 - 256 - 1 and rows[0].name not in found and rows[1].name in found
         assert "shard 3" not in found.shards and rows[3 * 256].name not in found
 
 
-def _without_key(row: Row) -> tuple:
+def _without_key(row: SampleLocation) -> tuple:
     return row.name, row.shard, row.start, row.size, row.crc32, row.layout
 
 

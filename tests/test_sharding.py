@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures, tiny_sd3
-from simpletune.engine.fsdp.fsdp_model import starts_of
+from simpletune.engine.fsdp.fsdp_model import process_starts
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.optim.eight_bit_parts import SMALLEST, dequantised, joined, quantised
-from simpletune.engine.optim.place import Place, ShardGenerator, StatePiece, joined_state
+from simpletune.engine.optim.eight_bit_parts import SMALLEST, dequantise_blocks, join_states, quantise_blocks
+from simpletune.engine.optim.place import ParameterRange, PartGenerator, StatePiece, joined_state
 from simpletune.engine.quant.plain import FP32
 from simpletune.estimate.simulate.processes import fake_processes, one_of
 from simpletune.estimate.simulate.simulate import simulate
@@ -29,7 +29,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import read_metrics, read_rows
 from simpletune.runs.weights import overwrite
-from simpletune.runs.weights_names import RunName, find_in_run
+from simpletune.runs.weights_names import CheckpointRef, find_in_run
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
 from simpletune.system.safetensors_file import WeightReader
@@ -161,13 +161,13 @@ def test_each_process_writes_its_rows_and_the_index_says_which(two: tuple[Path, 
     assert {name: list(reader.get(name).shape) for name in reader.names} == {
         name: about["shape"] for name, about in index["parameters"].items()
     }
-    named = find_in_run(RunName(two[0], STEPS))
+    named = find_in_run(CheckpointRef(two[0], STEPS))
     assert named.trained == folder / "ema.shards.json"
-    model = validate(json.loads((two[0] / "config.json").read_text()), "test").model.load_transformer(FP32(), CPU, 0)
+    model = validate(json.loads((two[0] / "config.json").read_text()), "test").model.load_denoiser(FP32(), CPU, 0)
     overwrite(model, named.trained)  # as generate, compare and finish do
     exported = load_file(two[0] / "transformer" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(parameter, exported[name]) for name, parameter in model.named_parameters())
-    listed = checkpoint.read(folder)  # every file has a checksum, and all are as they were
+    listed = checkpoint.read_checkpoint(folder)  # every file has a checksum, and all are as they were
     assert listed.processes == 2
     state = json.loads((folder / "state.json").read_text())
     assert set(state["sha256"]) == {file.name for file in folder.iterdir()} - {"state.json"}
@@ -180,7 +180,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_and_the_run_goes_on_in_t
     data = changed(ground, "killed")
     killed(launcher, data, 2, rank=1, moment="checkpoint.part:2=kill")
     assert [step for step, _ in list_checkpoints(run_of(data))] == [2]
-    checkpoint.read(checkpoint_folder(run_of(data), 2))
+    checkpoint.read_checkpoint(checkpoint_folder(run_of(data), 2))
     said = trained(launcher, data, 2, resume="auto").said[0]
     assert "step 2 of 6" in said
     require_same_bits(run_of(data), two[0])
@@ -279,14 +279,14 @@ def test_parts_are_those_of_torch(shape: tuple[int, ...], processes: int) -> Non
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     chunks = [*whole.chunk(processes), *[whole[:0]] * processes][:processes]
     ends = torch.tensor([0, *(chunk.numel() for chunk in chunks)]).cumsum(0)
-    assert list(starts_of(shape, processes)) == ends.tolist()
+    assert list(process_starts(shape, processes)) == ends.tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32])
 def test_a_shard_draws_its_part_of_the_whole(kind: torch.dtype) -> None:
     whole = torch.empty(40, dtype=kind).random_(0, 1000, generator=torch.Generator().manual_seed(5))
     for start, count in ((0, 16), (16, 16), (32, 8)):
-        draws = ShardGenerator(torch.Generator().manual_seed(5), Place(3, start, 40))
+        draws = PartGenerator(torch.Generator().manual_seed(5), ParameterRange(3, start, 40))
         mine = draws.draw(torch.empty(count // 4, 4, dtype=kind), 0, 1000)
         assert torch.equal(mine.view(-1), whole[start : start + count])
 
@@ -323,18 +323,18 @@ def eight_bit(x: torch.Tensor) -> dict[str, Any]:
 def wide(state: dict[str, Any], letter: str) -> torch.Tensor:
     if f"absmax{letter}" not in state:
         return state[f"state{letter}"]
-    return dequantised(state[f"state{letter}"], state[f"qmap{letter}"], state[f"absmax{letter}"])
+    return dequantise_blocks(state[f"state{letter}"], state[f"qmap{letter}"], state[f"absmax{letter}"])
 
 
 def test_eight_bit_state_keeps_its_bits_where_its_blocks_stay() -> None:
     x = torch.randn(4 * SMALLEST, generator=torch.Generator().manual_seed(1))
     halves = [eight_bit(half) for half in x.chunk(2)]
     pieces = [StatePiece(0, 2 * SMALLEST, halves[0]), StatePiece(2 * SMALLEST, 4 * SMALLEST, halves[1])]
-    whole = joined(pieces, 0, 4 * SMALLEST)
+    whole = join_states(pieces, 0, 4 * SMALLEST)
     reference = eight_bit(x)
     for name in ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"):
         assert torch.equal(whole[name], reference[name]), name
-    again = joined([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
+    again = join_states([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
     assert torch.equal(again["state1"], halves[0]["state1"][SMALLEST:]) and again["step"] == 3
 
 
@@ -343,15 +343,15 @@ def test_eight_bit_state_is_quantised_anew_where_they_do_not() -> None:
     cut = SMALLEST + 100
     pieces = [StatePiece(0, cut, eight_bit(x[:cut])), StatePiece(cut, len(x), eight_bit(x[cut:]))]
     kept = torch.cat([wide(piece.values, "1") for piece in pieces])  # type: ignore[arg-type]
-    whole = joined(pieces, 0, len(x))
+    whole = join_states(pieces, 0, len(x))
     assert whole["state1"].dtype == torch.uint8 and whole["absmax1"].shape == (-(-len(x) // 256),)
     blocks = torch.nn.functional.pad(kept, (0, -len(x) % 256)).view(-1, 256).abs().amax(1)
     error = (wide(whole, "1") - kept).abs() / blocks.repeat_interleave(256)[: len(x)]
     assert error.max() < 0.04  # half of the widest gap of the table, and some
-    small = joined([pieces[0]], 50, 150)
+    small = join_states([pieces[0]], 50, 150)
     assert small["state1"].dtype == torch.float32 and torch.equal(small["state1"], kept[50:150])
-    numbers, scales = quantised(torch.zeros(300), halves_table())
-    assert torch.equal(dequantised(numbers, halves_table(), scales), torch.zeros(300))
+    numbers, scales = quantise_blocks(torch.zeros(300), halves_table())
+    assert torch.equal(dequantise_blocks(numbers, halves_table(), scales), torch.zeros(300))
 
 
 def halves_table() -> torch.Tensor:
@@ -398,19 +398,19 @@ class Net(torch.nn.Module):
 
 def by_hand(rank: int) -> None:
     """Three steps of AdamW in fp32 by the paper's equations, and in bf16 by rounding a whole model's gradients."""
-    from simpletune.engine.fsdp.fsdp_model import Sharding, local
-    from simpletune.engine.fsdp.rank_zero import whole_of
+    from simpletune.engine.fsdp.fsdp_model import FsdpModel, local
+    from simpletune.engine.fsdp.rank_zero import gather_parameter
     from simpletune.engine.optim.adamw import AdamW
     from simpletune.engine.optim.rounding import key_draws
 
     if rank == 0:  # as the first process predicts its memory; it must not gather with the group of a simulation later
         with fake_tensors(), fake_processes(2):
             simulated = Net(torch.float32)
-            Sharding(simulated, list(simulated.blocks), torch.device("cpu"))
+            FsdpModel(simulated, list(simulated.blocks), torch.device("cpu"))
             simulated(torch.ones(2, 9)).sum().backward()
     for dtype in (torch.float32, torch.bfloat16):
         whole, divided = Net(dtype), Net(dtype)
-        sharding = Sharding(divided, list(divided.blocks), torch.device("cpu"))
+        sharding = FsdpModel(divided, list(divided.blocks), torch.device("cpu"))
         option = AdamW(lr=0.01, weight_decay=0.1)
         optimizer = option.build(sharding.held.values(), False, None, sharding.places)
         alone = option.build(whole.parameters())
@@ -448,7 +448,7 @@ def by_hand(rank: int) -> None:
                 else:
                     torch.testing.assert_close(got, mine, rtol=1e-5, atol=1e-7)
                 assert torch.equal(local(sharding.shards[name].whole.detach()).reshape(-1), got)
-                gathered = whole_of(sharding.shards[name], sharding.group)
+                gathered = gather_parameter(sharding.shards[name], sharding.group)
                 torch.testing.assert_close(gathered, p.detach(), rtol=1e-5, atol=1e-7)
             optimizer.zero_grad()
             alone.zero_grad()
@@ -489,7 +489,7 @@ def test_the_memory_of_each_process_is_predicted_from_its_parts(ground: dict[str
             reports.append(simulate(config))
     whole, half = reports
     sizes = {name: torch.Size(shape).numel() * 4 for name, shape in whole.trained.items()}
-    own = sum(starts_of(shape, 2)[1] * 4 for shape in whole.trained.values())
+    own = sum(process_starts(shape, 2)[1] * 4 for shape in whole.trained.values())
     assert half.trained == whole.trained and whole.trained_bytes == sum(sizes.values())
     assert half.trained_bytes == own
     counters = whole.state_bytes - 2 * whole.trained_bytes

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from simpletune.adapters.files.describe import describe
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
@@ -35,7 +35,7 @@ def run(tiny_config: dict, tmp_path: Path) -> Path:
     (folder / "config.json").write_text(validate(settings, "run").model_dump_json(by_alias=True))
     attempt = {"started": "2026-03-01T10:00:00Z", "device": "cpu", "from_step": 0, "last_step": 20, "seconds": 90.4}
     (folder / "attempts.json").write_text(json.dumps([attempt | {"ended": "finished"}]))
-    update = Update(torch.ones(2, 1536), torch.full((1536, 2), 0.5), 1.0)
+    update = LoraUpdate(torch.ones(2, 1536), torch.full((1536, 2), 0.5), 1.0)
     write_lora({LAYER: update}, folder / "pytorch_lora_weights.safetensors")
     for step, colour in ((10, "red"), (20, "blue")):
         place = folder / "samples" / f"step-{step:06d}"

@@ -111,5 +111,5 @@ def test_words_without_a_meaning_are_told_apart(pipeline: Any) -> None:
 
 def test_the_checker_reads_the_models_own_pictures_as_a_person_would(easel: Easel) -> None:
     prompts = prompts_of(6, "flat", None)
-    readings = [checker.read(image) for image in easel.draw(prompts)]
+    readings = [checker.read_picture(image) for image in easel.draw(prompts)]
     assert np.mean([reading.fit for reading in readings]) > 0.7

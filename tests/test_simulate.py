@@ -17,7 +17,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import StepReport, account, simulate
 from simpletune.stages.load import load_base
@@ -188,9 +188,9 @@ def test_every_lever_is_tried() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-quanto", "nf4"])
 def test_the_empty_transformer_is_the_real_ones_twin(precision: str, tiny_config: dict) -> None:
     config = validate(tiny_config | {"precision": {"weights": precision}}, "twin")
-    loaded = config.model.load_transformer(config.precision, CPU)
+    loaded = config.model.load_denoiser(config.precision, CPU)
     with fake_tensors():
-        empty = config.model.empty_transformer(config.precision, CPU)
+        empty = config.model.empty_denoiser(config.precision, CPU)
     kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(loaded)]
     twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(empty)]
     assert [kind[1:] for kind in kinds] == [twin[1:] for twin in twins]
@@ -206,14 +206,17 @@ def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> Tra
 def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
     config = with_blocks(tiny_config, three_blocks, adapter={"method": "full"})
     model = load_base(config, CPU, [(32, 32)])
-    weights = sum(rounded(4 * tensor.numel()) for tensor in all_tensors(model))
-    trained = sum(rounded(4 * parameter.numel()) for parameter in model.parameters())
+    weights = sum(round_to_block(4 * tensor.numel()) for tensor in all_tensors(model))
+    trained = sum(round_to_block(4 * parameter.numel()) for parameter in model.parameters())
     report = simulate(config)
     many = len(list(model.parameters()))
-    states = 2 * trained + many * rounded(4)  # two means, and a step counter each
-    kept = {"activations": rounded(4), "workspace": report.steady.by_kind["workspace"]}  # loss and norms: if not finite
+    states = 2 * trained + many * round_to_block(4)  # two means, and a step counter each
+    kept = {
+        "activations": round_to_block(4),
+        "workspace": report.steady.by_kind["workspace"],
+    }  # loss and norms: if not finite
     assert report.steady.by_kind == {"weights": weights, "optimizer": states, **kept}
-    assert kept["workspace"] <= rounded(4 * many)
+    assert kept["workspace"] <= round_to_block(4 * many)
     assert report.host_bytes == 0
     assert "optimizer" not in report.phases  # the fused update takes nothing
     assert report.phases["clip"].by_kind["gradients"] == trained
@@ -225,7 +228,7 @@ def test_a_lora_is_its_arithmetic(tiny_config: dict, three_blocks: Path) -> None
     shapes = config.model.shapes()
     sides = [side for name in config.adapter.modules(shapes) for side in shapes[f"{name}.weight"]]
     report = simulate(config)
-    assert report.steady.by_kind["adapter"] == sum(rounded(4 * 2 * side) for side in sides)
+    assert report.steady.by_kind["adapter"] == sum(round_to_block(4 * 2 * side) for side in sides)
 
 
 def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:
@@ -263,8 +266,8 @@ def test_no_cycle_keeps_tensors_between_steps(tiny_config: dict, three_blocks: P
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
     steady = simulate(config).steady.by_kind
     assert set(steady) <= {"weights", "adapter", "optimizer", "activations", "workspace"}
-    assert steady["workspace"] <= 4 * rounded(4)  # the last norms
-    assert steady["activations"] == rounded(4)  # the last loss, for the case that it is not finite
+    assert steady["workspace"] <= 4 * round_to_block(4)  # the last norms
+    assert steady["activations"] == round_to_block(4)  # the last loss, for the case that it is not finite
 
 
 def test_simulating_leaves_nothing_behind(tiny_config: dict) -> None:

@@ -10,10 +10,10 @@ import torch
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.snapshot import MemorySnapshot, rounded
+from simpletune.engine.memory.snapshot import MemorySnapshot, round_to_block
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, of_encoding, simulate_stages
+from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, simulate_encoding, simulate_stages
 from simpletune.estimate.simulate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.prompts import BATCH
@@ -59,8 +59,8 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
 def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, tiny_config: dict) -> None:
     config = with_options(tiny_config, vae_tile=tile)
     stages, vae = simulate_stages(config, SIZE).stages, load_vae(config)
-    assert bytes_of(stages["latents"]) == bytes_of(of_encoding(config.model, vae, SIZE))
-    weights = sum(rounded(tensor.nbytes) for tensor in all_tensors(vae))
+    assert bytes_of(stages["latents"]) == bytes_of(simulate_encoding(config.model, vae, SIZE))
+    weights = sum(round_to_block(tensor.nbytes) for tensor in all_tensors(vae))
     steady = simulate(config, SIZE).steady
     assert stages["train"] == simulate(config, SIZE).peak
     assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
@@ -77,7 +77,7 @@ def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tin
         for number, block in enumerate(t5.model.encoder.block):
             with t5._loaded(block, f"encoder.block.{number}."):
                 loaded = accounting.current.bytes
-                assert loaded == sum(rounded(parameter.nbytes) for parameter in block.parameters())
+                assert loaded == sum(round_to_block(parameter.nbytes) for parameter in block.parameters())
             assert accounting.current.bytes == 0
 
 

@@ -21,7 +21,7 @@ from diffusers import (
 from PIL import Image
 from torch import Tensor, nn
 
-from simpletune.commands.generate.session import DrawingSpeed, InferenceSession
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
@@ -31,7 +31,7 @@ from simpletune.models.objectives.solvers import Euler, Solver
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.runs.weights import BASE
-from simpletune.stages.sample import Request, Sampler, encode_starts, noises
+from simpletune.stages.sample import PictureRequest, Sampler, encode_starts, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.loop import train
@@ -79,7 +79,9 @@ def prompts() -> tuple[Tensor, Tensor]:
     return torch.randn(7, 12, generator=generator), torch.randn(7, 12, generator=generator)
 
 
-def drawn(unet: nn.Module, family: Family, request: Request, start: Tensor | None = None, **options: Any) -> Tensor:
+def drawn(
+    unet: nn.Module, family: Family, request: PictureRequest, start: Tensor | None = None, **options: Any
+) -> Tensor:
     positive, negative = [[(embeds, torch.empty(0))] for embeds in prompts()]
     return Sampler(unet, family, FP32(), **options).denoise([request], positive, negative, start)
 
@@ -96,7 +98,7 @@ def pipeline(kind: type, unet: nn.Module, config: dict[str, Any]) -> Any:
     ("schedule", "steps", "guidance"), [*itertools.product(SCHEDULES, (5, 16), (5.0,)), ("v", 1, 1.0)]
 )
 def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: float, unet) -> None:
-    config, request = SCHEDULES[schedule], Request("", 3, width=64, height=48, steps=steps, guidance=guidance)
+    config, request = SCHEDULES[schedule], PictureRequest("", 3, width=64, height=48, steps=steps, guidance=guidance)
     family = Family(config)
     positive, negative = prompts()
     theirs = pipeline(StableDiffusionPipeline, unet, config)(
@@ -112,7 +114,7 @@ def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: fl
 @pytest.mark.parametrize("strength", [0.25, 0.5, 1.0])
 def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: float, unet) -> None:
     config = SCHEDULES[schedule]
-    request = Request("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
+    request = PictureRequest("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
     start = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(9))
     positive, negative = prompts()
     generator = torch.Generator().manual_seed(3)
@@ -126,7 +128,7 @@ def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: 
 
 def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
     """Zero terminal SNR and v trained on a model whose scheduler config knows neither."""
-    request = Request("", 3, width=64, height=64, steps=6, guidance=1.0)
+    request = PictureRequest("", 3, width=64, height=64, steps=6, guidance=1.0)
     trained = Ddpm(prediction="v", zero_terminal_snr=True)
     expected = drawn(unet, Family(ZERO), request)
     assert torch.equal(drawn(unet, Family(SD15), request, objective=trained), expected)
@@ -136,7 +138,7 @@ def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
 
 
 def test_one_guidance_difference_for_two_steps(unet) -> None:
-    request, rows = Request("", 3, width=64, height=64, steps=4, guidance=3.0), []
+    request, rows = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0), []
     hook = unet.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     exact, lossy = (drawn(unet, Family(SD15), request, reuse_guidance=n) for n in (1, 2))
     hook.remove()
@@ -155,7 +157,10 @@ def test_one_guidance_difference_for_two_steps(unet) -> None:
 
 def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
     """The solver keeps earlier predictions, so each drawing has its own."""
-    request, sampler = Request("", 3, width=64, height=64, steps=4, guidance=3.0), Sampler(unet, Family(SD15), FP32())
+    request, sampler = (
+        PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0),
+        Sampler(unet, Family(SD15), FP32()),
+    )
     positive, negative = [[(embeds, torch.empty(0))] * 2 for embeds in prompts()]
     first = sampler.denoise([request], positive[:1], negative[:1])
     both = sampler.denoise([request, replace(request, seed=4)], positive, negative)
@@ -203,8 +208,8 @@ def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatc
     train(config)
     assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
     resolved = resolve_folders(config)
-    session = InferenceSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), DrawingSpeed())
-    session.draw(BASE, [Request("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    session = GenerationSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), GenerationSpeed())
+    session.draw(BASE, [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
     assert asked[2:] == [config.objective]
 
 
@@ -215,14 +220,14 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(version: str, tm
     family, text = StableDiffusion(pretrained=str(folder)), tmp_path / "cache"
     cache = TextCache(family, torch.float32, text)
     cache.fill([prompt, against], torch.device("cpu"))
-    sampler = Sampler(family.load_transformer(FP32(), torch.device("cpu")), family, FP32())
+    sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32())
     theirs = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     asked = {"prompt": prompt, "negative_prompt": against, "num_inference_steps": 6, "guidance_scale": 5.0}
     for pipe in (theirs, from_picture := StableDiffusionImg2ImgPipeline.from_pipe(theirs)):
         pipe.set_progress_bar_config(disable=True)
 
-    request = Request(prompt, 3, against, 128, 64, 6, 5.0)
+    request = PictureRequest(prompt, 3, against, 128, 64, 6, 5.0)
     expected = theirs(**asked, latents=noises(request, family)[0], output_type="latent").images
     torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
 

@@ -20,10 +20,10 @@ from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
 from simpletune.config.stored_configs import read_saved
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import Draw, make_samples, without
+from simpletune.data.samples import SampleDraw, drop_rejected, make_samples
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.multi_source import Several, example_prompt, scan_sources, too_small
-from simpletune.data.sources.source import Picture, Rejected, Source
+from simpletune.data.sources.multi_source import MultiSource, example_prompt, scan_sources, too_small
+from simpletune.data.sources.source import Picture, RejectedEntry, Source
 from simpletune.models.objectives.flow import Flow
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
@@ -43,21 +43,21 @@ def pictures(count: int = len(WIDE), source: int = 0) -> list[Picture]:
     ]
 
 
-def plan_of(data: Source | Several, found: list[Picture], batch_size: int = 2, seed: int = 5) -> Plan:
+def plan_of(data: Source | MultiSource, found: list[Picture], batch_size: int = 2, seed: int = 5) -> Plan:
     return Plan(make_samples(found, data.members), data, Flow(), seed, GlobalBatch(batch_size))
 
 
-def epoch(plan: Plan, number: int = 0) -> list[Draw]:
+def epoch(plan: Plan, number: int = 0) -> list[SampleDraw]:
     first = number * plan.steps_per_epoch
     steps = range(first, first + plan.steps_per_epoch)
     draws = [draw for step in steps for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro)]
     return [draw for draw in draws if draw.weight]
 
 
-def study(repeats: int = 11) -> Several:
+def study(repeats: int = 11) -> MultiSource:
     """A folder twice, as the study of SD3 Medium lists it: bucketed and cropped to squares, 11 passes each."""
     one = {"path": "x", "resolution": 64, "repeats": repeats}
-    return Several(sources=[Folder(**one), Folder(**one, aspect="square")])
+    return MultiSource(sources=[Folder(**one), Folder(**one, aspect="square")])
 
 
 def test_the_studys_two_sources_give_11_passes_of_each_picture_in_each_form() -> None:
@@ -72,7 +72,7 @@ def test_the_studys_two_sources_give_11_passes_of_each_picture_in_each_form() ->
 
 def test_one_source_of_several_is_the_single_form() -> None:
     folder = Folder(path="x", resolution=64, crop="random", flip=True, variants=3, repeats=2, caption_dropout=0.3)
-    single, listed = (plan_of(data, pictures()) for data in (folder, Several(sources=[folder])))
+    single, listed = (plan_of(data, pictures()) for data in (folder, MultiSource(sources=[folder])))
     steps = range(2 * single.steps_per_epoch)
     assert [single.micro_batch(step, 0) for step in steps] == [listed.micro_batch(step, 0) for step in steps]
     assert single.views() == listed.views() and single.evaluation(5) == listed.evaluation(5)
@@ -81,7 +81,7 @@ def test_one_source_of_several_is_the_single_form() -> None:
 
 
 def test_each_source_keeps_its_own_fields() -> None:
-    data = Several(
+    data = MultiSource(
         sources=[
             Folder(path="a", resolution=64, weight=2.0, crop="random", repeats=3),
             Folder(path="b", resolution=32, caption_dropout=1.0, flip=True, variants=4),
@@ -96,7 +96,7 @@ def test_each_source_keeps_its_own_fields() -> None:
     assert not any(draw.view.flip for draw in first)
     assert any(view.flip for view in plan.views() if view.picture.source == 1)
     assert {d.view.bucket for d in second} <= {(32, 32), (32, 16), (16, 32), (48, 16), (16, 48)}
-    two = Several(sources=[Folder(path="a", resolution=1024), Folder(path="a", resolution=512)])
+    two = MultiSource(sources=[Folder(path="a", resolution=1024), Folder(path="a", resolution=512)])
     shifts = Plan(make_samples(pictures(), two.members), two, flow, 0, GlobalBatch(1)).shifts
     assert shifts == [flow.shift_at(1024), flow.shift_at(512)] and shifts[0] > shifts[1]
 
@@ -332,7 +332,7 @@ def test_check_and_estimate_know_every_source(tiny_config: dict, capsys: pytest.
 
 
 def test_too_small_pictures_are_told_by_their_sources_limit(tiny_config: dict) -> None:
-    data = Several(sources=[Folder(path="a", resolution=64), Folder(path="b", resolution=256, max_upscale=1.5)])
+    data = MultiSource(sources=[Folder(path="a", resolution=64), Folder(path="b", resolution=256, max_upscale=1.5)])
     rejected = too_small([*pictures(), *pictures(source=1)], data)
     assert {each.source for each in rejected} == {1} and len(rejected) == len(WIDE)
     assert "data.sources.1.max_upscale=1.5" in rejected[0].reason
@@ -341,5 +341,5 @@ def test_too_small_pictures_are_told_by_their_sources_limit(tiny_config: dict) -
 
 def test_a_rejected_picture_leaves_those_of_its_name_in_other_sources() -> None:
     both = [*pictures(2), *pictures(2, source=1)]
-    left = without(both, [Rejected("000.png", "is damaged", source=1)])
+    left = drop_rejected(both, [RejectedEntry("000.png", "is damaged", source=1)])
     assert [(each.source, each.name) for each in left] == [(0, "000.png"), (0, "001.png"), (1, "001.png")]

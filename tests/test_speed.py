@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletune.config.load import read_config
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.attention import Shape, settle_attention, usable
-from simpletune.stages.step.batch_loader import Batches, Prefetcher
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.attention import AttentionCall, settle_attention, usable
+from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
 from simpletune.training import loop as train_module
 from simpletune.training.pending_steps import MetricsQueue, PendingStep
@@ -62,9 +62,9 @@ def test_the_loop_reads_nothing_but_the_step_before(
     """In a step, and from its end until the queue reads, no tensor's value is asked for."""
     found: list[str] = []
     order: list[tuple[str, int]] = []
-    honest, read, launch = StepCore.step, PendingStep.read, train_module.DeviceEvent
+    honest, read, launch = TrainStep.step, PendingStep.read, train_module.DeviceEvent
 
-    def step(self: StepCore, *args: Any) -> Any:
+    def step(self: TrainStep, *args: Any) -> Any:
         with _Calls(found), _Kernels(found):
             return honest(self, *args)
 
@@ -72,7 +72,7 @@ def test_the_loop_reads_nothing_but_the_step_before(
         order.append(("read", self.step))
         return read(self)
 
-    monkeypatch.setattr(StepCore, "step", step)
+    monkeypatch.setattr(TrainStep, "step", step)
     monkeypatch.setattr(PendingStep, "read", watched)
     monkeypatch.setattr(
         train_module, "DeviceEvent", lambda device: order.append(("launch", len(order))) or launch(device)
@@ -105,13 +105,13 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("ahead")
 def test_a_run_with_batches_fetched_ahead_is_the_same_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, honest = set(), Batches.fetch
+    threads, honest = set(), BatchLoader.fetch
 
-    def fetch(self: Batches, step: int) -> Any:
+    def fetch(self: BatchLoader, step: int) -> Any:
         threads.add(threading.current_thread().name)
         return honest(self, step)
 
-    monkeypatch.setattr(Batches, "fetch", fetch)
+    monkeypatch.setattr(BatchLoader, "fetch", fetch)
     settings: dict = {"train": {"batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
     run = run_with(tiny_config, name="ahead", **settings)
     assert len(threads) == 2
@@ -122,14 +122,14 @@ def test_a_run_with_batches_fetched_ahead_is_the_same_run(tiny_config: dict, mon
 
 @pytest.mark.usefixtures("ahead")
 def test_what_fetching_raises_is_raised_at_its_own_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, begun = Batches.fetch, []
+    honest, begun = BatchLoader.fetch, []
 
-    def fetch(self: Batches, step: int) -> Any:
+    def fetch(self: BatchLoader, step: int) -> Any:
         if step == 3:
             raise UserError("the file is gone")
         return honest(self, step)
 
-    monkeypatch.setattr(Batches, "fetch", fetch)
+    monkeypatch.setattr(BatchLoader, "fetch", fetch)
     monkeypatch.setattr(train_module, "failpoint", begun.append)
     with pytest.raises(UserError, match="the file is gone"):
         run_with(tiny_config)
@@ -155,7 +155,7 @@ def test_the_fused_update_is_the_plain_one_and_takes_its_state() -> None:
 def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> None:
     run = run_with(tiny_config, speed={"attention": "math"})
     assert json.loads((Path(run) / "summary.json").read_text())["attention"] == "math"
-    shape = Shape(1, 2, 20, 20, 64, True, "training")
+    shape = AttentionCall(1, 2, 20, 20, 64, True, "training")
     assert usable("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
         usable("cudnn", shape, CPU, torch.float32)

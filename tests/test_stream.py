@@ -22,18 +22,18 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
 from simpletune.data.plan import GlobalBatch
-from simpletune.data.samples import Draw, View
+from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.masks import latent_mask
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.streaming.columns import Columns
 from simpletune.data.streaming.open_dataset import Form, open_rows
-from simpletune.data.streaming.order import epoch_order, substituted
-from simpletune.data.streaming.rows import Held, ShardedRows
+from simpletune.data.streaming.order import epoch_order, substitute_unusable
+from simpletune.data.streaming.rows import LruCache, ShardedRows
 from simpletune.estimate.host_needs import counts_of
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.copy_cache import take_over
+from simpletune.stages.copy_cache import copy_cache
 from simpletune.stages.plan_data import make_plan
-from simpletune.stages.stream_encode import Filling
+from simpletune.stages.stream_encode import StreamEncoder
 from simpletune.stages.stream_plan import StreamPlan, stream_plan
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
@@ -59,7 +59,7 @@ def config_of(tiny_config: dict, place: Path | str, **more: object) -> dict:
     return copy.deepcopy(tiny_config) | {"data": {**SQUARE, "path": str(place), **more}}
 
 
-def epoch_of(plan: StreamPlan, number: int = 0) -> list[Draw]:
+def epoch_of(plan: StreamPlan, number: int = 0) -> list[SampleDraw]:
     first = number * plan.steps_per_epoch
     steps = range(first, first + plan.steps_per_epoch)
     draws = [draw for step in steps for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro)]
@@ -96,7 +96,7 @@ def test_parquet_rows_are_found_by_their_number(shards: Path) -> None:
 
 
 def test_a_block_is_read_once_while_it_fits() -> None:
-    read, held = [], Held[str](10)
+    read, held = [], LruCache[str](10)
 
     def block(key: int) -> str:
         return held.get(key, lambda: (read.append(key) or str(key), 4))
@@ -135,8 +135,10 @@ def test_a_stretch_of_an_epoch_stays_in_few_blocks() -> None:
 
 def test_the_place_of_an_unusable_row_goes_to_the_next_of_its_bucket() -> None:
     batches, bucket = np.array([[0, 1], [2, -1], [3, 4]]), np.array([0, 0, 1, 0, 0])
-    assert substituted(batches, bucket, np.array([1, 3])).tolist() == [[0, 4], [2, -1], [4, 4]]
-    assert substituted(batches, bucket, np.array([4])).tolist() == [[0, 1], [2, -1], [3, 0]], "from the start again"
+    assert substitute_unusable(batches, bucket, np.array([1, 3])).tolist() == [[0, 4], [2, -1], [4, 4]]
+    assert substitute_unusable(batches, bucket, np.array([4])).tolist() == [[0, 1], [2, -1], [3, 0]], (
+        "from the start again"
+    )
 
 
 def test_an_epoch_shows_every_row_once_in_buckets(tiny_config: dict, shards: Path) -> None:
@@ -230,23 +232,23 @@ class Looks:
     def fill_text(self, prompts: list[str]) -> None:
         assert all(isinstance(prompt, str) for prompt in prompts)
 
-    def fill_pictures(self, parts: list[list[View]]) -> list[Rejected]:
-        found: dict[str, Rejected] = {}
+    def fill_pictures(self, parts: list[list[Crop]]) -> list[RejectedEntry]:
+        found: dict[str, RejectedEntry] = {}
         for view in (view for part in parts for view in part):
             try:
                 view.picture.read_same()
             except UnusablePicture as reason:
-                found[view.picture.name] = Rejected(view.picture.name, str(reason))
+                found[view.picture.name] = RejectedEntry(view.picture.name, str(reason))
         return list(found.values())
 
     def too_long(self, prompts: list[str]) -> list[str]:
         return []
 
 
-def filled(data: dict) -> Filling:
+def filled(data: dict) -> StreamEncoder:
     """What preparing an epoch finds."""
     config = validate(data, "stream")
-    filling = Filling(config, stream_plan(config), Looks())  # type: ignore[arg-type]
+    filling = StreamEncoder(config, stream_plan(config), Looks())  # type: ignore[arg-type]
     filling.steps(0, filling.plan.steps_per_epoch)
     filling.evaluation(4)
     return filling
@@ -461,7 +463,7 @@ def test_what_a_stream_cannot_do_is_refused_with_a_remedy(case: str, tiny_config
 def test_a_stream_copies_nothing_from_another_cache(tiny_config: dict, shards: Path, tmp_path: Path) -> None:
     config = validate(config_of(tiny_config, shards), "stream")
     with pytest.raises(UserError, match="--from: data.source=stream .*output.cache"):
-        take_over(config, stream_plan(config), str(tmp_path))
+        copy_cache(config, stream_plan(config), str(tmp_path))
 
 
 def file_problems_of(data: dict) -> None:

@@ -14,7 +14,7 @@ from stream_data import COUNT, copy_mds, rows_of, write_parquet
 from simpletune.data.streaming import remote_files
 from simpletune.data.streaming.columns import Columns
 from simpletune.data.streaming.open_dataset import Form, open_rows
-from simpletune.data.streaming.remote_files import KeptFiles, RangeFile, StoreFiles, split_url
+from simpletune.data.streaming.remote_files import LocalFileCache, RangeFile, StoreFiles, split_url
 from simpletune.data.streaming.rows import ShardedRows
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import Store
@@ -81,8 +81,10 @@ def test_a_data_set_in_a_store_gives_the_rows_of_its_files(form: str, tmp_path: 
 
 def test_copies_stay_within_their_limit_and_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = copy_mds("plain", tmp_path / "plain")
-    fetched, honest = [], KeptFiles._fetch
-    monkeypatch.setattr(KeptFiles, "_fetch", lambda self, name, copy: fetched.append(name) or honest(self, name, copy))
+    fetched, honest = [], LocalFileCache._fetch
+    monkeypatch.setattr(
+        LocalFileCache, "_fetch", lambda self, name, copy: fetched.append(name) or honest(self, name, copy)
+    )
     rows = open_rows(f"file://{place}", COLUMNS, Form(local_gib=2000 / 2**30), tmp_path / "kept")
     for number in (0, 7, 3, 0):
         assert rows.picture(number) == cells(open_rows(str(place), COLUMNS))[number][0]

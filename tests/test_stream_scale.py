@@ -19,9 +19,9 @@ from PIL import Image
 from stream_data import write_mds
 
 from simpletune.config.load import validate
-from simpletune.data.samples import View
-from simpletune.data.sources.source import Rejected
-from simpletune.stages.stream_encode import Filling
+from simpletune.data.samples import Crop
+from simpletune.data.sources.source import RejectedEntry
+from simpletune.stages.stream_encode import StreamEncoder
 from simpletune.stages.stream_plan import stream_plan
 
 ROWS, BYTES = 1_000_000, 1024
@@ -102,7 +102,7 @@ class ReadOnly:
     def fill_text(self, prompts: Sequence[str]) -> None:
         self.prompts += len(prompts)
 
-    def fill_pictures(self, parts: Sequence[Sequence[View]]) -> list[Rejected]:
+    def fill_pictures(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
         self.read += sum(len(view.picture.read_same()) > 900 for views in parts for view in views)
         return []
 
@@ -112,7 +112,7 @@ class ReadOnly:
 
 def test_preparing_takes_memory_for_a_portion(million: Path, tiny_config: dict) -> None:
     config = validate({**tiny_config, "data": data_of(million), "train": {"steps": 25_000, "batch_size": 4}}, "rows")
-    filling, sizes, start = Filling(config, stream_plan(config), ReadOnly()), list[float](), time.process_time()
+    filling, sizes, start = StreamEncoder(config, stream_plan(config), ReadOnly()), list[float](), time.process_time()
     before = resident()
     for steps in range(2_500, 25_001, 2_500):
         filling.steps(steps - 2_500, steps)

@@ -390,7 +390,7 @@ def test_what_cannot_work_is_refused_with_the_reason(changes: dict, message: str
 
 
 def test_weights_that_cannot_be_streamed_are_refused(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FP32, "streamable", False)
+    monkeypatch.setattr(FP32, "can_offload", False)
     with pytest.raises(ConfigError, match="fp32 weights cannot be streamed block by block"):
         validate(config | {"memory": {"resident_blocks": 1}}, "refused")
 

@@ -31,13 +31,13 @@ from simpletune.commands.generate.same_weights import without_twins
 from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.push import files_of
 from simpletune.runs.report.run_data import read_run
-from simpletune.runs.report.single_run import report_of
+from simpletune.runs.report.single_run import single_run_report
 from simpletune.runs.text_side import embedding_of, text_side_of, with_embeddings
-from simpletune.runs.weights import BASE, Weights, weights_of
-from simpletune.runs.weights_names import RunName, find_named
-from simpletune.stages.png import drawn_as
+from simpletune.runs.weights import BASE, Weights, find_weights
+from simpletune.runs.weights_names import CheckpointRef, find_named
+from simpletune.stages.png import generation_parameters
 from simpletune.stages.prompt_store import PromptStore
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.options import UserError
 
 PROMPT = "a <dots> picture of a red circle, <dots>"
@@ -212,7 +212,7 @@ def test_a_run_s_embeddings_and_text_lora_are_drawn_with(
     (first,) = sorted((run / "samples" / "base").glob("*.png"))
     ours = generated(tmp_path / "a.png", "--run", run)
     assert ours == Image.open(last).convert("RGB").tobytes(), "as training's own validation drew it"
-    assert drawn_as(tmp_path / "a.png")["embeddings"] == [["run_dots", "<dots>"]]
+    assert generation_parameters(tmp_path / "a.png")["embeddings"] == [["run_dots", "<dots>"]]
     base = generated(tmp_path / "b.png", "--run", run, "--base")
     assert base == Image.open(first).convert("RGB").tobytes() != ours, "the base reads the initial words"
     token = run / "run_dots.safetensors"
@@ -261,7 +261,7 @@ def test_the_server_keys_prompts_by_the_text_side(
     service = server.build(parse(["serve", "--run", str(run), "--port", "0", "--device", "cpu"]))
     service.socket.close()
     generator = service.worker._load()
-    request = Request("a red circle <dots>", 0, "", 32, 32, 2, 4.5)
+    request = PictureRequest("a red circle <dots>", 0, "", 32, 32, 2, 4.5)
     drawn = {}
     for name, scale in (("run", 1.0), ("run", 0.5), ("base", 1.0), ("run", 1.0)):
         image = ImageRequest(request, name, scale)
@@ -296,15 +296,15 @@ def test_a_run_of_embeddings_alone_is_a_result(
 
         lora_weights(str(run))
     assert main(["export", str(run), "--format", "kohya"]) != 0
-    kept = without_twins([BASE, weights_of(find_named(f"{run}@1")), weights_of(find_named(f"{run}@2")),
-                          weights_of(find_named(str(run)))])  # fmt: skip
+    kept = without_twins([BASE, find_weights(find_named(f"{run}@1")), find_weights(find_named(f"{run}@2")),
+                          find_weights(find_named(str(run)))])  # fmt: skip
     assert [weights.title for weights in kept] == ["base", "run step 1", "run"]
     card = (run / "README.md").read_text()
     assert "Embeddings of `<dots>`" in card and "which only simpletune reads" in card
     assert "load_lora_weights" not in card and "from_pretrained" not in card
-    files = files_of(RunName(run), "me/dots")
+    files = files_of(CheckpointRef(run), "me/dots")
     assert "run_dots.safetensors" in files and "pytorch_lora_weights.safetensors" not in files
-    assert "run_dots.safetensors" in files_of(RunName(run, 1), "me/dots")
+    assert "run_dots.safetensors" in files_of(CheckpointRef(run, 1), "me/dots")
 
 
 def test_card_and_report_name_token_and_files(text_config: dict, train_once: Callable[[dict], Path]) -> None:
@@ -312,7 +312,7 @@ def test_card_and_report_name_token_and_files(text_config: dict, train_once: Cal
     card = (run / "README.md").read_text()
     assert "write `embedding:run_dots` for `<dots>`" in card and "- simpletune: write <dots> into the prompt" in card
     assert "LoRA and LoRA of the text encoders and Embeddings of `<dots>`" in card and "load_lora_weights" in card
-    report = report_of(read_run(run), None)
+    report = single_run_report(read_run(run), None)
     (section,) = [section for section in report.sections if section.name == "text-side"]
     rows = {row[0]: row for table in section.tables for row in table.rows}
     assert set(rows) == {"clip_l", "clip_g", "t5", "CLIP-L", "CLIP-G"}

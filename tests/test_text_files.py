@@ -15,11 +15,11 @@ from reference import text_readers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletune.adapters.files.describe import describe, in_words
+from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.dora_oft import OftUpdate
 from simpletune.adapters.files.lokr_loha import LokrUpdate
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main
@@ -49,14 +49,14 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_sd15.build(tmp_path_factory.mktemp("sd15") / "pipeline")
 
 
-def update(shape: tuple[int, int], seed: int, rank: int = 2, scale: float = 0.5) -> Update:
+def update(shape: tuple[int, int], seed: int, rank: int = 2, scale: float = 0.5) -> LoraUpdate:
     generator = torch.Generator().manual_seed(seed)
     outputs, inputs = shape
     down, up = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
-    return Update(down / inputs**0.5, up, scale)
+    return LoraUpdate(down / inputs**0.5, up, scale)
 
 
-def text_updates(pipeline: Path, t5: bool = False, rank: int = 2) -> dict[str, Update]:
+def text_updates(pipeline: Path, t5: bool = False, rank: int = 2) -> dict[str, LoraUpdate]:
     """Updates of two layers of every CLIP encoder, and of one of T5."""
     found, layers = {}, ["self_attn.q_proj", "self_attn.out_proj", "mlp.fc1"]
     for part in ("text_encoder", "text_encoder_2"):
@@ -71,7 +71,7 @@ def text_updates(pipeline: Path, t5: bool = False, rank: int = 2) -> dict[str, U
     return found
 
 
-def of_denoiser(pipeline: Path, family: str) -> dict[str, Update]:
+def of_denoiser(pipeline: Path, family: str) -> dict[str, LoraUpdate]:
     folder = "transformer" if family == "sd3" else "unet"
     weight = original_layout.state_of(pipeline / folder)[f"{DENOISER[family]}.weight"]
     return {DENOISER[family]: update(tuple(weight.shape), 20)}
@@ -254,7 +254,7 @@ def test_every_layout_of_embeddings_is_read(layout: str, tmp_path: Path) -> None
     norms = {name: each["norms"] for name, each in one["encoders"].items()}
     for name, each in expected.items():
         torch.testing.assert_close(torch.tensor(norms[name]), each.norm(dim=1), rtol=1e-5, atol=0)
-    assert one["token"] in in_words(about) and "simpletune" in in_words(about)
+    assert one["token"] in format_description(about) and "simpletune" in format_description(about)
 
 
 @pytest.mark.parametrize("place", ["input", "output"])
@@ -330,11 +330,11 @@ def test_a_lora_with_bundled_embeddings_is_still_a_lora(pipeline: Path, tmp_path
     with pytest.raises(UserError, match="holds 2 embeddings .one, two., which cannot all be <x>"):
         read_embeddings(file, "<x>")
     assert [each["token"] for each in describe(file)["bundled"]] == ["one", "two"]
-    assert "token      one" in in_words(describe(file))
+    assert "token      one" in format_description(describe(file))
 
 
 def test_inspect_says_which_tools_drop_text_layers(pipeline: Path, sd15: Path, tmp_path: Path) -> None:
-    def tools(updates: dict[str, Update], layout: str, **metadata: str) -> dict[str, str]:
+    def tools(updates: dict[str, LoraUpdate], layout: str, **metadata: str) -> dict[str, str]:
         about = describe(write_lora(updates, tmp_path / "a.safetensors", layout, None, metadata))
         return {tool["tool"]: tool["loads"] for tool in about["tools"]} | about["text_encoders"]
 

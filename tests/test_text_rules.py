@@ -10,7 +10,7 @@ import pytest
 import tiny_sd15
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from simpletune.adapters.text.inputs import Tokens
+from simpletune.adapters.text.inputs import PromptTokenizer
 from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.adapters.text.placeholders import expand, occurs, positions
 from simpletune.adapters.text.sizes import text_parameters
@@ -21,7 +21,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.prompts import Encoder
+from simpletune.models.shared.prompts import TextEncoder
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, UserError
@@ -161,7 +161,7 @@ def test_words_are_used_in_turn() -> None:
 def test_a_word_of_several_tokens_is_refused() -> None:
     model = SD3(pretrained=str(SHIPPED), t5_length=8)
     text = Text.model_validate({"embeddings": {"token": "<d>", "initial": "red zwxq"}})
-    tokens = Tokens(
+    tokens = PromptTokenizer(
         text.model_copy(update={"embeddings": text.embeddings.model_copy(update={"vectors": 2})}), model, prompts(model)
     )
     with pytest.raises(UserError, match="text.embeddings.initial: 'zwxq' is [234] tokens of CLIP .*Use a common word"):
@@ -232,7 +232,7 @@ def test_real_sizes() -> None:
 
 def test_names_of_encoders_are_those_of_the_family() -> None:
     for model in (SD3(), SD15()):
-        encoders: list[Encoder] = list(model.encoders())
+        encoders: list[TextEncoder] = list(model.encoders())
         assert list(model.clip_encoders) == [encoder.name for encoder in encoders if not encoder.is_t5]
         assert {e.name: e.model for e in encoders} == {
             name: region.part for name, region in model.text_regions().items()

@@ -28,9 +28,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
-from simpletune.stages.step.batch_loader import Batch, Batches
+from simpletune.stages.step.batch_loader import Batch, BatchLoader
 from simpletune.stages.step.synthetic import SingleProcess
-from simpletune.stages.step.train_step import StepCore, assemble, untrained
+from simpletune.stages.step.train_step import TrainStep, assemble, untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
@@ -65,15 +65,15 @@ class Assembled:
     def __init__(self, config: TrainConfig, noise: float = 0.2):
         self.config = config
         self.prepared = prepare(config, Accelerator(cpu=True), StageTimer(cuda=False))
-        model = config.model.load_transformer(config.precision, CPU, 0)
+        model = config.model.load_denoiser(config.precision, CPU, 0)
         text = load_text_side(config, self.prepared.text, self.prepared.plan.captions(), CPU)
-        self.core: StepCore = assemble(config, model, SingleProcess(CPU), text=text)
+        self.core: TrainStep = assemble(config, model, SingleProcess(CPU), text=text)
         self.text = self.core.text
         torch.manual_seed(5)
         with torch.no_grad():
             for parameter in self.core.parameters:
                 parameter.add_(torch.randn_like(parameter) * noise)
-        self.batches = Batches(self.prepared, config.train.seed, CPU, modulation=self.core.modulation)
+        self.batches = BatchLoader(self.prepared, config.train.seed, CPU, modulation=self.core.modulation)
 
     def reference(self, batch: Batch, prompt_embeds: Tensor, pooled: Tensor) -> Tensor:
         """The loss by the family's own prediction."""
@@ -294,7 +294,7 @@ def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
         with untrained(run.config.adapter, run.core.model):
             ours = run.core.predict(run.core.model, batch)
         again = run.core.predict(run.core.model, batch)
-        model = run.config.model.load_transformer(run.config.precision, CPU, 0)
+        model = run.config.model.load_denoiser(run.config.precision, CPU, 0)
         plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
         written = written_out(run)
         plain.fill(written, CPU)

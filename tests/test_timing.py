@@ -22,23 +22,23 @@ from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_stages
-from simpletune.estimate.time_text import CardRow, card_table, in_words
+from simpletune.estimate.time_text import CardRow, card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
-from simpletune.estimate.timing.constants import Composite, Constants, file_of, write
-from simpletune.estimate.timing.datasheet import StatedSpeeds
+from simpletune.estimate.timing.constants import Composite, Constants, constants_file, write_constants
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.grid import Grid
-from simpletune.estimate.timing.probes import Probe
-from simpletune.estimate.timing.recorder import COMPUTE, Section
-from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.probes import TimingProbe
+from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
+from simpletune.estimate.timing.speeds import CalibratedSpeeds
 from simpletune.estimate.timing.stopwatch import Call
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.models.shared.flops import trained_of
-from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
 from simpletune.system.prices import Price, of_cards
 
-L4 = card_of("L4")
+L4 = find_card("L4")
 
 
 @pytest.fixture(scope="module")
@@ -85,29 +85,40 @@ Q = torch.ones(2, 3, 128, 16)
 @pytest.mark.parametrize(
     ("call", "works"),
     [
-        (lambda: X @ W.t(), [Work("product_tn", "fp32", (64, 32, 96))]),
-        (lambda: X @ V, [Work("product_nn", "fp32", (64, 32, 96))]),
-        (lambda: X.t() @ torch.ones(64, 8), [Work("add", "fp32", (2048,)), Work("product_nt", "fp32", (96, 8, 64))]),
+        (lambda: X @ W.t(), [KernelWork("product_tn", "fp32", (64, 32, 96))]),
+        (lambda: X @ V, [KernelWork("product_nn", "fp32", (64, 32, 96))]),
+        (
+            lambda: X.t() @ torch.ones(64, 8),
+            [KernelWork("add", "fp32", (2048,)), KernelWork("product_nt", "fp32", (96, 8, 64))],
+        ),
         (
             lambda: torch.addmm(torch.ones(32), X, V),
-            [Work("add", "fp32", (128,)), Work("product_nn", "fp32", (64, 32, 96)), Work("bias", "fp32", (16384,))],
+            [
+                KernelWork("add", "fp32", (128,)),
+                KernelWork("product_nn", "fp32", (64, 32, 96)),
+                KernelWork("bias", "fp32", (16384,)),
+            ],
         ),
         (lambda: X.view(-1).expand(4, -1), []),
-        (lambda: X + X[:1], [Work("add", "fp32", (4 * 96 * (64 + 1 + 64),))]),
-        (lambda: X.bfloat16(), [Work("cast_from", "bf16", (64 * 96 * 6,))]),
-        (lambda: X.clone().zero_(), [Work("add", "fp32", (49152,)), Work("add", "fp32", (24576,))]),
-        (lambda: X.t().contiguous(), [Work("strided", "fp32", (49152,))]),
+        (lambda: X + X[:1], [KernelWork("add", "fp32", (4 * 96 * (64 + 1 + 64),))]),
+        (lambda: X.bfloat16(), [KernelWork("cast_from", "bf16", (64 * 96 * 6,))]),
+        (lambda: X.clone().zero_(), [KernelWork("add", "fp32", (49152,)), KernelWork("add", "fp32", (24576,))]),
+        (lambda: X.t().contiguous(), [KernelWork("strided", "fp32", (49152,))]),
         (
             lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q),
-            [Work("attention", "fp32", (6, 128, 128, 16))],
+            [KernelWork("attention", "fp32", (6, 128, 128, 16))],
         ),
         (
             lambda: torch.nn.functional.conv2d(torch.ones(1, 8, 16, 16), torch.ones(4, 8, 3, 3), padding=1),
-            [Work("add", "fp32", (8192,)), Work("add", "fp32", (1152,)), Work("convolution", "fp32", (256, 8, 4))],
+            [
+                KernelWork("add", "fp32", (8192,)),
+                KernelWork("add", "fp32", (1152,)),
+                KernelWork("convolution", "fp32", (256, 8, 4)),
+            ],
         ),
     ],
 )
-def test_what_an_operation_makes_the_device_do(call: Callable[[], object], works: list[Work]) -> None:
+def test_what_an_operation_makes_the_device_do(call: Callable[[], object], works: list[KernelWork]) -> None:
     assert seen(call) == works
 
 
@@ -126,9 +137,9 @@ class Seconds:
         return otherwise
 
 
-def section(stream: str, seconds: int, **more: object) -> Section:
+def section(stream: str, seconds: int, **more: object) -> StreamWork:
     kind = "add" if stream == COMPUTE else "to_device"
-    return Section(stream, "forward", "", work=Counter({Work(kind, "fp32", (seconds,)): 1}), **more)  # type: ignore[arg-type]
+    return StreamWork(stream, "forward", "", work=Counter({KernelWork(kind, "fp32", (seconds,)): 1}), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("copy", "step", "waits"), [(2, 6, 0), (3, 6, 0), (5, 8, 2)])
@@ -145,21 +156,21 @@ def test_a_copy_hides_behind_the_computation_until_it_is_longer(copy: int, step:
 
 
 def test_the_host_bounds_a_step_of_many_small_operations() -> None:
-    sections = [Section(COMPUTE, "forward", "", host=Counter(operation=50)), section(COMPUTE, 2)]
+    sections = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=50)), section(COMPUTE, 2)]
     found = step_seconds(sections, Seconds())
     assert found.bound == "launches" and found.seconds == pytest.approx(5.0)
     assert step_seconds(sections[1:], Seconds()).bound == "bytes"
 
 
-def recorded(config: TrainConfig) -> tuple[StepReport, Counter[Work]]:
-    report, total = simulate(config), Counter[Work]()
+def recorded(config: TrainConfig) -> tuple[StepReport, Counter[KernelWork]]:
+    report, total = simulate(config), Counter[KernelWork]()
     for each in report.sections:
         for work, count in each.work.items():
             total[work] += count
     return report, total
 
 
-def operations(total: Counter[Work]) -> int:
+def operations(total: Counter[KernelWork]) -> int:
     """Of all products, two a multiply-add; attention's forward pass has two products and its backward pass five."""
     found = 0
     for (kind, _, extents), count in total.items():
@@ -192,7 +203,7 @@ def test_streamed_blocks_are_copied_once_in_each_pass(tiny_config: dict, three_b
     # All three in the forward pass, at whose end the two slots hold the last two; then the first again.
     assert 1.3 * after.host_bytes <= extra <= 1.4 * after.host_bytes
     assert {each.stream for each in after.sections} > {COMPUTE}
-    slow = StatedSpeeds(Card("slow", 8, (8, 9), 121, 300, link=0.01))
+    slow = DatasheetSpeeds(Card("slow", 8, (8, 9), 121, 300, link=0.01))
     assert step_seconds(after.sections, slow).bound == "copies"
     assert step_seconds(before.sections, slow).bound != "copies"
 
@@ -223,19 +234,19 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
 
 def test_a_cards_figures_move_what_they_bound() -> None:
     plain, faster = (
-        StatedSpeeds(L4),
-        StatedSpeeds(Card("L4", 24, (8, 9), 242, 600, 48, fp32_tflops=30, multiprocessors=58)),
+        DatasheetSpeeds(L4),
+        DatasheetSpeeds(Card("L4", 24, (8, 9), 242, 600, 48, fp32_tflops=30, multiprocessors=58)),
     )
     product, traffic = ("product_tn", "bf16", (8192, 8192, 8192)), ("add", "bf16", (10**9,))
     for work in (product, traffic, ("to_device", "bytes", (10**9,))):
         assert plain.seconds(*work) / faster.seconds(*work) == pytest.approx(2, rel=0.01)
     assert plain.seconds(*product) == pytest.approx(2 * 8192**3 / 57e12, rel=0.05)  # measured by others on an L4
     assert plain.seconds("product_tn", "bf16", (16, 64, 64)) < 6e-6
-    assert all(StatedSpeeds(card).is_known for card in CARDS)
+    assert all(DatasheetSpeeds(card).is_known for card in CARDS)
 
 
 def test_a_card_without_known_figures_says_so(tmp_path: Path) -> None:
-    _, _, source = speeds_of(card_of("11GiB"), tmp_path)
+    _, _, source = speeds_of(find_card("11GiB"), tmp_path)
     assert "no figures are known for this card" in source
     assert "not calibrated" in speeds_of(L4, tmp_path)[2]
 
@@ -252,32 +263,32 @@ def constants(**changes: object) -> Constants:
 
 
 def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
-    write(file_of(tmp_path, "NVIDIA L4", 1, "cuda"), constants())
+    write_constants(constants_file(tmp_path, "NVIDIA L4", 1, "cuda"), constants())
     speeds, interval, source = speeds_of(L4, tmp_path)
     assert "calibrated on NVIDIA L4" in source and interval[0] > 0.7
     assert speeds.seconds("add", "fp32", (10**6,)) == pytest.approx(1e-6)
-    assert "not calibrated" in speeds_of(card_of("T4"), tmp_path)[2]
-    assert "not calibrated" in speeds_of(card_of("L40S"), tmp_path)[2]
-    file_of(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
+    assert "not calibrated" in speeds_of(find_card("T4"), tmp_path)[2]
+    assert "not calibrated" in speeds_of(find_card("L40S"), tmp_path)[2]
+    constants_file(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
     with pytest.raises(UserError, match="simpletune calibrate"):
         speeds_of(L4, tmp_path)
 
 
 def test_a_calibration_without_a_kind_says_so() -> None:
-    speeds = MeasuredSpeeds(constants())
+    speeds = CalibratedSpeeds(constants())
     with pytest.raises(UserError, match=r"NVIDIA L4 lacks convolution\.bf16. Run simpletune calibrate again"):
         speeds.seconds("convolution", "bf16", (64, 64, 64))
     assert speeds.seconds("root", "bf16", (1000,)) == pytest.approx(1e-9)  # as bytes moved
     with pytest.raises(UserError, match=r"lacks root\.fp32"):
-        MeasuredSpeeds(constants(grids={})).seconds("root", "fp32", (1000,))
+        CalibratedSpeeds(constants(grids={})).seconds("root", "fp32", (1000,))
 
 
 def test_a_whole_step_scales_its_parts() -> None:
     step = Composite(seconds=30e-6, host={"operation": 10}, work=[("add", "fp32", [1000], 10)])
-    speeds = MeasuredSpeeds(constants(composites=[step]))
+    speeds = CalibratedSpeeds(constants(composites=[step]))
     assert speeds.host("operation") == pytest.approx(3e-6)  # 10 of them took 30 us, not 10
     larger = Composite(seconds=2e-3, host={"operation": 10}, work=[("add", "fp32", [10**9], 1)])
-    assert MeasuredSpeeds(constants(composites=[step, larger])).seconds("add", "fp32", (1000,)) == pytest.approx(2e-9)
+    assert CalibratedSpeeds(constants(composites=[step, larger])).seconds("add", "fp32", (1000,)) == pytest.approx(2e-9)
 
 
 class FakeWatch:
@@ -294,7 +305,9 @@ class FakeWatch:
 
 
 def test_calibration_leaves_out_what_takes_too_long() -> None:
-    probe = Probe("add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda point: lambda: point[0] * 1e-3, lambda p: p[0])
+    probe = TimingProbe(
+        "add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda point: lambda: point[0] * 1e-3, lambda p: p[0]
+    )
     watch = FakeWatch()
     found = calibrate.grid_of(watch, probe)  # type: ignore[arg-type]
     assert found.seconds == [1e-3, 0.02, None, None]
@@ -310,7 +323,7 @@ def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> CardRow:
     step = StepSeconds(seconds, {"products": seconds}, 0.0, 0.0)
-    time = JobTime(card_of(name), step, 3600, None, {"train": 3600 * seconds}, (0.5, 2.0), "stated")
+    time = JobTime(find_card(name), step, 3600, None, {"train": 3600 * seconds}, (0.5, 2.0), "stated")
     price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test", currency="USD")
     return CardRow(time, price, 0, why_not)
 
@@ -342,19 +355,19 @@ def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> 
         return lambda: None
 
     monkeypatch.setattr(cpu_speed, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
-    traffic = Probe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
+    traffic = TimingProbe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
     for size in (4096, 2**27, 3 * 2**27 + 1):
-        assert cpu_speed.timed(traffic, (size,)) == pytest.approx(size * 1e-9)
+        assert cpu_speed.time_operation(traffic, (size,)) == pytest.approx(size * 1e-9)
     assert max(point[0] for point in built) <= cpu_speed.LARGEST
     assert built[0] == (4096,) and len(built) == cpu_speed.COPIES + 2, "small operands take turns"
-    products = Probe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
-    assert cpu_speed.timed(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
+    products = TimingProbe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
+    assert cpu_speed.time_operation(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
     assert math.prod(built[-1]) <= cpu_speed.MOST_PRODUCTS
 
 
 def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
-    speeds = cpu_speed.speeds_of_moment()
-    assert cpu_speed.speeds_of_moment() is speeds and not speeds.cuda
+    speeds = cpu_speed.current_cpu_speeds()
+    assert cpu_speed.current_cpu_speeds() is speeds and not speeds.cuda
     small, large = (speeds.seconds("product_tn", "fp32", (size, size, size)) for size in (16, 512))
     assert 0 < 10 * small < large
     assert 0 < speeds.seconds("add", "fp32", (4096,)) < speeds.seconds("add", "fp32", (2**24,))
@@ -369,4 +382,4 @@ def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
     ],
 )  # fmt: skip
 def test_a_duration_has_a_suitable_unit(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+    assert format_duration(seconds) == words

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.tiny_models import train_tiny_encoders as script
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.encoders.encoder import Encoder
+from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
 from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.data.demo.pictures import Scene
@@ -21,20 +21,20 @@ SHIPPED = ENCODERS["demo:tiny-dino"].parent
 
 
 @pytest.fixture(scope="module")
-def dino() -> Encoder:
+def dino() -> ImageEncoder:
     return load_encoder(find_encoder("demo:tiny-dino"), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def clip() -> Encoder:
+def clip() -> ImageEncoder:
     return load_encoder(find_encoder("demo:tiny-clip"), torch.device("cpu"))
 
 
-def embedded(encoder: Encoder, drawn: list) -> np.ndarray:
+def embedded(encoder: ImageEncoder, drawn: list) -> np.ndarray:
     return encoder.of_pictures(drawn).double().numpy()
 
 
-def test_the_shipped_encoders_are_as_good_as_their_card_says(dino: Encoder, clip: Encoder) -> None:
+def test_the_shipped_encoders_are_as_good_as_their_card_says(dino: ImageEncoder, clip: ImageEncoder) -> None:
     said = json.loads((SHIPPED / "accuracy.json").read_text())
     assert script.dino_accuracy(dino.model, 100) >= said["tiny_dino"]["figure"] - 0.1
     found = script.clip_accuracy(clip.model, clip.tokenizer, 100)  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def test_the_shipped_encoders_are_as_good_as_their_card_says(dino: Encoder, clip
     assert sum(file.stat().st_size for file in SHIPPED.rglob("*")) < 4 * 2**20
 
 
-def test_a_figure_that_was_never_seen_is_known_again(dino: Encoder) -> None:
+def test_a_figure_that_was_never_seen_is_known_again(dino: ImageEncoder) -> None:
     """The demo's own: its pictures are more alike than those of figures that share a part of it."""
     places = [("white", "large", "in the middle"), ("sky", "medium", "on the left"), ("peach", "large", "at the top")]
     own = embedded(dino, [pictures.draw_subject(*place, seed=n) for n, place in enumerate(places)])
@@ -58,7 +58,7 @@ def test_a_figure_that_was_never_seen_is_known_again(dino: Encoder) -> None:
     assert scores.subject_fidelity(plain, own).mean() < 0.35
 
 
-def test_prompts_fit_their_pictures_and_not_shuffled_ones(clip: Encoder) -> None:
+def test_prompts_fit_their_pictures_and_not_shuffled_ones(clip: ImageEncoder) -> None:
     scenes = pictures.sample_scenes(24, seed=5, held_out=True)
     drawn = embedded(clip, [pictures.draw(scene, 64, n) for n, scene in enumerate(scenes)])
     prompts = clip.of_prompts([pictures.caption(scene, n) for n, scene in enumerate(scenes)]).double().numpy()

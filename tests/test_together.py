@@ -31,32 +31,32 @@ from simpletune.training.heartbeats import (
     MET,
     STOPPED,
     TRAINS,
-    Judge,
-    Patience,
-    Sign,
+    HealthCheck,
+    Heartbeat,
+    Timeouts,
 )
 
-PATIENCE = Patience(beat=2, silent=24, absent=900, meeting=60, failed=10, stopped=60, stuck=1800)
+PATIENCE = Timeouts(beat=2, silent=24, absent=900, meeting=60, failed=10, stopped=60, stuck=1800)
 
 
-def judged(*rounds: tuple[float, dict[int, Sign | None]], own: int = MET) -> list[str | None]:
+def judged(*rounds: tuple[float, dict[int, Heartbeat | None]], own: int = MET) -> list[str | None]:
     """The verdicts after each round of signs: (seconds, sign of each process)."""
-    judge, found = Judge(PATIENCE, 0.0), []
+    judge, found = HealthCheck(PATIENCE, 0.0), []
     for now, signs in rounds:
         for number, sign in signs.items():
             judge.see(number, sign, now)
-        verdict = judge.verdict(Sign(1, 1, own), now)
+        verdict = judge.verdict(Heartbeat(1, 1, own), now)
         found.append(None if verdict is None else f"{verdict.grace:.0f} s: {verdict.why}")
     return found
 
 
-def signs(*beats: int, stage: int = MET, **more: Any) -> list[dict[int, Sign | None]]:
-    return [{1: Sign(beat, 9, stage, host="b", **more)} for beat in beats]
+def signs(*beats: int, stage: int = MET, **more: Any) -> list[dict[int, Heartbeat | None]]:
+    return [{1: Heartbeat(beat, 9, stage, host="b", **more)} for beat in beats]
 
 
 def test_signs_are_read_as_they_were_written() -> None:
-    sign = Sign(3, 7, TRAINS, FAILED, "node-1", "out of memory")
-    assert Sign.unpacked(sign.packed().encode()) == sign
+    sign = Heartbeat(3, 7, TRAINS, FAILED, "node-1", "out of memory")
+    assert Heartbeat.unpacked(sign.packed().encode()) == sign
 
 
 def test_a_process_is_lost_when_its_sign_no_longer_changes() -> None:
@@ -95,8 +95,8 @@ def test_processes_that_do_not_meet(own: int, other: int, apart: bool) -> None:
 
 
 def test_a_hang_of_all_is_found_once_training_has_begun() -> None:
-    def rounds(stage: int, progress: int) -> list[tuple[float, dict[int, Sign | None]]]:
-        return [(20.0 * n, {1: Sign(n, progress * n, stage)}) for n in range(100)]
+    def rounds(stage: int, progress: int) -> list[tuple[float, dict[int, Heartbeat | None]]]:
+        return [(20.0 * n, {1: Heartbeat(n, progress * n, stage)}) for n in range(100)]
 
     assert not any(judged(*rounds(MET, 0), own=MET)), "loading and compiling may take long"
     assert not any(judged(*rounds(TRAINS, 1), own=TRAINS))

@@ -23,7 +23,7 @@ from simpletune.config.load import validate
 from simpletune.engine.profiling import EpochTraces, Facts, phase, summary, trace_file, window
 from simpletune.engine.profiling.option import Profile
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.setup import Run
@@ -288,16 +288,16 @@ def test_nothing_but_steps_is_in_a_window(tiny_config: dict, tmp_path: Path, mon
 
 def broken_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
     """Let something happen in the middle of the step of that number, from 0; the profiler is on."""
-    honest, calls = StepCore.loss, []
+    honest, calls = TrainStep.loss, []
 
-    def loss(self: StepCore, model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(self: TrainStep, model: nn.Module, batch: Any) -> torch.Tensor:
         calls.append(batch)
         if len(calls) == number + 1:
             assert profiling()
             act()
         return honest(self, model, batch)
 
-    monkeypatch.setattr(StepCore, "loss", loss)
+    monkeypatch.setattr(TrainStep, "loss", loss)
 
 
 def raise_error() -> None:
@@ -352,8 +352,8 @@ def test_a_failing_prediction_leaves_the_rest(tiny_config: dict, tmp_path: Path,
 
 
 def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StepCore.loss
-    monkeypatch.setattr(StepCore, "loss", lambda self, model, batch: honest(self, model, batch) * float("nan"))
+    honest = TrainStep.loss
+    monkeypatch.setattr(TrainStep, "loss", lambda self, model, batch: honest(self, model, batch) * float("nan"))
     with pytest.raises(UserError, match="the loss is nan"):
         run_with(tiny_config, profile={"max_traces": 1, "wait": 0})
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from simpletune.config.load import validate
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 from simpletune.training.trackers import Trackers, weights_and_biases
@@ -258,8 +258,8 @@ def test_a_run_that_fails_is_closed_as_failed(tiny_config: dict, monkeypatch: py
     closed = []
     monkeypatch.setattr(TensorBoard, "close", lambda self, failed: closed.append(failed))
     run_with(tiny_config, train={"steps": 1})
-    honest = StepCore.loss
-    monkeypatch.setattr(StepCore, "loss", lambda self, model, batch: honest(self, model, batch) * float("nan"))
+    honest = TrainStep.loss
+    monkeypatch.setattr(TrainStep, "loss", lambda self, model, batch: honest(self, model, batch) * float("nan"))
     with pytest.raises(UserError, match="the loss is nan"):
         run_with(tiny_config, train={"steps": 1})
     assert closed == [False, True]

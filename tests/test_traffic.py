@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.table import Results
-from simpletune.estimate.timing.recorder import Section
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.options import Json
 
 COMMITTED = json.loads((Path(traffic.__file__).parent / "results" / "cpu" / "traffic.json").read_text())["rows"]
@@ -62,18 +62,18 @@ def test_an_int8_base_adds_only_the_unpacking_of_its_weights() -> None:
 
 def test_classes_add_up_work_by_hand() -> None:
     work = {
-        Work("product_tn", "bf16", (10, 20, 30)): 2,
-        Work("bias", "bf16", (400,)): 2,
-        Work("int8_product", "bf16", (10, 20, 30)): 1,
-        Work("attention", "bf16", (3, 10, 20, 64)): 1,
-        Work("attention_backward", "bf16", (3, 10, 20, 64)): 1,
-        Work("convolution", "bf16", (100, 4, 5)): 1,
-        Work("each", "fp32", (120, 1000)): 1,
-        Work("gelu", "bf16", (50,)): 4,
-        Work("to_host", "bytes", (77,)): 1,
+        KernelWork("product_tn", "bf16", (10, 20, 30)): 2,
+        KernelWork("bias", "bf16", (400,)): 2,
+        KernelWork("int8_product", "bf16", (10, 20, 30)): 1,
+        KernelWork("attention", "bf16", (3, 10, 20, 64)): 1,
+        KernelWork("attention_backward", "bf16", (3, 10, 20, 64)): 1,
+        KernelWork("convolution", "bf16", (100, 4, 5)): 1,
+        KernelWork("each", "fp32", (120, 1000)): 1,
+        KernelWork("gelu", "bf16", (50,)): 4,
+        KernelWork("to_host", "bytes", (77,)): 1,
     }
-    sections = [Section("compute", "forward", "", work=Counter(work)), Section("compute", "", "", 0.5)]
-    sections[1].work[Work("norm", "bf16", (1000,))] = 3
+    sections = [StreamWork("compute", "forward", "", work=Counter(work)), StreamWork("compute", "", "", 0.5)]
+    sections[1].work[KernelWork("norm", "bf16", (1000,))] = 3
     found = traffic.counted(sections)
     products = 2 * 2 * (300 + 600 + 200) + (300 + 600 + 2 * 200) + 2 * (100 * 9 + 180)
     attention = 3 * 2 * (2 * 10 + 2 * 20) * 64 * 3  # q, k, v, y of 16 bits; as much again and their gradients

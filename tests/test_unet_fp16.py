@@ -16,13 +16,13 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.optim import loss_scale
-from simpletune.models.sd15.shapes import units_of
+from simpletune.models.sd15.shapes import unet_units
 from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
-NAMES = [unit.name for unit in units_of(UNETS["sd2"])]
+NAMES = [unit.name for unit in unet_units(UNETS["sd2"])]
 MIDDLE = "mid_block.resnets.0"
 DOWN, SKIPPED_TO = "down_blocks.1.resnets.0", "up_blocks.0.resnets.0"
 
@@ -75,7 +75,7 @@ def test_predictions_with_such_units_are_those_of_fp32(change: Any, tiny_config:
     z_t, text = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 77, 48, generator=generator)
     for compute in ("fp16", "fp32"):
         config = resolve_folders(validate(config_json(tiny_config, model, compute), compute))
-        unet, dtype = config.model.load_transformer(config.precision, CPU), config.precision.compute_dtype()
+        unet, dtype = config.model.load_denoiser(config.precision, CPU), config.precision.compute_dtype()
         with torch.no_grad():
             predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, torch.zeros(1, 0), dtype)
             found[compute] = finite_passes(unet, predict).float()

@@ -39,15 +39,15 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.sd15.shapes import units_of
-from simpletune.models.shared.denoiser import units_of as model_units
+from simpletune.models.sd15.shapes import unet_units
+from simpletune.models.shared.denoiser import model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.batch_loader import Batches, Prefetcher
+from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.training import loop
 from simpletune.training.loop import train
 
-UNITS = len(units_of(UNETS["sd15"]))
+UNITS = len(unet_units(UNETS["sd15"]))
 ALL = tuple(range(UNITS))
 SOME = tuple(Memory(resident_blocks=4).streamed(UNITS))
 
@@ -173,7 +173,7 @@ BASES: dict[str, tuple[dict, dict]] = {
 }
 
 
-def prefetcher(prefetches: bool, batches: Batches, steps: int, on: bool) -> Prefetcher:
+def prefetcher(prefetches: bool, batches: BatchLoader, steps: int, on: bool) -> Prefetcher:
     """One that prefetches on the CPU too, where runs do not."""
     assert not on
     return Prefetcher(batches, steps, prefetches)

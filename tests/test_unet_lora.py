@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras
-from simpletune.adapters.files.describe import describe, file_of
+from simpletune.adapters.files.describe import describe, find_weight_file
 from simpletune.adapters.files.mix import Recipe, mix
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import Update
-from simpletune.adapters.files.write import tensors_of, write_lora
+from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.write import file_tensors, write_lora
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
@@ -85,7 +85,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def random_updates(model: nn.Module, rank: Callable[[int], int], alpha: Callable[[int], float]) -> dict[str, Update]:
+def random_updates(
+    model: nn.Module, rank: Callable[[int], int], alpha: Callable[[int], float]
+) -> dict[str, LoraUpdate]:
     """Updates of kohya's set of layers, large enough to show; rank and alpha by the layer's number."""
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -94,11 +96,11 @@ def random_updates(model: nn.Module, rank: Callable[[int], int], alpha: Callable
         o, i, *sides = shapes[f"{name}.weight"]
         r = rank(number)
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = Update(down, 0.05 * up, alpha(number) / r, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, pointwise=bool(sides))
     return found
 
 
-def patched(updates: dict[str, Update], layers_per_block: int = 1, strength: float = 1.0) -> UNet2DConditionModel:
+def patched(updates: dict[str, LoraUpdate], layers_per_block: int = 1, strength: float = 1.0) -> UNet2DConditionModel:
     """A tiny U-Net with W + strength scale B A, by the definition."""
     model = tiny(layers_per_block)
     state = model.state_dict()
@@ -280,7 +282,7 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
     """Which is why files get one alpha; ``inspect`` says it of others' files."""
     file = tmp_path / "x.safetensors"
     updates = mixed(tiny())
-    one = tensors_of(updates, KOHYA)
+    one = file_tensors(updates, KOHYA)
     assert len({t.item() for name, t in one.items() if name.endswith(".alpha")}) == 1
     tensors = {}
     for name, update in updates.items():
@@ -325,7 +327,7 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     updates = same(tiny(2))
     updates = {name: update.folded() for name, update in updates.items()}
-    today = tensors_of(updates, DIFFUSERS)
+    today = file_tensors(updates, DIFFUSERS)
     layout = {"comfy": COMFY, "original": ORIGINAL}.get(way, DIFFUSERS)
     tensors = {
         "processors": as_processors(today),
@@ -375,7 +377,9 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
                                 pos_embed_max_size=5)  # fmt: skip
     of_unet = write_lora(same(tiny()), tmp_path / "unet.safetensors", "kohya")
     layer = "transformer_blocks.0.attn.to_q"
-    of_sd3 = write_lora({layer: Update(torch.ones(2, 16), torch.ones(16, 2))}, tmp_path / "sd3.safetensors", "kohya")
+    of_sd3 = write_lora(
+        {layer: LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))}, tmp_path / "sd3.safetensors", "kohya"
+    )
     with pytest.raises(UserError, match="unet.safetensors .for Stable Diffusion 1.5. belongs to another model: "
                        "this is Stable Diffusion 3. Give a LoRA for Stable Diffusion 3$"):  # fmt: skip
         load_lora(sd3, of_unet)
@@ -384,7 +388,9 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
         load_lora(tiny(), of_sd3)
     with pytest.raises(UserError, match="a LoRA is for one model, but these are for several: .* of Stable"):
         mix([(read_lora(of_unet), 1.0), (read_lora(of_sd3), 1.0)], Recipe())
-    wide = {"mid_block.attentions.0.transformer_blocks.0.attn2.to_k": Update(torch.ones(2, 1024), torch.ones(64, 2))}
+    wide = {
+        "mid_block.attentions.0.transformer_blocks.0.attn2.to_k": LoraUpdate(torch.ones(2, 1024), torch.ones(64, 2))
+    }
     other = write_lora(wide, tmp_path / "sd2.safetensors", "kohya")
     with pytest.raises(UserError, match="sd2.safetensors .for Stable Diffusion 2.: .*has 1024 inputs and 64 outputs"):
         load_lora(tiny(), other)
@@ -470,5 +476,5 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
     written = Full().export(model, tmp_path, {"format": "pt"})
     assert written == tmp_path / "unet"
     close(predict(UNet2DConditionModel.from_pretrained(written)), predict(model))
-    assert find_named(str(tmp_path)).transformer == written and file_of(tmp_path).parent == written
+    assert find_named(str(tmp_path)).transformer == written and find_weight_file(tmp_path).parent == written
     assert Full().result("unet") == "unet" and Lora().result("unet") == "pytorch_lora_weights.safetensors"

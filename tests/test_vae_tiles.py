@@ -18,7 +18,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.parts import use_tiles
 from simpletune.stages.encode import prepare
-from simpletune.stages.prepared import Prepared
+from simpletune.stages.prepared import PreparedData
 from simpletune.system.options import ConfigError
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.validation_pictures import Previews
@@ -107,7 +107,7 @@ def data(tiny_config: dict, tmp_path: Path) -> dict:
     return config
 
 
-def prepared(data: dict) -> Prepared:
+def prepared(data: dict) -> PreparedData:
     return prepare(resolve_folders(validate(data, "test")), Accelerator(cpu=True), StageTimer(False))
 
 
@@ -136,8 +136,8 @@ def test_validation_pictures_are_decoded_in_the_same_tiles(data: dict, monkeypat
     data["memory"]["vae_tile"] = TILE
     data["validation"] = {"prompts": ["a red circle"], "steps": 1, "eval_samples": 0}
     config, run = resolve_folders(validate(data, "test")), prepared(data)
-    transformer = config.model.load_transformer(config.precision, CPU)
-    Previews(config, run.requests, run.text, Path(data["output"]["cache"]) / "samples").draw_tuned(transformer, 1)
+    transformer = config.model.load_denoiser(config.precision, CPU)
+    Previews(config, run.requests, run.text, Path(data["output"]["cache"]) / "samples").generate_tuned(transformer, 1)
     assert tiles == [TILE, TILE]
 
 

@@ -15,7 +15,7 @@ from web_pages import ADDRESS, open_pages
 
 from simpletune.apps.web import events
 from simpletune.apps.web.app import STATIC
-from simpletune.apps.web.events import Watch
+from simpletune.apps.web.events import FileWatcher
 from simpletune.apps.web.roots import OutsideRoots, make_roots
 from simpletune.apps.web.run_state import last_row, state_of
 
@@ -124,7 +124,7 @@ def test_pages_learn_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(stamps)
 
     async def scenario() -> None:
-        watch = Watch(look)
+        watch = FileWatcher(look)
         streams = [watch.stream() for _ in range(20)]
         assert [await anext(each) for each in streams] == [b"retry: 2000\nevent: hello\ndata: []\n\n"] * 20
         await asyncio.sleep(0.05)

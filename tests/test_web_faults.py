@@ -173,12 +173,12 @@ def test_a_run_that_cannot_be_started_has_failed_and_says_why(roots: Roots, monk
 
     monkeypatch.setattr(processes, "start", start)
     queue_runner.begin(roots, one)
-    found = {each.name: (each.state, each.reason) for each in queue.read(roots)}
+    found = {each.name: (each.state, each.reason) for each in queue.read_queue(roots)}
     assert found["one"] == ("failed", "no process could be started (no memory). End others, and try again")
     assert found["two"] == ("waiting", "")
     queue.remove(roots, two.id)
     queue_runner.begin(roots, two)
-    assert [each.name for each in queue.read(roots)] == ["one"], "a removed one is not started"
+    assert [each.name for each in queue.read_queue(roots)] == ["one"], "a removed one is not started"
 
 
 @pytest.mark.parametrize("local, token", [(True, False), (True, True), (False, False)])
@@ -186,9 +186,9 @@ def test_the_server_says_where_it_is_and_who_may_come(
     local: bool, token: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket and its app are real; only the loop that waits for requests is not entered."""
-    ran: list[server.Server] = []
+    ran: list[server.PageServer] = []
     monkeypatch.setattr(server, "is_loopback", lambda bound: local)
-    monkeypatch.setattr(server.Server, "run", lambda self, sockets: (ran.append(self), sockets[0].close()))
+    monkeypatch.setattr(server.PageServer, "run", lambda self, sockets: (ran.append(self), sockets[0].close()))
     args = argparse.Namespace(runs=tmp_path / "runs", root=[tmp_path], host="127.0.0.1", port=0, token=token)
     server.run(args)
     said = capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_the_server_says_where_it_is_and_who_may_come(
 def test_a_signal_ends_the_streams_of_open_pages_first(capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[bool] = []
     web: Any = SimpleNamespace(watch=SimpleNamespace(close=lambda: closed.append(True)))
-    stopped = server.Server(uvicorn.Config(PlainTextResponse("x")), web)
+    stopped = server.PageServer(uvicorn.Config(PlainTextResponse("x")), web)
     stopped.handle_exit(signal.SIGTERM, None)
     assert closed == [True] and stopped.should_exit
     assert capsys.readouterr().out == "SIGTERM: the page stops; runs and the queue continue\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from simpletune.apps.web import processes, queue, queue_runner
-from simpletune.apps.web.queue import Entry
+from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError
@@ -54,15 +54,15 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roots]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     real = processes.start
 
-    def start(roots: Roots, words: list[str], log_name: str, module: str = "simpletune") -> processes.Process:
+    def start(roots: Roots, words: list[str], log_name: str, module: str = "simpletune") -> processes.VerbProcess:
         return real(roots, words, log_name, "stands_in" if module == "simpletune" else module)
 
     monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     found = make_roots(tmp_path / "runs", [tmp_path])
     yield found
-    for entry in queue.read(found):
-        process = processes.find(found, queue.log_name(entry.name))
+    for entry in queue.read_queue(found):
+        process = processes.find_process(found, queue.log_name(entry.name))
         if process is not None:
             process.signal(signal.SIGKILL)
 
@@ -72,7 +72,7 @@ def put(roots: Roots, *names: str, device: str = "cpu") -> list[str]:
 
 
 def states(roots: Roots) -> list[tuple[str, str]]:
-    return [(each.name, each.state) for each in queue.read(roots)]
+    return [(each.name, each.state) for each in queue.read_queue(roots)]
 
 
 def step_until(roots: Roots, expected: list[tuple[str, str]]) -> None:
@@ -87,15 +87,15 @@ def test_one_at_a_time_a_device_and_a_failure_does_not_stop_the_rest(tmp_path: P
     put(roots, "bad", "one", "two")
     put(roots, "card", device="gpu")
     step_until(roots, [("bad", "failed"), ("one", "running"), ("two", "waiting"), ("card", "running")])
-    assert queue.read(roots)[0].reason == "data.path: nothing is there. Add pictures"
+    assert queue.read_queue(roots)[0].reason == "data.path: nothing is there. Add pictures"
     for _ in range(3):
         queue_runner.step(roots)
     assert states(roots)[2] == ("two", "waiting")
     (tmp_path / "go-one").touch()
     step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "running"), ("card", "running")])
-    two = queue.read(roots)[2].id
+    two = queue.read_queue(roots)[2].id
     queue.remove(roots, two)  # a running one stays
-    until(lambda: processes.find(roots, "run-two"))
+    until(lambda: processes.find_process(roots, "run-two"))
     queue.stop(roots, two)
     step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "killed"), ("card", "running")])
     queue.remove(roots, two)
@@ -152,7 +152,7 @@ def test_the_runner_works_the_queue_off_and_ends(tmp_path: Path, roots: Roots, m
     monkeypatch.undo()  # a real runner and a real command, whose configurations do not exist
     put(roots, "one", "two")
     until(lambda: states(roots) == [("one", "failed"), ("two", "failed")], 100)
-    assert "does not exist" in queue.read(roots)[0].reason
+    assert "does not exist" in queue.read_queue(roots)[0].reason
     until(lambda: not processes.running(roots, queue.RUNNER))
 
 
@@ -165,7 +165,7 @@ def test_a_runner_that_fails_is_not_tried_again_at_once(
 
     def fails(roots: Roots, words: list[str], log_name: str, module: str) -> None:
         started.append(1)
-        record = processes.log_of(roots, log_name).with_suffix(".json")
+        record = processes.log_file(roots, log_name).with_suffix(".json")
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text('{"code": 1}')
 
@@ -173,7 +173,7 @@ def test_a_runner_that_fails_is_not_tried_again_at_once(
     queue.ensure_runner(roots)
     queue.ensure_runner(roots)
     assert len(started) == 1
-    os.utime(processes.log_of(roots, queue.RUNNER).with_suffix(".json"), (1, 1))
+    os.utime(processes.log_file(roots, queue.RUNNER).with_suffix(".json"), (1, 1))
     queue.ensure_runner(roots)
     assert len(started) == 2
 
@@ -181,27 +181,29 @@ def test_a_runner_that_fails_is_not_tried_again_at_once(
 def test_a_damaged_queue_is_said_and_set_aside(roots: Roots) -> None:
     put(roots, "one")
     file = roots.own / queue.FILE
-    for text in ("{", '[{"id": 1}]', json.dumps([{**queue.read(roots)[0].model_dump(), "new": 1}])):
+    for text in ("{", '[{"id": 1}]', json.dumps([{**queue.read_queue(roots)[0].model_dump(), "new": 1}])):
         file.write_text(text)
         with pytest.raises(UserError, match="is damaged"):
-            queue.read(roots)
+            queue.read_queue(roots)
         assert not queue.is_open(roots)
     put(roots, "two")
     assert states(roots) == [("two", "waiting")] and (roots.own / "queue.json.damaged").exists()
 
 
 def test_ended_runs_stay_for_a_while_only(roots: Roots) -> None:
-    old = [Entry(id=str(n), name=f"n{n}", config="c", device="cpu", state="finished") for n in range(30)]
+    old = [QueueEntry(id=str(n), name=f"n{n}", config="c", device="cpu", state="finished") for n in range(30)]
     queue.change(roots, lambda entries: old)
     put(roots, "one")
-    assert [each.name for each in queue.read(roots)] == [*(f"n{n}" for n in range(10, 30)), "one"]
+    assert [each.name for each in queue.read_queue(roots)] == [*(f"n{n}" for n in range(10, 30)), "one"]
 
 
 def test_what_a_configuration_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue.shutil, "which", lambda name: None)
     demo = {"model": {"pretrained": "demo:tiny-sd3"}}
     assert (
-        queue.device_of(demo) == "cpu" and queue.device_of({}) == "gpu" and queue.device_of({"device": "cpu"}) == "cpu"
+        queue.queue_device(demo) == "cpu"
+        and queue.queue_device({}) == "gpu"
+        and queue.queue_device({"device": "cpu"}) == "cpu"
     )
     monkeypatch.setattr(queue.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    assert queue.device_of(demo) == "gpu" and queue.device_of({**demo, "device": "cpu"}) == "cpu"
+    assert queue.queue_device(demo) == "gpu" and queue.queue_device({**demo, "device": "cpu"}) == "cpu"

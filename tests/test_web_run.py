@@ -16,14 +16,14 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.apps.web import queue, run_live
-from simpletune.apps.web.run.charts import Line, chart, limits, thinned_places, ticks
+from simpletune.apps.web.run.charts import ChartLine, chart, limits, thinned_places, ticks
 from simpletune.apps.web.run.pictures import matrix_of
 from simpletune.apps.web.run.series import MOST, Follower, Series
-from simpletune.apps.web.run_live import progress_of
+from simpletune.apps.web.run_live import run_progress
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.locks import exclusive
 from simpletune.system.stage_timer import Stage
 
@@ -56,7 +56,9 @@ def make_run(folder: Path, steps: int = 12, ended: str | None = "stopped", reaso
     snapshot = {"peak_allocated_mib": 3072.0, "by_kind": {"weights": 2048.0, "activations": 1024.0}, "at": "backward"}
     (folder / "planned.json").write_text(json.dumps({"steps": 120, "predicted": {"train": snapshot}}))
     for state in ("base", "step-000010"):
-        save_png(Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", Request(HOSTILE, 3))
+        save_png(
+            Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", PictureRequest(HOSTILE, 3)
+        )
     (folder / "checkpoints" / "step-000010").mkdir(parents=True)
     return folder
 
@@ -107,7 +109,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     ],
 )
 def test_how_a_run_ended(tmp_path: Path, ended: str | None, reason: str, said: str) -> None:
-    progress = progress_of(make_run(tmp_path / "one", ended=ended, reason=reason))
+    progress = run_progress(make_run(tmp_path / "one", ended=ended, reason=reason))
     assert said in progress.trouble and bool(progress.command) == bool(said)
 
 
@@ -131,16 +133,16 @@ def test_charts_show_every_line_and_are_read_aloud(client: TestClient) -> None:
 
 
 def test_a_chart_lies_within_its_frame() -> None:
-    drawn = chart("t", [Line("a", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4)
+    drawn = chart("t", [ChartLine("a", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4)
     assert drawn is not None
     (line,) = drawn.lines
     left, right = (tuple(map(float, each.split(","))) for each in line.points.split())
     assert left[0] < right[0] < drawn.right and left[1] < right[1]  # steps to the right, larger values higher
     assert line.bars[0].high < line.bars[0].y < line.bars[0].low
     assert [text for _, text in drawn.steps] == ["0", "1", "2", "3", "4"]
-    assert chart("t", [Line("a", [], "raw")]) is None
+    assert chart("t", [ChartLine("a", [], "raw")]) is None
     assert ticks(0.0, 1.0) == [0.0, 0.25, 0.5, 0.75, 1.0] or ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0])
-    assert limits([Line("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
+    assert limits([ChartLine("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
     assert thinned_places(100, 3) == [0, 50, 99] and thinned_places(2, 3) == [0, 1]
 
 
@@ -180,7 +182,7 @@ def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path:
 def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     for step in range(20, 220, 10):
-        save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", Request("p", 3))
+        save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", PictureRequest("p", 3))
     matrix = matrix_of(run)
     assert matrix.titles[:2] == ["base", "step 10"] and matrix.titles[-1] == "step 210"
     assert len(matrix.titles) == 8 and matrix.left_out == 14
@@ -249,7 +251,7 @@ def test_answers_and_pictures_on_request_are_shown(client: TestClient, tmp_path:
     ]
     (run / "control_answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     name = "drawn/step-000004-b.png"
-    save_png(Image.new("RGB", (64, 64)), run / name, Request("a fox", 7))
+    save_png(Image.new("RGB", (64, 64)), run / name, PictureRequest("a fox", 7))
     drawn = {"step": 4, "file": name, "id": "b", "prompt": "a fox", "seed": 7, "strength": 0.5}
     gone = {**drawn, "file": "../../secret.png"}
     (run / "drawn" / "drawn.jsonl").write_text(f"{json.dumps(drawn)}\n{json.dumps(gone)}\n")
@@ -274,7 +276,7 @@ def test_a_comparison_is_drawn_by_a_command_and_shown_with_a_slider(
     place = run / "compare" / "0001"
     models = [{"title": title, "weights": weights} for title, weights in (("base", "base"), (HOSTILE, "LoRA a x 1"))]
     for folder in ("base", "LoRA-a-x-1"):
-        save_png(Image.new("RGB", (16, 16)), place / folder / "000.png", Request("p", 4))
+        save_png(Image.new("RGB", (16, 16)), place / folder / "000.png", PictureRequest("p", 4))
     (place / "compare.json").write_text(json.dumps({"models": models, "pictures": [{"prompt": "p", "seed": 4}]}))
     (run / "compare" / "0002").mkdir()  # still being drawn
     text = client.get("/run/one/comparisons").text
@@ -316,7 +318,7 @@ def test_going_on_puts_the_run_into_the_queue_with_more_steps(
     }
     (run / "config.json").write_text(json.dumps(changed))
     assert client.post("/run/one/continue", data={"steps": "150"}).status_code == 200
-    (entry,) = queue.read(client.app.app.state.roots)  # type: ignore[attr-defined]
+    (entry,) = queue.read_queue(client.app.app.state.roots)  # type: ignore[attr-defined]
     assert (entry.name, entry.resume, entry.state) == ("one", True, "waiting")
     config = json.loads(Path(entry.config).read_text())
     output = {"runs": str(tmp_path / "runs"), "cache": "c"}

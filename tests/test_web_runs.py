@@ -11,9 +11,9 @@ from PIL import Image
 from web_pages import open_pages
 
 from simpletune.apps.web import queue, run_state, runs_page
-from simpletune.apps.web.queue import Entry
+from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import make_roots
-from simpletune.apps.web.runs_page import differences, flat, in_words
+from simpletune.apps.web.runs_page import differences, flat, format_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_what_differs_is_counted_against_most_runs() -> None:
     many = [{}, {"k": "1"}, *({f"k{n}": "1"} for n in range(2)), {f"x{n}": "1" for n in range(9)}]
     assert differences(many)[4][-1] == "and 3 more" and len(differences(many)[4]) == 7
     assert flat({"a": {"b": [1, 2]}, "c": "x" * 99}) == {"a.b": "[1, 2]", "c": "x" * 37 + "..."}
-    assert [in_words(each) for each in (0, 5, 120, 9000)] == ["", "5 s", "2 min", "2.5 h"]
+    assert [format_seconds(each) for each in (0, 5, 120, 9000)] == ["", "5 s", "2 min", "2.5 h"]
 
 
 def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
     roots = make_roots(tmp_path / "runs", [tmp_path])
     entries = [
-        Entry(id="1", name="one", config="c", device="cpu", state="running"),
-        Entry(id="2", name="two", config="c", device="cpu", state="failed", reason="no <b>pictures</b>"),
-        Entry(id="3", name="three", config="c", device="cpu"),
-        Entry(id="4", name="four", config="c", device="cpu"),
+        QueueEntry(id="1", name="one", config="c", device="cpu", state="running"),
+        QueueEntry(id="2", name="two", config="c", device="cpu", state="failed", reason="no <b>pictures</b>"),
+        QueueEntry(id="3", name="three", config="c", device="cpu"),
+        QueueEntry(id="4", name="four", config="c", device="cpu"),
     ]
     queue.change(roots, lambda old: entries)
     client = open_pages(tmp_path)
@@ -111,7 +111,7 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
     answer = client.post("/queue/up", data={"id": "4"}, headers={"hx-request": "true"})
     assert answer.text.index("four") < answer.text.index("three")
     assert client.post("/queue/remove", data={"id": "2"}).headers["location"] == "/"
-    assert [each.name for each in queue.read(roots)] == ["one", "four", "three"]
+    assert [each.name for each in queue.read_queue(roots)] == ["one", "four", "three"]
     assert client.post("/queue/nothing", data={"id": "2"}).status_code == 404
     assert client.get("/queue/remove").status_code == 405
     assert client.post("/queue/remove", data={"id": "4"}, headers={"origin": "http://evil.example"}).status_code == 403
@@ -121,7 +121,7 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
 
 def test_a_queued_run_leads_to_its_page_once_it_has_begun(tmp_path: Path) -> None:
     roots = make_roots(tmp_path / "runs", [tmp_path])
-    entry = Entry(id="1", name="one", config="c", device="cpu", state="failed", reason="no pictures")
+    entry = QueueEntry(id="1", name="one", config="c", device="cpu", state="failed", reason="no pictures")
     queue.change(roots, lambda old: [entry])
     client = open_pages(tmp_path)
     text = client.get("/queued/1").text

@@ -20,16 +20,16 @@ from web_pages import open_pages
 from simpletune.apps.cli.main import main
 from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form import presets
-from simpletune.apps.web.form.edit import Base, changes, complete, edited, get_at, overrides
+from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, complete, get_at, overrides
 from simpletune.apps.web.form.fields import HIDDEN, sections_of
-from simpletune.apps.web.form.paths import inside
+from simpletune.apps.web.form.paths import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import shipped_names
-from simpletune.system.gpus import card_of
+from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, option_classes
 
 
@@ -87,9 +87,9 @@ def until(true: Callable[[], object], seconds: float = 100) -> None:
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> list[live.Wish]:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[live.EstimateRequest]:
     """Nothing is predicted or started; the wishes are returned."""
-    wishes: list[live.Wish] = []
+    wishes: list[live.EstimateRequest] = []
     monkeypatch.setattr(live.Estimator, "want", lambda self, form, wish: wishes.append(wish))
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     monkeypatch.setattr(presets, "card_here", lambda: None)
@@ -128,7 +128,7 @@ def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) -> None:
     data = read_json(Path(name))
-    found = edited(Base(data, "file", name), {})
+    found = apply_edits(StartingConfig(data, "file", name), {})
     assert found.data == data and not found.mine
     again = {path: each.parse(each.text) for path, each in found.fields().items() if not each.structure}
     whole = complete(data)
@@ -138,12 +138,12 @@ def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) ->
 
 
 def test_a_users_values_survive_another_base_and_their_sources_are_said() -> None:
-    eight, twelve = (Base(read_json(Path(f"sd3_medium_lora_{gb}gb")), "preset", "") for gb in (8, 12))
-    shown = {path: each.text for path, each in edited(eight, {}).fields().items()}
+    eight, twelve = (StartingConfig(read_json(Path(f"sd3_medium_lora_{gb}gb")), "preset", "") for gb in (8, 12))
+    shown = {path: each.text for path, each in apply_edits(eight, {}).fields().items()}
     posted = {**shown, "optimizer.lr": "0.0005", "validation.prompts": "one\r\ntwo"}
     mine = changes(posted, shown, {})
     assert mine == {"optimizer.lr": "0.0005", "validation.prompts": "one\ntwo"}
-    found = edited(twelve, mine)
+    found = apply_edits(twelve, mine)
     assert found.data["optimizer"]["lr"] == 0.0005 and found.data["validation"]["prompts"] == ["one", "two"]
     assert found.data["memory"] == {"profile": "12gb"}
     sources = {path: found.sources[path] for path in ("optimizer.lr", "train.steps", "memory.checkpointing", "ema")}
@@ -151,24 +151,24 @@ def test_a_users_values_survive_another_base_and_their_sources_are_said() -> Non
         "optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"
     }  # fmt: skip
     assert changes({**shown, "train.seed": "0"}, shown, {"train.seed": "7"}) == {"train.seed": "0"}  # taken back
-    assert edited(eight, {"train.seed": "0"}).mine == {}
+    assert apply_edits(eight, {"train.seed": "0"}).mine == {}
 
 
 def test_a_union_switches_its_fields_and_a_wrong_value_stays_as_it_was_typed() -> None:
-    base = Base(read_json(Path("sd3_medium_lora_8gb")), "preset", "")
-    found = edited(base, {"adapter.method": "lokr", "adapter.factor": "x", "ema": "on", "data.source": "several"})
+    base = StartingConfig(read_json(Path("sd3_medium_lora_8gb")), "preset", "")
+    found = apply_edits(base, {"adapter.method": "lokr", "adapter.factor": "x", "ema": "on", "data.source": "several"})
     fields = found.fields()
     assert "adapter.alpha" not in fields and fields["adapter.factor"].text == "x" and "ema.decay" in fields
     assert "data.sources" in fields and "data.path" not in fields
     with pytest.raises(ConfigError) as problems:
         validate(found.data, "x")
     assert {"adapter.factor", "data.sources"} <= {each.path for each in problems.value.problems}
-    assert edited(base, {"adapter.method": "nothing"}).fields()["adapter.method"].text == "nothing"
-    typed = edited(base, {"train.steps": "", "data.prompt": "5", "validation.split": "0.1"}).data
+    assert apply_edits(base, {"adapter.method": "nothing"}).fields()["adapter.method"].text == "nothing"
+    typed = apply_edits(base, {"train.steps": "", "data.prompt": "5", "validation.split": "0.1"}).data
     assert (typed["train"]["steps"], typed["data"]["prompt"], typed["validation"]["split"]) == (None, "5", 0.1)
 
 
-def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     client = open_pages(tmp_path)
     values = Form(client.get("/start").text).values
     text, values = change(client, values, data__path="nothing here", train__steps="many", optimizer__lr="-1")
@@ -183,7 +183,7 @@ def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[
     assert not (tmp_path / "runs" / ".web" / "queue.json").exists()
 
 
-def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     pictures(tmp_path / "my cats <b>")
     client = open_pages(tmp_path)
     values = Form(client.get("/start").text).values
@@ -192,7 +192,7 @@ def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]
     assert "<b>&" not in text and "cats <b>" not in text
     started = client.post("/start/run", data=values)
     assert started.status_code == 303, started.text
-    (entry,) = queue.read(make_roots(tmp_path / "runs", [tmp_path]))
+    (entry,) = queue.read_queue(make_roots(tmp_path / "runs", [tmp_path]))
     assert (entry.name, entry.device) == ("my_cats_b", "cpu")
     config, _ = read_config(Path(entry.config))
     assert config.data.path == str(tmp_path / "my cats <b>") and config.output.runs == str(tmp_path / "runs")
@@ -202,14 +202,16 @@ def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Wish]
     assert "my_cats_b is already in the queue" in text
     second = client.post("/start/run", data=values)
     assert second.status_code == 303
-    configs = [each.config for each in queue.read(make_roots(tmp_path / "runs", [tmp_path]))]
+    configs = [each.config for each in queue.read_queue(make_roots(tmp_path / "runs", [tmp_path]))]
     assert [Path(each).name for each in configs] == ["my_cats_b.json", "my_cats_b-2.json"]
     downloaded = client.post("/start/config.json", data=values)
     assert downloaded.json() == read_json(Path(entry.config))
     assert "my_cats_b.json" in downloaded.headers["content-disposition"]
 
 
-def test_the_command_does_the_same(tmp_path: Path, quiet: list[live.Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_does_the_same(
+    tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = pictures(tmp_path / "pics")
     client = open_pages(tmp_path)
     _, values = change(client, Form(client.get("/start").text).values, data__path="pics", adapter__rank="3")
@@ -229,20 +231,20 @@ def test_the_command_does_the_same(tmp_path: Path, quiet: list[live.Wish], monke
 
 def test_the_preset_is_what_init_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pictures(tmp_path / "pics")
-    card = card_of("RTX4070")
+    card = find_card("RTX4070")
     made, suggested = presets.preset(card, folder, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
     assert made.reasons["memory.profile"] == "for RTX4070" and made.notes == suggested.notes
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")
     assert presets.preset(card, folder, "sks").data["data"]["caption_prefix"] == "sks,"  # it is looked at again
-    shipped = presets.shipped("sd15_lora", folder, "sks").data["data"]
+    shipped = presets.shipped_config("sd15_lora", folder, "sks").data["data"]
     assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped
     monkeypatch.setattr(presets, "LOOKED_AT", 5)  # of more entries, the pictures are not decoded
     assert presets.preset(card, folder, "sks").origin == presets.WITH_CARD
 
 
-def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     client = open_pages(tmp_path)
     text, values = change(client, Form(client.get("/start").text).values, card="RTX4070")
     assert values["memory.profile"] == "12gb" and values["model.pretrained"].startswith("stabilityai/")
@@ -255,7 +257,7 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Wish])
         assert client.post("/start/change", data={**values, "state": state}, headers=HX).status_code == 400
 
 
-def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     pictures(tmp_path / "secret")
     (tmp_path / "secret" / "c.json").write_text('{"name": "leaked", "data": {"path": "x"}}')
     (tmp_path / "in").mkdir()
@@ -274,16 +276,16 @@ def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: li
         assert client.get(f"/start?{query}").status_code == 422, query
     roots = make_roots(tmp_path / "in" / "runs", [tmp_path / "in"])
     several = {"data": {"sources": [{"path": "pics"}, {"path": "../secret"}, {"path": "demo:pictures"}]}}
-    data, problems = inside(several, roots.resolve, roots.runs)
+    data, problems = absolute_paths(several, roots.resolve, roots.runs)
     assert [each.path for each in problems] == ["data.sources.1.path"]
     assert data["data"]["sources"][0]["path"] == str(tmp_path / "in" / "pics")
     hub = {"model": {"pretrained": "stabilityai/x"}, "output": {"runs": "/etc"}}
-    assert inside(hub, roots.resolve, roots.runs)[0] == {
+    assert absolute_paths(hub, roots.resolve, roots.runs)[0] == {
         "model": {"pretrained": "stabilityai/x"}, "output": {"runs": str(roots.runs)}
     }  # fmt: skip
 
 
-def test_a_file_and_a_run_can_be_opened(tmp_path: Path, quiet: list[live.Wish]) -> None:
+def test_a_file_and_a_run_can_be_opened(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"name": "mine", "data": {"path": "demo:pictures"}, "$schema": "x"}))
     run = tmp_path / "runs" / "old"
     run.mkdir(parents=True)
@@ -320,7 +322,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     state = json.loads(values["state"])
     roots = make_roots(tmp_path / "runs", [tmp_path])
     assert "stale" in text and f"key={state['live']}" in text
-    until(lambda: live.kept(roots, state["live"]))
+    until(lambda: live.cached_estimate(roots, state["live"]))
     shown = client.get(f"/start/live?key={state['live']}").text
     assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
     text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
@@ -330,11 +332,11 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert "stale" in text and "5 MiB" in text  # the last figures, greyed
     until(lambda: "9 " in calls.read_text())
     text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
-    until(lambda: live.kept(roots, json.loads(values["state"])["live"]))
+    until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]))
     assert time.monotonic() - begun < 50
     text, values = change(client, values, train__steps="13")
     key = json.loads(values["state"])["live"]
-    until(lambda: live.kept(roots, key))
+    until(lambda: live.cached_estimate(roots, key))
     assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
     assert client.get("/start/live?key=../../x").status_code == 200
     assert not list((roots.own / "estimates").glob("*.config.json"))

@@ -59,14 +59,14 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
     _write_tokenizer(folder / "tokenizer", version)
     with tiny_sd3.seeded(seed, 0):
         clip = networks.clip(folder / "tokenizer", TEXT[version], "quick_gelu" if version == "sd15" else "gelu")
-        tiny_sd3.save(clip.text_model, folder / "text_encoder", dtype)
+        tiny_sd3.save_model(clip.text_model, folder / "text_encoder", dtype)
         if version == "sd15":
             _write_published_names(clip.text_model, folder / "text_encoder")
     with tiny_sd3.seeded(seed, 1):
         unet = UNet2DConditionModel(**UNET[version], cross_attention_dim=TEXT[version])
-    tiny_sd3.save(unet, folder / "unet", dtype)
+    tiny_sd3.save_model(unet, folder / "unet", dtype)
     with tiny_sd3.seeded(seed, 2):
-        tiny_sd3.save(_autoencoder(), folder / "vae", dtype)
+        tiny_sd3.save_model(_autoencoder(), folder / "vae", dtype)
     if version == "sd15":
         PNDMScheduler(**NOISE, skip_prk_steps=True).save_pretrained(folder / "scheduler")
     else:

@@ -285,7 +285,7 @@ class Case:
     def check_remains(self) -> None:
         """What a kill leaves is whole, and no step is missing or doubled."""
         for _, folder in checkpoint.list_checkpoints(self.run):
-            checkpoint.read(folder)
+            checkpoint.read_checkpoint(folder)
         done = [row["step"] for row in read_metrics(self.run)]
         again = max(0, len(done) - self.saved_step())
         assert done == list(range(1, len(done) + 1)), (self.name, done)

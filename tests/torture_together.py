@@ -149,7 +149,7 @@ class Torture:
 
     def look(self, run: Path) -> None:
         """What a kill leaves is whole."""
-        saved = [step for step, folder in checkpoint.list_checkpoints(run) if checkpoint.read(folder)]
+        saved = [step for step, folder in checkpoint.list_checkpoints(run) if checkpoint.read_checkpoint(folder)]
         done = [row["step"] for row in read_metrics(run)] if run.exists() else []
         again = max(0, len(done) - max(saved, default=0))
         assert done == list(range(1, len(done) + 1)) and again <= EVERY, (done, saved)

@@ -86,7 +86,7 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
         models = {"transformer": transformer, "vae": whole.vae}
         models |= {name: getattr(whole, name) for name in ("text_encoder", "text_encoder_2", "text_encoder_3")}
         for name, model in models.items():
-            tiny_sd3.save(model, sibling / name, dtype)
+            tiny_sd3.save_model(model, sibling / name, dtype)
         for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
             shutil.copytree(pipeline / name, sibling / name)
         tiny_sd3.write_scheduler_and_index(sibling)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.tiny_models.log import log_line
 from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
 from simpletune.commands.evaluate.encoders.dino import SHORTER, TRAINED
-from simpletune.commands.evaluate.encoders.preprocessing import CLIP, IMAGENET, normalised, scaled_and_cut
+from simpletune.commands.evaluate.encoders.preprocessing import CLIP, IMAGENET, normalise, scaled_and_cut
 from simpletune.data.demo import ENCODERS, pictures, vocabulary
 from simpletune.system.atomic import new_folder
 
@@ -179,7 +179,7 @@ def dino_accuracy(model: PreTrainedModel, count: int = 200, seed: int = 99) -> f
     shorter = round(SIDE * SHORTER / TRAINED)
     cut = [[scaled_and_cut(each, shorter, SIDE) for each in drawn] for drawn in views]
     one, other = (
-        F.normalize(model(pixel_values=normalised(each, IMAGENET)).last_hidden_state[:, 0], dim=-1) for each in cut
+        F.normalize(model(pixel_values=normalise(each, IMAGENET)).last_hidden_state[:, 0], dim=-1) for each in cut
     )
     return float(((one @ other.T).argmax(-1) == torch.arange(len(chosen))).float().mean())
 
@@ -190,7 +190,7 @@ def clip_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
     attribute; and as ``caption``, how often its own caption is the nearest of all."""
     drawn, captions, scenes = scenes_with_captions(count, 98, held_out=True)
     rng = np.random.default_rng(98)
-    pixels = normalised([scaled_and_cut(each, SIDE, SIDE) for each in drawn], CLIP)
+    pixels = normalise([scaled_and_cut(each, SIDE, SIDE) for each in drawn], CLIP)
 
     def embedded(texts: list[str]) -> Tensor:  # [b, d]
         ids = tokenizer(texts, padding="max_length", max_length=vocabulary.CLIP_LENGTH, return_tensors="pt")

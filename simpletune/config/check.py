@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simpletune.config.batches import batch_rules
 from simpletune.config.rules.adapter import adapter_rules
 from simpletune.config.rules.family import family_rules
-from simpletune.config.rules.fsdp import sharding_rules
+from simpletune.config.rules.fsdp import fsdp_rules
 from simpletune.config.rules.optimizer import optimizer_rules
 from simpletune.config.rules.recompute import recompute_rules
 from simpletune.config.rules.stream import stream_rules
@@ -44,7 +44,7 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
     yield from _in_backward_rules(config)
     yield from batch_rules(config)
     yield from stream_rules(config)
-    yield from sharding_rules(config)
+    yield from fsdp_rules(config)
     yield from config.checkpoint.rules()
     yield from config.output.rules()
     if config.train.steps is not None and config.train.epochs is not None:
@@ -89,7 +89,7 @@ def _streaming_rules(config: TrainConfig) -> Iterator[Problem]:
             f"adapter.method {config.adapter.method} trains the streamed weights, which must be updated while on the "
             "device. Use memory.optimizer_in_backward true, or resident_blocks null",
         )
-    if not config.precision.streamable:
+    if not config.precision.can_offload:
         yield Problem(
             "memory.resident_blocks",
             f"{config.precision.weights} weights cannot be streamed block by block. Use resident_blocks null, or "

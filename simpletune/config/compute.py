@@ -51,7 +51,7 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
     return settled
 
 
-def compute_to_draw(config: TrainConfig, capability: Capability | None) -> TrainConfig:
+def compute_to_generate(config: TrainConfig, capability: Capability | None) -> TrainConfig:
     """Replace ``compute`` for inference: auto by what the device supports, and bf16 on a card that lacks it."""
     compute = config.precision.compute
     if compute != "auto" and (compute != "bf16" or has_bf16(capability)):

@@ -85,7 +85,7 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
     by_path: dict[str, list[Complaint]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
     for item in error.errors(include_url=False):
-        path, owner, field = locate(item["loc"], data, root)
+        path, owner, field = find_field(item["loc"], data, root)
         if item["type"] == "union_tag_invalid":
             path = f"{path}.{_plain(item['ctx']['discriminator'])}"
         by_path[path].append(item)
@@ -97,7 +97,9 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
     ]
 
 
-def locate(loc: tuple[int | str, ...], data: object, root: type[Option]) -> tuple[str, type[Option], FieldInfo | None]:
+def find_field(
+    loc: tuple[int | str, ...], data: object, root: type[Option]
+) -> tuple[str, type[Option], FieldInfo | None]:
     """Convert Pydantic's location to a dotted path of JSON keys, and find the option that owns the last key."""
     owner: type[Option] = root
     option: type[Option] | None = root
@@ -135,7 +137,7 @@ def _message(
     if "extra_forbidden" in kinds:
         return f"unknown field.{other_field(path, [f.alias or n for n, f in owner.model_fields.items()], root)}"
     if "missing" in kinds:
-        described = f": {first_sentence(field)}" if field is not None else ""
+        described = f": {field_summary(field)}" if field is not None else ""
         return f"is required{described}. Add it"
     if "union_tag_invalid" in kinds:
         tags = [tag.strip(" '") for tag in item["ctx"]["expected_tags"].split(",")]
@@ -248,7 +250,7 @@ def _plain(name: str) -> str:
     return name.strip("'")
 
 
-def first_sentence(field: FieldInfo) -> str:
+def field_summary(field: FieldInfo) -> str:
     """Return the first sentence of a field's documentation, without its capital and full stop."""
     text = " ".join((field.description or "").split())
     sentence = text.split(". ")[0].rstrip(".")

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from simpletune.config.schema import TrainConfig
 from simpletune.system.console import say
-from simpletune.system.options import shortened
+from simpletune.system.options import join_names
 
 Settled = Literal["resident", "plan"]
 
@@ -38,7 +38,7 @@ def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
         return "resident", "the text encoders change the pooled prompt in every step"
     trained = config.trained_modulation(config.model.known_shapes())
     if trained:
-        return "resident", f"adapter.targets trains {shortened(trained, 1)}"
+        return "resident", f"adapter.targets trains {join_names(trained, 1)}"
     if on_host:
         return "resident", "on the CPU, host and device share one memory"
     return "plan", "its weights are frozen and stay in host memory"

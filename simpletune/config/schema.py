@@ -30,7 +30,7 @@ from simpletune.models.objectives import Objective
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.model_config import Shape
-from simpletune.system.options import Option, Problem, shortened
+from simpletune.system.options import Option, Problem, join_names
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
@@ -83,7 +83,7 @@ class Train(Option):
         """Micro-batches per step, over all processes."""
         return self.gradient_accumulation if self.global_batch is None else self.global_batch // self.micro_batch
 
-    def is_sharded(self, processes: int) -> bool:
+    def uses_fsdp(self, processes: int) -> bool:
         """Whether this number of processes divides the weights among them."""
         return self.sharding == "full" and processes > 1
 
@@ -174,7 +174,7 @@ class TrainConfig(Option):
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
             yield Problem(
                 "memory.modulation",
-                f"plan needs frozen modulation weights, but adapter.targets trains {shortened(trained, 1)}. Use "
+                f"plan needs frozen modulation weights, but adapter.targets trains {join_names(trained, 1)}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
         yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.has_modulation)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
     from simpletune.config.validation import Validation
     from simpletune.data.plan import Plan
-    from simpletune.data.samples import Draw
+    from simpletune.data.samples import SampleDraw
 
 LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
 SHARE = 0.02  # largest share of the run's forward passes
@@ -36,7 +36,7 @@ def loss_name(seen: int, held_out: int) -> str:
     return f"validation loss ({of}{plural(held_out, 'held-out picture')})"
 
 
-def evaluated_on(plan: Plan, count: int) -> Json:
+def describe_validation(plan: Plan, count: int) -> Json:
     """Return the fields that describe the evaluation loss in the run's files.
 
     Args:
@@ -54,7 +54,7 @@ def drift_prompts(option: Validation) -> list[str]:
     return [*([option.class_prompt] if option.class_prompt is not None else []), *option.unrelated_prompts]
 
 
-def drift_groups(option: Validation, draws: list[Draw]) -> dict[str, list[Draw]]:
+def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[SampleDraw]]:
     """Return the draws of each group of prompts (captions, class, unrelated), with the same latents, levels and noise.
 
     Args:
@@ -69,7 +69,7 @@ def drift_groups(option: Validation, draws: list[Draw]) -> dict[str, list[Draw]]
     return groups
 
 
-def is_evaluated(config: TrainConfig, step: int) -> bool:
+def is_validation_due(config: TrainConfig, step: int) -> bool:
     """Whether an evaluation is due after ``step`` steps, before the last one."""
     if config.validation.eval_samples == 0:
         return False
@@ -77,7 +77,7 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationSchedule:
     """Extent of a run's evaluations.
 
     Args:
@@ -97,9 +97,9 @@ class Evaluation:
         return f"{plural(self.samples, 'sample')} {self.times} times, {self.share:.1%} of the forward passes{over}"
 
 
-def settle_evaluation(
+def choose_validation_samples(
     config: TrainConfig, samples_per_step: float, steps: int, before: int | None = None
-) -> Evaluation:
+) -> ValidationSchedule:
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     Args:
@@ -116,7 +116,7 @@ def settle_evaluation(
     passes = samples_per_step * steps
     asked = option.eval_samples if before is None else before
     count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
-    return Evaluation(count, times if count else 0, count * each / passes)
+    return ValidationSchedule(count, times if count else 0, count * each / passes)
 
 
 def standard_error(values: Sequence[float]) -> float:

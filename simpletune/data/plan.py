@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from simpletune.data.prompts import prompt_of
-from simpletune.data.samples import Draw, Sample, View, repeats_of
+from simpletune.data.samples import Crop, Sample, SampleDraw, repeats_of
 from simpletune.data.source_mix import SourceShare
-from simpletune.data.sources.multi_source import Several
+from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.source import Source
 from simpletune.models.objectives import Objective
 from simpletune.models.shared.buckets import Size
@@ -61,7 +61,7 @@ class Plan:
     def __init__(
         self,
         samples: Sequence[Sample],
-        data: Source | Several,
+        data: Source | MultiSource,
         objective: Objective,
         seed: int,
         batch: GlobalBatch,
@@ -101,7 +101,7 @@ class Plan:
         """Return a plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
 
-    def of_each_size(self) -> list[list[Draw]]:
+    def of_each_size(self) -> list[list[SampleDraw]]:
         """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory."""
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
@@ -151,7 +151,7 @@ class Plan:
         epoch, places = self._places(step)
         return sum(len(self._epoch(epoch)[place]) for place in places)
 
-    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
 
         Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that
@@ -176,11 +176,11 @@ class Plan:
         """Return the source of a sample's picture."""
         return self.sources[sample.picture.source]
 
-    def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> Draw:
+    def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> SampleDraw:
         key, source = (step, micro, index), self.source_of(sample)
         dropped = stream(self.seed, "dropout", *key).random() < source.caption_dropout
         variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
-        return Draw(
+        return SampleDraw(
             view=self.view(sample, variant),
             caption="" if dropped else self.prompt(sample, variant),
             level=self.objective.draw(stream(self.seed, "sigma", *key), self.shifts[sample.picture.source]),
@@ -188,17 +188,17 @@ class Plan:
             loss_weight=source.weight,
         )
 
-    def view(self, sample: Sample, variant: int) -> View:
+    def view(self, sample: Sample, variant: int) -> Crop:
         """Return one of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         draw, source = stream(self.seed, "view", sample.picture.digest, variant), self.source_of(sample)
         offset = (draw.random(), draw.random()) if source.crop == "random" else (0.5, 0.5)
-        return View(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
+        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
 
     def prompt(self, sample: Sample, variant: int) -> str:
         """Return the prompt of one variant of a sample."""
         return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
 
-    def views(self) -> list[View]:
+    def views(self) -> list[Crop]:
         """Return the distinct crops that the run may need: of the samples in order, then of the held-out ones."""
         return list(dict.fromkeys(self.view(sample, variant) for sample, variant in self._variants()))
 
@@ -269,7 +269,7 @@ class Plan:
         few = count < len(samples)
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
-    def evaluation(self, count: int) -> list[Draw]:
+    def evaluation(self, count: int) -> list[SampleDraw]:
         """Return fixed draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
@@ -279,7 +279,7 @@ class Plan:
         draws = []
         for index, sample in enumerate(self._evaluated(count)):
             level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.picture.source])
-            draws.append(Draw(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index)))
+            draws.append(SampleDraw(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index)))
         return draws
 
     def manifest(self) -> list[Json]:

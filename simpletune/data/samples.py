@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simpletune.data.sources.source import Picture, Rejected, Source
+from simpletune.data.sources.source import Picture, RejectedEntry, Source
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket
 from simpletune.system.options import Json
 
@@ -21,7 +21,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class View:
+class Crop:
     """One crop of a picture: everything its latents depend on, apart from the autoencoder.
 
     Args:
@@ -36,7 +36,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampleDraw:
     """One sample as drawn for a micro-batch.
 
     Args:
@@ -48,7 +48,7 @@ class Draw:
         loss_weight: factor of the loss, set by the source.
     """
 
-    view: View
+    view: Crop
     caption: str
     level: float
     noise_key: tuple[int | str, ...]
@@ -56,14 +56,14 @@ class Draw:
     loss_weight: float = 1.0
 
 
-def bucket_of(picture: Picture, source: Source, step: int = STEP) -> Size:
+def bucket_size(picture: Picture, source: Source, step: int = STEP) -> Size:
     """Return the size in pixels that a picture is cropped to, in multiples of ``step``."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
 
 
-def without(pictures: Sequence[Picture], rejected: Sequence[Rejected]) -> list[Picture]:
+def drop_rejected(pictures: Sequence[Picture], rejected: Sequence[RejectedEntry]) -> list[Picture]:
     """Return the pictures that were not rejected."""
     bad = {(each.source, each.name) for each in rejected}
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
@@ -88,7 +88,7 @@ def make_samples(
     samples = []
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
         source = sources[picture.source]
-        bucket = bucket_of(picture, source, step)
+        bucket = bucket_size(picture, source, step)
         samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
     return samples
 

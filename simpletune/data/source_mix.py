@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.walk import printable_name
 from simpletune.system.options import plural
 
 
@@ -49,7 +49,7 @@ class SourceShare:
         parts += [f"loss weight {self.weight:g}"] if self.weight != 1 else []
         parts += ["for regularization"] if self.regularization else []
         parts += [f"{self.held_out} held out"] if self.held_out else []
-        return f"{printable(self.path)}: {', '.join(parts)}"
+        return f"{printable_name(self.path)}: {', '.join(parts)}"
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
     """Return the rows of a table of sources, under ``SOURCE_COLUMNS``."""
     return [
         (
-            f"{index}: {printable(share.path)}",
+            f"{index}: {printable_name(share.path)}",
             f"{share.pictures:,}" + (f" and {share.held_out:,} held out" if share.held_out else ""),
             share.passes,
             f"{share.samples:,}",

@@ -11,7 +11,7 @@ from simpletune.config.batches import of_process, sizes_of, with_batch
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate.auto_checkpointing import ANY, with_checkpointed
-from simpletune.estimate.job_estimate import MIB, key_of_prediction, largest_peak
+from simpletune.estimate.job_estimate import MIB, estimate_key, largest_peak
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
@@ -38,7 +38,7 @@ def peak_of(config: TrainConfig, size: Size) -> int:
     if config.train.reduce == "fast":
         own = {"gradient_accumulation": min(config.train.accumulation, ALIKE), "global_batch": None}
         config = config.model_copy(update={"train": config.train.model_copy(update=own)})
-    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, ANY, size)}-batch.json"
+    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, ANY, size)}-batch.json"
     known = read_json_or_none(file)
     if known is not None:
         return int(known["peak"])

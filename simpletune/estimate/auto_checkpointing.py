@@ -20,7 +20,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate.block_options import may_keep_attention
-from simpletune.estimate.job_estimate import MIB, key_of_prediction, largest_peak
+from simpletune.estimate.job_estimate import MIB, estimate_key, largest_peak
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
@@ -37,14 +37,14 @@ NO_CARD = (
 )
 
 
-class Recomputed(NamedTuple):
+class RecomputeCounts(NamedTuple):
     """Number of checkpointed blocks, and of those among them that keep the output of attention."""
 
     checkpointed: int
     keeping: int = 0
 
 
-class Peaks:
+class RecomputePeaks:
     """Predicted peaks of the training step in bytes, by what is recomputed.
 
     Args:
@@ -54,12 +54,12 @@ class Peaks:
 
     def __init__(self, config: TrainConfig, size: Size):
         self._config, self._size = config, size
-        key = key_of_prediction(with_checkpointed(config, 0), ANY, size)
+        key = estimate_key(with_checkpointed(config, 0), ANY, size)
         self._file = config.output.cache_folder / "estimates" / f"{key}-blocks.json"
         cached = read_json_or_none(self._file) or {}
         self._known = {str(name): int(peak) for name, peak in cached.items()}
 
-    def __call__(self, which: Recomputed) -> int:
+    def __call__(self, which: RecomputeCounts) -> int:
         """Predict the peak with these blocks checkpointed."""
         config = with_checkpointed(self._config, *which)
         name = f"{which.checkpointed}, {which.keeping} keeping, {config.memory.feed_forward}"
@@ -92,7 +92,7 @@ def keeps_attention(config: TrainConfig) -> bool:
     return config.memory.keep_attention == "all"
 
 
-def fewest(config: TrainConfig, peaks: Callable[[Recomputed], int], budget: int) -> Recomputed | None:
+def fewest(config: TrainConfig, peaks: Callable[[RecomputeCounts], int], budget: int) -> RecomputeCounts | None:
     """Find the choice that fits a budget and takes the least time; None if nothing fits.
 
     Args:
@@ -101,17 +101,17 @@ def fewest(config: TrainConfig, peaks: Callable[[Recomputed], int], budget: int)
         budget: the largest acceptable peak in bytes.
     """
     blocks, keeps = config.model.blocks(), keeps_attention(config)
-    found = fewest_that_fit(blocks, lambda count: peaks(Recomputed(count, keeps * count)), budget)
+    found = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(count, keeps * count)), budget)
     if found is not None:
-        return Recomputed(found, keeps * found)
+        return RecomputeCounts(found, keeps * found)
     if config.memory.keep_attention == "all" or not keeps:
         return None
-    again = fewest_that_fit(blocks, lambda count: peaks(Recomputed(blocks, blocks - count)), budget)
-    return None if again is None else Recomputed(blocks, blocks - again)
+    again = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(blocks, blocks - count)), budget)
+    return None if again is None else RecomputeCounts(blocks, blocks - again)
 
 
-def choose(
-    config: TrainConfig, size: Size, card: Card | None = None, reserved: int = 0, before: Recomputed | None = None
+def resolve_checkpointing(
+    config: TrainConfig, size: Size, card: Card | None = None, reserved: int = 0, before: RecomputeCounts | None = None
 ) -> TrainConfig:
     """Replace ``checkpointing: auto`` by a number and print it; return any other configuration unchanged.
 
@@ -130,14 +130,14 @@ def choose(
     memory, blocks = config.memory, config.model.blocks()
     if memory.checkpointing != "auto":
         return config
-    peaks = Peaks(config, size)
+    peaks = RecomputePeaks(config, size)
     if memory.budget_gib is not None:
         budget = int(memory.budget_gib * 2**30)
     elif card is not None:
         budget = largest_peak(card, reserved) - cublas_workspace(card.capability)
     else:
         raise UserError(NO_CARD)
-    least = Recomputed(blocks, blocks if memory.keep_attention == "all" else 0)
+    least = RecomputeCounts(blocks, blocks if memory.keep_attention == "all" else 0)
     why = ""
     if before is not None and before.keeping <= before.checkpointed <= blocks and peaks(before) <= budget:
         chosen, why = before, ", as before"
@@ -152,14 +152,16 @@ def choose(
     return with_checkpointed(config, *chosen)
 
 
-def choose_on(config: TrainConfig, device: torch.device, size: Size, before: Recomputed | None = None) -> TrainConfig:
+def choose_on(
+    config: TrainConfig, device: torch.device, size: Size, before: RecomputeCounts | None = None
+) -> TrainConfig:
     """Call ``choose`` with the memory of a device."""
     if config.memory.checkpointing != "auto" or config.memory.budget_gib is not None:
-        return choose(config, size, before=before)
+        return resolve_checkpointing(config, size, before=before)
     if device.type != "cuda":
         raise UserError(
             "memory.checkpointing: auto depends on the card's free memory, and this run is on the CPU. Set "
             "memory.budget_gib too, or use all, none or a number"
         )
     card, held = card_at_hand(device)
-    return choose(config, size, card, held, before)
+    return resolve_checkpointing(config, size, card, held, before)

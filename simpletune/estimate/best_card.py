@@ -152,7 +152,7 @@ def table(name: str, plans: Sequence[CardPlan], best: CardPlan) -> Iterator[str]
             yield f"  {each.card.name}: speeds {each.time.source}{price}"
 
 
-def in_words(config: TrainConfig, result: PlanResult) -> Iterator[str]:
+def describe_settings(config: TrainConfig, result: PlanResult) -> Iterator[str]:
     """Describe what settings cost in time and quality.
 
     Args:

@@ -17,13 +17,13 @@ from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.models.shared.prompts import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.stages.encode import prompts_of
+from simpletune.stages.encode import needed_prompts
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.prepared import validation_requests
 from simpletune.stages.stream_plan import StreamPlan
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
-from simpletune.system.disk import DiskFull, existing, free_bytes, in_words
+from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes
 
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, bytes per pixel
@@ -32,7 +32,7 @@ TRIED = 32  # rows of a stream examined to estimate how much of it is cached
 CLOSE = 0.8  # share of the free space; warn above it
 
 
-class Need(NamedTuple):
+class DiskNeed(NamedTuple):
     """One thing that a run writes."""
 
     what: str
@@ -102,16 +102,16 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
     Raises:
         DiskFull: lists the space needed, by use, and the free space.
     """
-    by_disk: dict[int, list[Need]] = defaultdict(list)
+    by_disk: dict[int, list[DiskNeed]] = defaultdict(list)
     for need in disk_needs(config, plan, start):
         by_disk[existing(need.folder).stat().st_dev].append(need)
     lacking = []
     for needs in by_disk.values():
         place, wanted = existing(needs[0].folder), sum(need.bytes for need in needs)
-        free = free_bytes(place)
+        free = free_disk_bytes(place)
         text = (
-            f"{in_words(wanted)} ({', '.join(f'{need.what} {in_words(need.bytes)}' for need in needs)}) "
-            f"and {in_words(free)} are free on the disk of {place}"
+            f"{format_bytes(wanted)} ({', '.join(f'{need.what} {format_bytes(need.bytes)}' for need in needs)}) "
+            f"and {format_bytes(free)} are free on the disk of {place}"
         )
         if wanted > free:
             lacking.append(text)
@@ -125,14 +125,17 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
             "(checkpoint.keep_last, keep_every), or move output.runs and output.cache to another disk. "
             "--force starts it anyway"
         )
-    traces = free_bytes(profile_folder(config))
+    traces = free_disk_bytes(profile_folder(config))
     if config.profile.max_traces and traces < config.profile.max_mb * 10**6:
-        say(f"warning {in_words(traces)} are free for profiler traces: writing may fail. profile.max_traces=0 skips it")
+        say(
+            f"warning {format_bytes(traces)} are free for profiler traces: writing may fail. "
+            "profile.max_traces=0 skips it"
+        )
 
 
 def disk_needs(
     config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NOTHING
-) -> Iterator[Need]:
+) -> Iterator[DiskNeed]:
     """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
 
     Args:
@@ -143,8 +146,8 @@ def disk_needs(
     """
     run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
-    yield Need("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
-    yield Need("result", run, result)
+    yield DiskNeed("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
+    yield DiskNeed("result", run, result)
     if plan is None:
         pixels, prompts = counts.pixels, counts.prompts
     else:
@@ -152,14 +155,14 @@ def disk_needs(
     prompt = _bytes_of_prompt(config)
     latents = pixels // 64 * config.model.latent_channels * LATENT_BYTES
     if config.output.place.url is None:
-        yield Need("cached pictures", cache, latents)
-        yield Need("cached prompts", cache, prompts * prompt)
+        yield DiskNeed("cached pictures", cache, latents)
+        yield DiskNeed("cached prompts", cache, prompts * prompt)
     else:
         read = counts if plan is None else DataCounts.read_by(config, plan, start)
         whole = read.pixels // 64 * config.model.latent_channels * LATENT_BYTES + read.prompts * prompt
-        yield Need("local part of the cache", cache, min(config.output.place.limit, whole))
+        yield DiskNeed("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
-        yield Need("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
+        yield DiskNeed("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
 
 
 def _bytes_of_prompt(config: TrainConfig) -> int:
@@ -215,7 +218,7 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Count the prompts that at least one encoder still has to encode."""
     text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
-    prompts = set(prompts_of(config, plan, validation_requests(config, plan)))
+    prompts = set(needed_prompts(config, plan, validation_requests(config, plan)))
     keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
     return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())
 

@@ -14,7 +14,7 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_batch import choose_batch
-from simpletune.estimate.auto_checkpointing import choose
+from simpletune.estimate.auto_checkpointing import resolve_checkpointing
 from simpletune.estimate.chart import write_picture
 from simpletune.estimate.job_estimate import Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
@@ -24,7 +24,7 @@ from simpletune.estimate.time_text import CardRow, card_table, time_lines
 from simpletune.models.shared.buckets import Size
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import ConfigError, UserError, plural
 from simpletune.system.prices import Price, of_cards
 
@@ -66,7 +66,7 @@ def estimate_config(
         as_json: return JSON instead of text.
         prices: file of the user's prices.
     """
-    cards = cards_of(device)
+    cards = find_cards(device)
     if len(cards) > 1:
         return compare_cards(file, overrides, cards, int(reserve * GIB), as_json, prices)
     card = cards[0] if cards else None
@@ -74,22 +74,22 @@ def estimate_config(
     processes = simulated_processes()
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
-        config = chosen(config, card, reserved)
-    prediction = estimate(config, (card or card_of(REFERENCE)).capability)
+        config = resolve_auto(config, card, reserved)
+    prediction = estimate(config, (card or find_card(REFERENCE)).capability)
     timed_card = card if processes == 1 else None  # the time of communication between processes is not predicted
     if as_json:
         timed = None if timed_card is None else time_of(config, prediction, timed_card)
-        priced = None if timed is None or card is None else timed.as_json(price_of(card, config, prices))
+        priced = None if timed is None or card is None else timed.as_json(card_price(card, config, prices))
         about = {"name": config.name, "processes": processes}
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": priced}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
     lines = [as_text(name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
     if card is not None and processes == 1:
-        lines += ["", *time_lines(time_of(config, prediction, card), price_of(card, config, prices))]
+        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config, prices))]
     return "\n".join(lines)
 
 
-def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
+def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
     """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one of the simulated processes.
 
     Raises:
@@ -100,15 +100,15 @@ def chosen(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig
     problems = list(process_rules(config.train, processes))
     if problems:
         raise ConfigError(problems, f"{config.name}, {plural(processes, 'process', 'processes')}")
-    return choose(of_process(config, processes), size, card, reserved)
+    return resolve_checkpointing(of_process(config, processes), size, card, reserved)
 
 
-def cards_of(device: str | None) -> list[Card]:
+def find_cards(device: str | None) -> list[Card]:
     """Return the cards that ``--device`` names."""
-    return [card_of(name) for name in (device or "").split(",") if name.strip()]
+    return [find_card(name) for name in (device or "").split(",") if name.strip()]
 
 
-def price_of(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
+def card_price(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
     """Return the price of a card, preferring the user's; None if unknown."""
     return of_cards(prices, config.output.prices).get(card.name.lower())
 
@@ -128,11 +128,11 @@ def compare_cards(
         read = read_for_estimate(file, overrides)
         for card in cards:
             say(f"predict {read.name} on {card.name}")
-            config = chosen(settle_compute(read, card.capability), card, reserved)
+            config = resolve_auto(settle_compute(read, card.capability), card, reserved)
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why
-            price = price_of(card, config, prices)
+            price = card_price(card, config, prices)
             rows.append(CardRow(time_of(config, prediction, card), price, prediction.needed(), why))
     if as_json:
         return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
@@ -177,7 +177,7 @@ def compare_configs(
         picture: file to draw stacked bars into, ``.svg`` or ``.png``.
         as_json: return JSON instead of text.
     """
-    card = card_of(device) if device else None
+    card = find_card(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
         with silent():  # the table's row has this information
@@ -186,8 +186,8 @@ def compare_configs(
         if name in predictions:
             raise UserError(f"--compare: {file} is given twice. Name each configuration once")
         with silent() if as_json else nullcontext():
-            config = choose(config, square(config), card)
-        predictions[name] = estimate(config, (card or card_of(REFERENCE)).capability)
+            config = resolve_checkpointing(config, square(config), card)
+        predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
     if picture is not None:
         lines.append(str(write_picture(picture, predictions, card)))

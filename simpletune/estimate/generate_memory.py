@@ -20,7 +20,7 @@ from simpletune.estimate.simulate.simulate_text import accounting_of
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base, modulation_of
-from simpletune.stages.sample import Request, Sampler
+from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.system.console import silent
 from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
@@ -70,8 +70,12 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"validation": plain})
 
 
-def drawing_bytes(
-    config: TrainConfig, picture: Request, precision: WeightPrecision, batch: int, recorder: Recorder | None = None
+def generation_bytes(
+    config: TrainConfig,
+    picture: PictureRequest,
+    precision: WeightPrecision,
+    batch: int,
+    recorder: Recorder | None = None,
 ) -> int:
     """Return the peak memory of drawing one batch of pictures with the transformer, without decoding.
 
@@ -84,7 +88,7 @@ def drawing_bytes(
     """
     model = config.model
     size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
-    request = Request("", 0, "", *size, steps, picture.guidance)
+    request = PictureRequest("", 0, "", *size, steps, picture.guidance)
     with fake_tensors(), without_collection(), silent():
         transformer = empty_base(model, config.memory, precision, CPU, [size])
         transformer.eval().requires_grad_(False)
@@ -100,7 +104,7 @@ def drawing_bytes(
     return accounting.peak.bytes
 
 
-def decoding_bytes(config: TrainConfig, picture: Request, recorder: Recorder | None = None) -> int:
+def decoding_bytes(config: TrainConfig, picture: PictureRequest, recorder: Recorder | None = None) -> int:
     """Return the peak memory of decoding one picture; record the operations, for the time."""
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import without
+from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
 from simpletune.estimate.simulate.simulate_stages import JobReport
@@ -25,7 +25,7 @@ CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an al
 
 
 @dataclass(frozen=True)
-class Needs:
+class HostNeeds:
     """Needs of a run in bytes, by use.
 
     Args:
@@ -47,7 +47,7 @@ class Needs:
         return processes * sum(self.host.values()) - (processes - 1) * self.shared
 
 
-def needs_of(config: TrainConfig, job: JobReport) -> Needs:
+def needs_of(config: TrainConfig, job: JobReport) -> HostNeeds:
     """Predict a run's needs.
 
     Args:
@@ -64,7 +64,7 @@ def needs_of(config: TrainConfig, job: JobReport) -> Needs:
         "prompts or a checkpoint in transit": max(min(CHUNK_BYTES, disk["cached prompts"]), trained, state),
     }
     disk["quantised base"] = quantised_base(config, job)
-    return Needs(
+    return HostNeeds(
         {name: size for name, size in host.items() if size},
         {name: size for name, size in disk.items() if size},
         download(config, job),
@@ -83,7 +83,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
             return None
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
-        found = DataCounts.of(make_plan(config, without(pictures, small)))
+        found = DataCounts.of(make_plan(config, drop_rejected(pictures, small)))
     except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassPictures):

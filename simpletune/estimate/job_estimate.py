@@ -16,12 +16,12 @@ from simpletune import __version__
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.attention_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.estimate.host_needs import Needs, needs_of
+from simpletune.estimate.host_needs import HostNeeds, needs_of
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import L4, StepReport
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
-from simpletune.estimate.simulate.training_stage import Trained
-from simpletune.estimate.timing.recorder import Section
+from simpletune.estimate.simulate.training_stage import SimulatedTraining
+from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
@@ -51,7 +51,7 @@ class Estimate:
     """
 
     stages: Mapping[str, MemorySnapshot]
-    needs: Needs
+    needs: HostNeeds
     size: Size
     job: JobReport | None = None
 
@@ -82,25 +82,28 @@ class Estimate:
         """Return what ``estimate --json`` prints: device memory in MiB (2^20); host, disk, download in GiB (2^30)."""
         figures: dict[str, object] = {
             "stages": {name: snapshot_json(snapshot) for name, snapshot in self.stages.items()},
-            "peak_allocated_mib": mib(self.peak.bytes),
+            "peak_allocated_mib": to_mib(self.peak.bytes),
             "peak_stage": self.peak_stage,
-            "allowances_mib": {"cuda_context": mib(CONTEXT), "fragmentation": mib(fragmentation(self.peak.bytes))},
-            "needed_mib": mib(self.needed()),
-            "host_ram_gib": gib(sum(self.needs.host.values())),
-            "host_ram_by_use_gib": {name: gib(size) for name, size in self.needs.host.items()},
-            "host_ram_shared_gib": gib(self.needs.shared),
-            "disk_gib": gib(sum(self.needs.disk.values()) + sum(self.needs.download.values())),
-            "disk_by_use_gib": {name: gib(size) for name, size in self.needs.disk.items()},
-            "download_gib": gib(sum(self.needs.download.values())),
-            "download_by_part_gib": {name: gib(size) for name, size in self.needs.download.items()},
+            "allowances_mib": {
+                "cuda_context": to_mib(CONTEXT),
+                "fragmentation": to_mib(fragmentation(self.peak.bytes)),
+            },
+            "needed_mib": to_mib(self.needed()),
+            "host_ram_gib": to_gib(sum(self.needs.host.values())),
+            "host_ram_by_use_gib": {name: to_gib(size) for name, size in self.needs.host.items()},
+            "host_ram_shared_gib": to_gib(self.needs.shared),
+            "disk_gib": to_gib(sum(self.needs.disk.values()) + sum(self.needs.download.values())),
+            "disk_by_use_gib": {name: to_gib(size) for name, size in self.needs.disk.items()},
+            "download_gib": to_gib(sum(self.needs.download.values())),
+            "download_by_part_gib": {name: to_gib(size) for name, size in self.needs.download.items()},
             "pictures": None if self.needs.counts is None else self.needs.counts.pictures,
             "prompts": None if self.needs.counts is None else self.needs.counts.prompts,
             "size": list(self.size),
         }
         if card is not None:
             free = card.bytes - reserved
-            figures |= {"device": card.name, "device_mib": mib(card.bytes), "reserved_mib": mib(reserved)}
-            figures |= {"fits": self.fits(card, reserved), "left_mib": mib(free - self.needed())}
+            figures |= {"device": card.name, "device_mib": to_mib(card.bytes), "reserved_mib": to_mib(reserved)}
+            figures |= {"fits": self.fits(card, reserved), "left_mib": to_mib(free - self.needed())}
         return figures
 
 
@@ -136,26 +139,26 @@ class SnapshotJson(TypedDict):
 
 def snapshot_json(snapshot: MemorySnapshot) -> SnapshotJson:
     """Convert a snapshot to MiB."""
-    kinds = {kind: mib(size) for kind, size in sorted(snapshot.by_kind.items(), key=lambda item: -item[1]) if size}
+    kinds = {kind: to_mib(size) for kind, size in sorted(snapshot.by_kind.items(), key=lambda item: -item[1]) if size}
     return {
-        "peak_allocated_mib": mib(snapshot.bytes),
+        "peak_allocated_mib": to_mib(snapshot.bytes),
         "by_kind": kinds,
         "at": f"{snapshot.phase} {snapshot.module}".strip(),
     }
 
 
-def mib(size: int) -> float:
+def to_mib(size: int) -> float:
     """Convert bytes to MiB, rounded to 0.1."""
     return round(size / MIB, 1)
 
 
-def gib(size: int) -> float:
+def to_gib(size: int) -> float:
     """Convert bytes to GiB, rounded to 0.01."""
     return round(size / 2**30, 2)
 
 
 def estimate(
-    config: TrainConfig, capability: tuple[int, int], size: Size | None = None, trained: Trained | None = None
+    config: TrainConfig, capability: tuple[int, int], size: Size | None = None, trained: SimulatedTraining | None = None
 ) -> Estimate:
     """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
 
@@ -169,7 +172,7 @@ def estimate(
         UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
-    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, capability, size)}.json"
+    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, capability, size)}.json"
     cached = read_json_or_none(file)
     if cached is None:
         job = simulate_parts(config, size, capability, trained)
@@ -193,7 +196,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
         OutOfMemory: the step is known to take more than the limit.
     """
     size = (config.data.resolution, config.data.resolution)
-    file = config.output.cache_folder / "estimates" / f"{key_of_prediction(config, L4, size)}-step.json"
+    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, L4, size)}-step.json"
     cached = read_json_or_none(file) or {}
     if "peak" in cached:
         return _restored_step(cached)
@@ -219,7 +222,7 @@ def _stored(job: JobReport) -> Json:
 def _restored(data: Json) -> JobReport:
     """Rebuild the report from ``_stored``."""
     stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
-    work = {name: [Section.from_json(each) for each in part] for name, part in data["work"].items()}
+    work = {name: [StreamWork.from_json(each) for each in part] for name, part in data["work"].items()}
     return JobReport(stages, _restored_step(data["train"]), data["part_bytes"], work)
 
 
@@ -235,7 +238,7 @@ def _restored_step(train: Json) -> StepReport:
         phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
         steady=MemorySnapshot(**train["steady"]),
         trained={name: tuple(shape) for name, shape in train["trained"].items()},
-        sections=[Section.from_json(each) for each in train["sections"]],
+        sections=[StreamWork.from_json(each) for each in train["sections"]],
         **sizes,
     )
 
@@ -245,10 +248,10 @@ def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
     return attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
 
 
-def key_of_prediction(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
+def estimate_key(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
     """Hash everything that a prediction depends on."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
-    if config.train.is_sharded(simulated_processes()):
+    if config.train.uses_fsdp(simulated_processes()):
         options["processes"] = simulated_processes()
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
     attention = attention_of(config, capability)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import drift_prompts, settle_evaluation
+from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.simulate.simulate_text import parts_in_steps
-from simpletune.estimate.timing.constants import FOLDER, Constants, read
-from simpletune.estimate.timing.datasheet import StatedSpeeds
-from simpletune.estimate.timing.recorder import Section
-from simpletune.estimate.timing.speeds import MeasuredSpeeds, Speeds
+from simpletune.estimate.timing.constants import FOLDER, Constants, read_constants
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.prompts import BATCH
@@ -98,16 +98,16 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
         UserError: a calibration cannot be read.
     """
     for file in sorted((cache / FOLDER).glob("*.json")):
-        constants = read(file)
-        if constants.kind == "cuda" and fits(card, constants):
-            return MeasuredSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
-    stated = StatedSpeeds(card)
+        constants = read_constants(file)
+        if constants.kind == "cuda" and measured_on(card, constants):
+            return CalibratedSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
+    stated = DatasheetSpeeds(card)
     if not stated.is_known:
         return stated, STATED, "no figures are known for this card: using those of an L4"
     return stated, STATED, "by its data sheet, not calibrated"
 
 
-def fits(card: Card, constants: Constants) -> bool:
+def measured_on(card: Card, constants: Constants) -> bool:
     """Whether constants were measured on a card of this name and memory."""
     from simpletune.system.gpus import card_named_by_driver, cards_like
 
@@ -187,7 +187,7 @@ def _latents(config: TrainConfig, job: JobReport, counts: DataCounts | None, spe
     return load + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
 
 
-def _drawing(sections: Sequence[Section], speeds: Speeds, steps: int, size: Size) -> float:
+def _drawing(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
     """Predict the seconds of drawing one picture and writing it.
 
     Args:
@@ -212,11 +212,11 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
         seconds += (1 + times_due(option.every, steps)) * (load + pictures * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
-        passes = settle_evaluation(config, batch, steps).share * batch * steps
+        passes = choose_validation_samples(config, batch, steps).share * batch * steps
         seconds += passes * alone(job.work["evaluate"], speeds)
     return {"validate": seconds} if seconds else {}
 
 
-def alone(sections: Sequence[Section], speeds: Speeds) -> float:
+def alone(sections: Sequence[StreamWork], speeds: Speeds) -> float:
     """Predict the seconds of sections that nothing follows."""
     return step_seconds(sections, speeds).seconds if sections else 0.0

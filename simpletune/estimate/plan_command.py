@@ -15,7 +15,7 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.best_card import GOALS, in_words, plan_on, table
+from simpletune.estimate.best_card import GOALS, describe_settings, plan_on, table
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.levers import differing
@@ -23,7 +23,7 @@ from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
-from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
 from simpletune.system.prices import of_cards
 
@@ -32,7 +32,7 @@ RESOLUTIONS = (512, 768, 1024)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanArguments:
     """Arguments of ``plan``.
 
     Args:
@@ -56,7 +56,7 @@ class Asked:
     as_json: bool = False
 
 
-def plan_config(asked: Asked) -> str:
+def plan_config(asked: PlanArguments) -> str:
     """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
 
     Raises:
@@ -86,7 +86,7 @@ def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
     return config
 
 
-def _of_card(asked: Asked, config: TrainConfig) -> str:
+def _of_card(asked: PlanArguments, config: TrainConfig) -> str:
     """Report the best settings on one card, and the second best."""
     (card,), clock = asked.cards, time.perf_counter()
     with counting("plan    search", "predictions") as count:
@@ -108,7 +108,7 @@ def _of_card(asked: Asked, config: TrainConfig) -> str:
     return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
 
 
-def _of_cards(asked: Asked, config: TrainConfig) -> str:
+def _of_cards(asked: PlanArguments, config: TrainConfig) -> str:
     """Report the card on which the job is cheapest or finishes first; compares cards by their fastest settings."""
     if asked.goal not in GOALS:
         raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
@@ -132,7 +132,7 @@ def _with_card(count: Callable[[str], None], card: Card, last: str) -> None:
     count(f"{last} on {card.name}")
 
 
-def _written(asked: Asked, config: TrainConfig, card: Card, best: PlanResult) -> Path:
+def _written(asked: PlanArguments, config: TrainConfig, card: Card, best: PlanResult) -> Path:
     """Write the best settings, and return the file."""
     changes = differing(config, best.choice.config, best.choice.overrides)
     named = f"{asked.file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json"
@@ -149,7 +149,7 @@ def plan_json(result: PlanResult, config: TrainConfig) -> dict[str, object]:
         "settings": differing(config, result.choice.config, result.choice.overrides),
         "needed_mib": round(result.estimate.needed() / MIB, 1),
         "seconds_per_step": result.step_time.seconds,
-        "costs": list(in_words(config, result)),
+        "costs": list(describe_settings(config, result)),
     }
 
 
@@ -162,7 +162,7 @@ def _described(number: int, result: PlanResult, best: PlanResult, config: TrainC
     yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
     why = _why(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
-    yield from (f"   {line}" for line in in_words(config, result))
+    yield from (f"   {line}" for line in describe_settings(config, result))
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
 
@@ -191,7 +191,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     """
     with silent() if as_json else nullcontext():
         config = _read(file, overrides)
-    cards = [card_of(name) for name in devices or SHOWN_CARDS]
+    cards = [find_card(name) for name in devices or SHOWN_CARDS]
     resolutions = [side for side in RESOLUTIONS if side <= config.model.largest_side] or [config.model.largest_side]
     table = batch_table(config, cards, resolutions)
     if as_json:

@@ -23,7 +23,7 @@ from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, estima
 from simpletune.estimate.job_time import speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.simulate.simulate import L4, StepReport, simulate
-from simpletune.estimate.simulate.training_stage import Trained, train
+from simpletune.estimate.simulate.training_stage import SimulatedTraining, train
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.system.gpus import Card
@@ -38,7 +38,7 @@ MOST = 64  # samples in a batch
 
 
 @dataclass(frozen=True)
-class Choice:
+class SettingChanges:
     """Settings as changes to a configuration.
 
     Args:
@@ -66,12 +66,12 @@ class PlanResult:
         step_time: predicted time of a step.
     """
 
-    choice: Choice
+    choice: SettingChanges
     estimate: Estimate
     step_time: StepSeconds
 
 
-def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
+def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingChanges]]:
     """Yield a list of ``block_options`` for each combination of weight precision, optimizer and time of the update."""
     own = config.precision
     compute = "bf16" if card.has_bf16 else "fp16"
@@ -81,7 +81,7 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
     ways = block_options(config.model.blocks(), may_recompute_alone(config), may_keep_attention(config))
     for weights in precisions:
-        fewer_bits = int(own.bytes_per_weight > bytes_of(config, weights))
+        fewer_bits = int(own.bytes_per_weight > bytes_per_weight(config, weights))
         precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
         for about, small, lossy in (("", [], 0), *_smaller_states(config)):
             candidates = []
@@ -94,12 +94,12 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[Choice]]:
                 if new is not None:
                     words = ", ".join(word for word in (f"{weights} weights", about, where) if word)
                     last_resort = bool(lossy) and not config.adapter.trains_base
-                    candidates.append(Choice(overrides, new, words, fewer_bits + lossy, last_resort))
+                    candidates.append(SettingChanges(overrides, new, words, fewer_bits + lossy, last_resort))
             if candidates:
                 yield candidates
 
 
-def bytes_of(config: TrainConfig, weights: str) -> float:
+def bytes_per_weight(config: TrainConfig, weights: str) -> float:
     """Return the bytes per weight of a precision."""
     new = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
     return config.precision.bytes_per_weight if new is None else new.precision.bytes_per_weight
@@ -137,7 +137,9 @@ class Search:
         self._limit = largest_peak(card, reserved) - cublas_workspace(card.capability) + MIB  # nothing above it fits
         self._known: dict[str, StepReport] = {}
         self._too_large: set[str] = set()
-        self._trained: dict[str, Trained] = {}  # simulated training stages that fit, for predictions of the whole job
+        self._trained: dict[
+            str, SimulatedTraining
+        ] = {}  # simulated training stages that fit, for predictions of the whole job
 
     def fastest(self) -> list[PlanResult]:
         """Return the settings that fit and should be fastest, and the second best.
@@ -145,8 +147,8 @@ class Search:
         Raises:
             UserError: nothing fits.
         """
-        chosen: list[Choice] = []
-        spare: list[Choice] = []  # the next candidates: they fit but are slower
+        chosen: list[SettingChanges] = []
+        spare: list[SettingChanges] = []  # the next candidates: they fit but are slower
         bound: int | None = None  # the first list takes the most memory, so an index that fits there fits in every list
         for number, candidates in enumerate(candidate_lists(self.config, self.card)):
             if chosen and candidates[0].last_resort:
@@ -174,7 +176,7 @@ class Search:
             )
         return results
 
-    def _cost(self, choice: Choice) -> float:
+    def _cost(self, choice: SettingChanges) -> float:
         """Compute seconds per sample, with a surcharge for settings that may cost quality."""
         train = choice.config.train
         seconds = self.step_time(choice.config).seconds
@@ -216,7 +218,7 @@ class Search:
             low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
         return values[low]
 
-    def _first_that_fits(self, candidates: list[Choice], bound: int | None) -> int | None:
+    def _first_that_fits(self, candidates: list[SettingChanges], bound: int | None) -> int | None:
         """Bisect for the index of the fastest candidate that fits; None if none does.
 
         Args:
@@ -227,7 +229,7 @@ class Search:
         likely = likely_first(configs, self._limit)
         return first_that_fits(len(configs), lambda number: self.fits(configs[number]), likely, bound)
 
-    def _whole_job(self, choice: Choice) -> list[PlanResult]:
+    def _whole_job(self, choice: SettingChanges) -> list[PlanResult]:
         """Add the largest autoencoder tiles with which the other stages fit, if tiles are needed; empty if none do."""
         for tile in (None, *TILES):
             more = () if tile is None else (f"memory.vae_tile={tile}",)
@@ -238,7 +240,7 @@ class Search:
             self.count(f"a whole job of {whole.peak.bytes / MIB:,.0f} MiB")
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
-                chosen = Choice((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
+                chosen = SettingChanges((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
                 return [PlanResult(chosen, whole, self.step_time(choice.config))]
         return []
 

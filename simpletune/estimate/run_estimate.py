@@ -16,10 +16,10 @@ from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.terminal import place
-from simpletune.estimate.time_text import in_words
-from simpletune.estimate.timing.constants import file_of, read
+from simpletune.estimate.time_text import format_duration
+from simpletune.estimate.timing.constants import constants_file, read_constants
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.speeds import MeasuredSpeeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
@@ -32,7 +32,7 @@ WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this
 Measured = Mapping[str, Mapping[str, float | None]]
 
 
-def forecast(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
+def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
     """Predict a run, print the prediction, and refuse a run that does not fit on the device.
 
     Args:
@@ -118,7 +118,7 @@ def cheapest_change(
     return tuple(overrides), best.choice.about, best.estimate.needed()
 
 
-def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
+def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
     """Predict a run's time and price, and print them.
 
     Args:
@@ -147,20 +147,20 @@ def forecast_time(config: TrainConfig, prediction: Estimate, device: torch.devic
         return None
     price = None
     try:
-        price = None if card is None else price_of(card, config.output.prices)
+        price = None if card is None else driver_card_price(card, config.output.prices)
     except UserError as error:
         say(f"warning the price is not predicted: {error}")
     low, high = time.interval
     cost = time.cost(price)
     money = "" if cost is None or price is None else f", {cost:.2f} at {price.words}"
     say(
-        f"time    predicted {in_words(time.step.seconds)} a step ({in_words(time.step.seconds * low)} to "
-        f"{in_words(time.step.seconds * high)}, {time.source}), {in_words(time.seconds)} the job{money}"
+        f"time    predicted {format_duration(time.step.seconds)} a step ({format_duration(time.step.seconds * low)} to "
+        f"{format_duration(time.step.seconds * high)}, {time.source}), {format_duration(time.seconds)} the job{money}"
     )
     return time.as_json(price)
 
 
-def price_of(card: Card, configured: str | None = None) -> Price | None:
+def driver_card_price(card: Card, configured: str | None = None) -> Price | None:
     """Return the price of a card by the driver's name; None if unknown.
 
     Args:
@@ -178,26 +178,26 @@ def price_of(card: Card, configured: str | None = None) -> Price | None:
 def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
     """Predict a run's steps on this CPU; None if it was not calibrated."""
     name, threads = cpu_name(), torch.get_num_threads()
-    file = file_of(config.output.cache_folder, name, threads, "cpu")
+    file = constants_file(config.output.cache_folder, name, threads, "cpu")
     if not file.is_file():
         return None
-    constants = read(file)
+    constants = read_constants(file)
     report = simulate(config, plan.largest(), recorder=Recorder(cuda=False))
-    step = step_seconds(report.sections, MeasuredSpeeds(constants))
+    step = step_seconds(report.sections, CalibratedSpeeds(constants))
     steps = config.steps(plan.steps_per_epoch)
     source = f"calibrated on {constants.device}, {constants.date}"
     stages = {"train": steps * step.seconds}
     return JobTime(Card(name, 0, (0, 0)), step, steps, plan.steps_per_epoch, stages, CALIBRATED, source)
 
 
-class Comparison(TypedDict):
+class PeakComparison(TypedDict):
     """A prediction beside the measurement, as in the run's summary."""
 
     stages: dict[str, SnapshotJson]
     peak_allocated_mib: float
 
 
-def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
+def compare_with_measured(estimate: Estimate, measured: Measured) -> PeakComparison:
     """Return the prediction and the measurement in the form of the run's summary.
 
     Args:
@@ -214,7 +214,7 @@ def compare_with_measured(estimate: Estimate, measured: Measured) -> Comparison:
     return {"stages": stages, "peak_allocated_mib": round(estimate.peak.bytes / MIB, 1)}
 
 
-def print_comparison(predicted: Comparison) -> None:
+def print_comparison(predicted: PeakComparison) -> None:
     """Print predicted and measured memory for every stage that was measured."""
     rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
     if rows:

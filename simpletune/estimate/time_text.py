@@ -42,13 +42,14 @@ def time_lines(time: JobTime, price: Price | None) -> Iterator[str]:
     step = time.step
     yield f"  predicted time on {time.card.name} ({time.source})"
     yield (
-        f"    a step {in_words(step.seconds)} ({in_words(step.seconds * low)} to {in_words(step.seconds * high)}), "
+        f"    a step {format_duration(step.seconds)} "
+        f"({format_duration(step.seconds * low)} to {format_duration(step.seconds * high)}), "
         f"bound by {step.bound}: {_uses(time)}"
     )
     if time.per_epoch is not None:
-        yield f"    an epoch of {time.per_epoch} steps {in_words(time.per_epoch * step.seconds)}"
-    stages = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in time.stages.items() if seconds)
-    yield f"    the job of {time.steps} steps {in_words(time.seconds)} ({stages})"
+        yield f"    an epoch of {time.per_epoch} steps {format_duration(time.per_epoch * step.seconds)}"
+    stages = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in time.stages.items() if seconds)
+    yield f"    the job of {time.steps} steps {format_duration(time.seconds)} ({stages})"
     cost = time.cost(price)
     if price is not None and cost is not None:
         yield f"    costs {cost:.2f} ({cost * low:.2f} to {cost * high:.2f}) at {price.words}"
@@ -83,7 +84,7 @@ def card_table(name: str, rows: Sequence[CardRow]) -> Iterator[str]:
         yield f"  {row.time.card.name}: speeds {row.time.source}{price}"
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration with a suitable unit."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -95,4 +96,6 @@ def in_words(seconds: float) -> str:
 def _uses(time: JobTime) -> str:
     """List the uses of a step's time, largest first."""
     uses = sorted(time.step.by_use.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {in_words(seconds)}" for name, seconds in uses if seconds > 0.01 * time.step.seconds)
+    return ", ".join(
+        f"{name} {format_duration(seconds)}" for name, seconds in uses if seconds > 0.01 * time.step.seconds
+    )

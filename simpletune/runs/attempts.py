@@ -81,7 +81,7 @@ def attempts_of(folder: Path) -> list[Attempt]:
         return []
 
 
-def known(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]:
+def with_unrecorded_steps(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]:
     """Add the steps that the last process finished after its last record.
 
     Args:
@@ -115,7 +115,7 @@ def close_killed(folder: Path) -> None:
         return
     if attempts and attempts[-1].ended is None:
         try:
-            *before, last = known(attempts, read_rows(folder / METRICS))
+            *before, last = with_unrecorded_steps(attempts, read_rows(folder / METRICS))
         except (UserError, KeyError, TypeError):  # damaged metrics are reported when they are opened next
             *before, last = attempts
         _write(folder, [*before, last.model_copy(update={"ended": "killed"})])

@@ -20,13 +20,13 @@ from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
 from simpletune.system.atomic import remove, write_text
-from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.options import Json, UserError, join_names, plural
 
 USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestCheckpoint:
     """The checkpoint to use.
 
     Args:
@@ -51,7 +51,7 @@ class Choice:
         return {"step": self.step, "by": self.by, "why": self.why, "strength": self.strength}
 
 
-def choose(run: Path) -> Choice | None:
+def choose_best(run: Path) -> BestCheckpoint | None:
     """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last.
 
     Args:
@@ -65,7 +65,7 @@ def choose(run: Path) -> Choice | None:
         return None
     taken = (read_json_or_none(run / BEST) or {}).get("step")
     if taken in steps:
-        return Choice(taken, USER, "chosen with simpletune evaluate --choose")
+        return BestCheckpoint(taken, USER, "chosen with simpletune evaluate --choose")
     if (found := by_fidelity(run, steps)) is not None:
         return found
     rows = held_out_rows(run)
@@ -74,8 +74,8 @@ def choose(run: Path) -> Choice | None:
         rows = [row for row in rows if row["step"] != best["step"]]
         best = _best_of(rows)
     if best is not None:
-        return Choice(best["step"], HELD_OUT, _why(best, rows))
-    return Choice(
+        return BestCheckpoint(best["step"], HELD_OUT, _why(best, rows))
+    return BestCheckpoint(
         steps[-1],
         LAST,
         "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split",
@@ -84,11 +84,11 @@ def choose(run: Path) -> Choice | None:
 
 def best_step(run: Path) -> int | None:
     """The step of the checkpoint to keep regardless of its age; None if the run has none."""
-    choice = choose(run)
+    choice = choose_best(run)
     return None if choice is None else choice.step
 
 
-def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
+def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
     """Choose by the run's evaluation with encoders; None if there is none, or if none of its checkpoints exists."""
     result = read_scores(run)
     if result is None:
@@ -107,7 +107,7 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> Choice | None:
         kept = f"prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
         those = f"the {len(able)} that follow prompts best, though none as the base does"
         why = f"{why}, of {'those that follow prompts as the base does' if faithful else those}; {kept}"
-    return Choice(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
+    return BestCheckpoint(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
 
 
 def follows_prompts(point: Json, encoder: str) -> bool:
@@ -122,7 +122,7 @@ def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
     own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
     found = []
     for point in points:
-        difference, error = compared(_score(point, "prompt_fidelity", encoder)["by_prompt"], own)
+        difference, error = paired_difference(_score(point, "prompt_fidelity", encoder)["by_prompt"], own)
         if difference >= -2 * error:
             found.append(point)
     return found
@@ -164,11 +164,11 @@ def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
 
 def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
     """Whether losses are lower by more than the standard error of their paired differences."""
-    difference, error = compared(losses, than)
+    difference, error = paired_difference(losses, than)
     return difference < -error
 
 
-def compared(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
+def paired_difference(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
     """The mean of the paired differences of losses, and its standard error, which is 0 for a single sample."""
     differences = [one - other for one, other in zip(losses, than, strict=True)]
     return fmean(differences), standard_error(differences)
@@ -180,11 +180,11 @@ def _why(best: Json, rows: Sequence[Json]) -> str:
     parts = [f"a loss of {best['eval_loss']:.4f} on {count}, and no later one is lower by more than the error"]
     base, last = rows[0], rows[-1]
     if base["step"] == 0:
-        difference, error = compared(best["eval_losses"], base["eval_losses"])
+        difference, error = paired_difference(best["eval_losses"], base["eval_losses"])
         low = "lower" if difference < -error else "not lower by more than the error"
         parts.append(f"{difference:+.4f} ± {error:.4f} against the base, {low}")
     if last["step"] != best["step"]:
-        difference, error = compared(last["eval_losses"], best["eval_losses"])
+        difference, error = paired_difference(last["eval_losses"], best["eval_losses"])
         word = "higher" if difference > error else "not lower by more than the error"
         parts.append(f"the last, step {last['step']}, is {word} ({difference:+.4f} ± {error:.4f})")
     return "; ".join(parts)
@@ -201,6 +201,6 @@ def put_choice(run: Path, step: int | None) -> None:
         remove(run / BEST)
         return
     if step not in steps:
-        have = f"It has {shortened([str(number) for number in steps], 12)}" if steps else "It has none"
+        have = f"It has {join_names([str(number) for number in steps], 12)}" if steps else "It has none"
         raise UserError(f"--choose {step}: {run} has no checkpoint of this step. {have}")
     write_text(run / BEST, json.dumps({"step": step}) + "\n")

@@ -16,9 +16,9 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.fsdp.checkpoints import held_rows, restore_parts, write_together
-from simpletune.engine.fsdp.fsdp_model import held_parameters, sharding_of
-from simpletune.engine.fsdp.rank_zero import Word, leading_of
-from simpletune.engine.optim.ema import Average, averaged
+from simpletune.engine.fsdp.fsdp_model import fsdp_model, held_parameters
+from simpletune.engine.fsdp.rank_zero import Command, rank_zero_driver
+from simpletune.engine.optim.ema import Average, use_average
 from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.runs.best_checkpoint import best_step
@@ -92,7 +92,7 @@ def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
     return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
 
 
-def save(run: Path, state: TrainingState) -> Path:
+def save_checkpoint(run: Path, state: TrainingState) -> Path:
     """Write a checkpoint and remove those that the configuration does not keep.
 
     Args:
@@ -115,7 +115,7 @@ def save(run: Path, state: TrainingState) -> Path:
 
 def save_own_part(run: Path, state: TrainingState) -> None:
     """Write this process's part of a sharded model's checkpoint, while the first process saves the rest."""
-    sharding = sharding_of(state.model)
+    sharding = fsdp_model(state.model)
     assert sharding is not None
     part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(state.config, state.step)
     write_together(part, sharding, state.optimizer, state.average, metadata)
@@ -140,7 +140,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     """
     failpoint("checkpoint.begun")
     metadata = metadata_of(state.config, state.step)
-    leading = leading_of(state.model)
+    leading = rank_zero_driver(state.model)
     if leading is None:
         write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
         failpoint("checkpoint.weights")
@@ -149,11 +149,11 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         if state.average is not None:
             write_safetensors(state.average.tensors(), part / AVERAGE, {})
     else:
-        leading.tell(Word.SAVE, state.step)
+        leading.tell(Command.SAVE, state.step)
         write_together(part, leading.sharding, state.optimizer, state.average, metadata)
         scalars = {"values": {}, "shared": {}}
     if state.config.adapter.exports_to_checkpoints:
-        with averaged(state.average):
+        with use_average(state.average):
             export_result(state.config, state.model, part, metadata)
     values = {
         "step": state.step,
@@ -171,7 +171,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     failpoint("checkpoint.before-rename")
 
 
-def find(resume: str, run: Path) -> SavedState | None:
+def find_checkpoint(resume: str, run: Path) -> SavedState | None:
     """Find the checkpoint that ``--resume`` names.
 
     Args:
@@ -185,14 +185,14 @@ def find(resume: str, run: Path) -> SavedState | None:
         UserError: the checkpoint does not exist or is damaged.
     """
     if resume == "auto":
-        return find("latest", run) if list_checkpoints(run) else None
+        return find_checkpoint("latest", run) if list_checkpoints(run) else None
     if resume == "latest":
         found = list_checkpoints(run)
         if not found:
             raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
         for _, folder in reversed(found):
             try:
-                return read(folder)
+                return read_checkpoint(folder)
             except DamagedCheckpoint as error:
                 if not is_first_process():  # only the first process renames
                     continue
@@ -201,10 +201,10 @@ def find(resume: str, run: Path) -> SavedState | None:
         raise UserError(
             f"--resume latest: all {len(found)} checkpoints of {run} are damaged and set aside. Start without --resume"
         )
-    return read(Path(resume))
+    return read_checkpoint(Path(resume))
 
 
-def read(folder: Path) -> SavedState:
+def read_checkpoint(folder: Path) -> SavedState:
     """Read a checkpoint's state and verify the checksums of its files.
 
     Raises:
@@ -295,7 +295,7 @@ def restore(
     reader, names = WeightReader([weights]), set(trained_parameters(model))
     if reader.names != names:
         raise UserError(f"--resume: {weights} does not fit the model: {sorted(reader.names ^ names)[:8]}")
-    if sharding_of(model) is None and states.name == OPTIMIZER:
+    if fsdp_model(model) is None and states.name == OPTIMIZER:
         with torch.no_grad():
             for name, parameter in trained_parameters(model).items():
                 parameter.copy_(reader.get(name))

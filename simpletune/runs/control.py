@@ -34,7 +34,7 @@ DRAWINGS = f"{DRAWN}/drawn.jsonl"
 State = Literal["done", "refused", "failed"]
 
 
-class Request(Option):
+class RunRequest(Option):
     """A request to a run."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
@@ -44,7 +44,7 @@ class Request(Option):
     the time the file was written."""
 
 
-class DrawRequest(Request):
+class DrawRequest(RunRequest):
     """Draw a picture between two steps."""
 
     ask: Literal["draw"] = "draw"
@@ -67,14 +67,14 @@ class DrawRequest(Request):
     """Height in pixels; null: as in validation."""
 
 
-class SaveRequest(Request):
+class SaveRequest(RunRequest):
     """Write a checkpoint between two steps."""
 
     ask: Literal["save"]
     """Write a checkpoint."""
 
 
-class StopRequest(Request):
+class StopRequest(RunRequest):
     """Stop after the step."""
 
     ask: Literal["stop"]

@@ -15,7 +15,7 @@ from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.failpoints import failpoint
-from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.options import Json, UserError, join_names, plural
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
 EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
@@ -100,13 +100,13 @@ def read_summary(folder: Path) -> Json | None:
     return read_own(folder / SUMMARY, {"steps": (int,), "steps_per_epoch": (int,), "output": (str,)})
 
 
-def read_evaluation(folder: Path) -> float | None:
+def read_first_validation(folder: Path) -> float | None:
     """Read the evaluation loss before the first step, if known."""
     evaluation = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
     return evaluation["eval_loss"] if evaluation else None
 
 
-def evaluated_before(folder: Path) -> int | None:
+def earlier_validation_samples(folder: Path) -> int | None:
     """Return the number of samples in a run's evaluations; None if it has made none."""
     rows = list(read_rows(folder / EVALUATIONS))
     return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
@@ -196,13 +196,13 @@ def _cut(file: Path, size: int) -> None:
         os.truncate(file, size)
 
 
-def put_evaluation(folder: Path, row: Json) -> None:
+def record_validation(folder: Path, row: Json) -> None:
     """Record an evaluation, replacing one of the same step: a resumed run may evaluate a step again."""
     others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
 
 
-def was_evaluated(folder: Path, step: int) -> bool:
+def has_validation(folder: Path, step: int) -> bool:
     """Return whether the evaluation loss after ``step`` steps is recorded."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
@@ -247,7 +247,7 @@ def newest_run(runs: Path) -> Path:
     if not found:
         saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
         names = [f"{run}@{checkpoints[-1][0]}" for run, checkpoints in saved if checkpoints]
-        remedy = f"Name a stopped run: --run {shortened(names, 4)}" if names else "Train one first: ./train.sh"
+        remedy = f"Name a stopped run: --run {join_names(names, 4)}" if names else "Train one first: ./train.sh"
         raise UserError(f"{runs}/ contains no finished run. {remedy}")
     return found[-1].parent
 

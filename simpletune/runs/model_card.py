@@ -25,7 +25,7 @@ from simpletune.system.hub.fetch import is_hub_name
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
-    from simpletune.stages.sample import Request
+    from simpletune.stages.sample import PictureRequest
 
 CARD, GRID = "README.md", "samples/grid.png"
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
@@ -44,11 +44,11 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
         The path of the README.md.
     """
     file = folder / CARD
-    write_text(file, card_of(folder, config, summary, manifest))
+    write_text(file, model_card_text(folder, config, summary, manifest))
     return file
 
 
-def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
+def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
     """Build the text of a model card; see ``write_card`` for the arguments."""
     example = example_of(config, manifest[0]["caption"])
     pictures = pictures_in(manifest)
@@ -67,18 +67,18 @@ def card_of(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence
     return "\n\n".join(sections) + "\n"
 
 
-def example_of(config: TrainConfig, caption: str) -> Request:
+def example_of(config: TrainConfig, caption: str) -> PictureRequest:
     """Choose the picture that the card's instructions draw: the run's first validation picture, if any.
 
     Args:
         config: configuration of the run.
         caption: caption of the first sample.
     """
-    from simpletune.stages.sample import Request
+    from simpletune.stages.sample import PictureRequest
 
     option, (width, height) = config.validation, config.picture_size()
     prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)
-    return Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    return PictureRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
 
 
 def front_matter(config: TrainConfig) -> str:
@@ -178,9 +178,9 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
     texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else v for key, v in settings.items()}
     listed = [f"{key} {text}" for key, text in texts.items()]
-    yield "method", cell(", ".join([config.adapter.method, *listed]))
+    yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
     if config.text.trains:
-        yield "text side", cell("; ".join(config.text.describe()))
+        yield "text side", escape_cell("; ".join(config.text.describe()))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
     yield "parameters", f"{trained:,} trained, {total:,} in the base"
     batch = f"batch {train.micro_batch}, gradient accumulation {train.accumulation}"
@@ -190,7 +190,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    yield "pictures", f"{pictures} from {cell(_places(config))}{held_out}"
+    yield "pictures", f"{pictures} from {escape_cell(_places(config))}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
     yield from _cost(summary)
@@ -216,7 +216,7 @@ def _cost(summary: Json) -> Iterator[tuple[str, str]]:
         yield "peak memory", f"{peak:.2f} GiB {where}"
 
 
-def _use(config: TrainConfig, example: Request) -> Iterator[str]:
+def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
     first = config.adapter.before_diffusers(config.model.denoiser)
     if first is None and loads_in_diffusers(config):
@@ -232,7 +232,7 @@ def _use(config: TrainConfig, example: Request) -> Iterator[str]:
     yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
 
 
-def snippet(config: TrainConfig, example: Request) -> str:
+def snippet(config: TrainConfig, example: PictureRequest) -> str:
     """Write Python code that draws the example with diffusers."""
     model, precision = config.model, config.precision
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
@@ -275,7 +275,7 @@ def snippet(config: TrainConfig, example: Request) -> str:
     return "\n".join([*lines, 'picture.save("picture.png")'])
 
 
-def command(config: TrainConfig, example: Request) -> str:
+def command(config: TrainConfig, example: PictureRequest) -> str:
     """Write the shell command that draws the example with the inference script, from the project's folder."""
     import shlex
 
@@ -313,6 +313,6 @@ def code(text: str) -> str:
     return f"{ticks}{pad}{flat}{pad}{ticks}"
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Escape text for a table cell."""
     return text.replace("|", "\\|")

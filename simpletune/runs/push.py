@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import CONFIG
-from simpletune.runs.model_card import CARD, GRID, card_of, for_repository, shareable
-from simpletune.runs.weights_names import Named, RunName, find_in_run, find_run, run_config
+from simpletune.runs.model_card import CARD, GRID, for_repository, model_card_text, shareable
+from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run, find_run, run_config
 from simpletune.system.console import say
 from simpletune.system.hub.fetch import HUB_NAME
 from simpletune.system.options import UserError
@@ -46,8 +46,8 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
     files = files_of(find_run(name), repository)
     say(f"push    {name} to {repository} ({'private' if private else 'public if new'})")
     for name, content in files.items():
-        say(f"  {size_of(content):>12,} bytes  {name}")
-    say(f"  {sum(size_of(content) for content in files.values()):>12,} bytes in total")
+        say(f"  {content_bytes(content):>12,} bytes  {name}")
+    say(f"  {sum(content_bytes(content) for content in files.values()):>12,} bytes in total")
     token = get_token()
     if not token:
         raise UserError(
@@ -55,13 +55,13 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
         )
     if not yes:
         confirm()
-    with clear_errors(repository):
+    with explain_push_errors(repository):
         page = upload(files, repository, private, token)
     say(f"  uploaded: {page}")
     return page
 
 
-def files_of(named: RunName, repository: str) -> Upload:
+def files_of(named: CheckpointRef, repository: str) -> Upload:
     """Collect the files to upload: only the card, the result, the configuration without local paths, and the grid.
 
     Raises:
@@ -87,7 +87,7 @@ def files_of(named: RunName, repository: str) -> Upload:
     return files
 
 
-def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
+def checkpoint_of(named: WeightsRef, config: TrainConfig) -> tuple[str, Upload]:
     """Build the card of a checkpoint and its LoRA file, with a header that names no local folders.
 
     Raises:
@@ -106,17 +106,17 @@ def checkpoint_of(named: Named, config: TrainConfig) -> tuple[str, Upload]:
             "which no other tool loads. Finish the run and push its result"
         )
     held = [*([named.lora] if named.lora else []), *named.embeddings]
-    saved = checkpoint.read(held[0].parent)
+    saved = checkpoint.read_checkpoint(held[0].parent)
     summary = summary_at(named.run, resolve_model_folder(config), saved)
     metadata = checkpoint.metadata_of(shareable(config), saved.step)
     content: Upload = {}
     for file in held:
         header = {**(read_header(file).get("__metadata__") or {}), **metadata} if file != named.lora else metadata
         content[file.name] = save(WeightReader([file]).get_all(), {"format": "pt", **header})
-    return card_of(named.run, config, summary, saved.manifest), content
+    return model_card_text(named.run, config, summary, saved.manifest), content
 
 
-def size_of(content: Path | bytes) -> int:
+def content_bytes(content: Path | bytes) -> int:
     """Return the size in bytes of a file or of content."""
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
@@ -163,7 +163,7 @@ def upload(files: Upload, repository: str, private: bool, token: str) -> str:
 
 
 @contextmanager
-def clear_errors(repository: str) -> Iterator[None]:
+def explain_push_errors(repository: str) -> Iterator[None]:
     """Turn the hub's errors into messages within this context.
 
     Raises:

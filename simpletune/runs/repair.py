@@ -14,7 +14,7 @@ from pathlib import Path
 from simpletune.system.atomic import quarantine
 from simpletune.system.console import say
 from simpletune.system.disk import existing
-from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.processes import is_first_process
 
 NUMBER = (int, float)
@@ -103,7 +103,7 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
     if whole is not None:
         rows.setdefault(whole["step"], whole)
     if damaged:
-        counted = f"line{'s' * (len(damaged) > 1)} {shortened([str(number) for number in damaged], 6)}"
+        counted = f"line{'s' * (len(damaged) > 1)} {join_names([str(number) for number in damaged], 6)}"
         set_aside(file, f"is damaged in {counted}, skipped")
     return list(rows.values())
 
@@ -126,6 +126,6 @@ def say_missing(file: Path, rows: list[Json], skipped: list[Json], step: int) ->
     missing = [str(number) for number in range(1, step + 1) if number not in there]
     if missing:
         say(
-            f"warning {file} lacks {len(missing)} of the steps 1-{step}: {shortened(missing, 6)}. The loss curve has a "
-            "gap; the weights are not affected"
+            f"warning {file} lacks {len(missing)} of the steps 1-{step}: {join_names(missing, 6)}. The loss curve has "
+            "a gap; the weights are not affected"
         )

@@ -8,7 +8,7 @@ from torch import nn
 
 from simpletune.adapters.text.export import export_embeddings, export_lora
 from simpletune.adapters.text.option import result_names
-from simpletune.adapters.text.update import text_of, without_text
+from simpletune.adapters.text.update import trained_text, without_text
 from simpletune.config.schema import TrainConfig
 from simpletune.system.checksums import sha256_of
 from simpletune.system.options import Json
@@ -30,7 +30,7 @@ def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata:
     """
     with without_text(model):
         output = config.adapter.export(model, folder, metadata)
-    text = text_of(model)
+    text = trained_text(model)
     if text is not None:
         export_lora(text, output, metadata)
         export_embeddings(text, folder, config.name, metadata)

@@ -22,7 +22,7 @@ from simpletune.runs.attempts import (
     setup_seconds,
     total_seconds,
 )
-from simpletune.runs.best_checkpoint import LAST, Choice, choose
+from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints, saved_file
 from simpletune.runs.estimate_record import beside_measured
@@ -36,15 +36,15 @@ from simpletune.runs.folder import (
     read_metrics,
     read_rows,
 )
-from simpletune.stages.prepared import Prepared
+from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
-from simpletune.system.options import Json, plural, shortened
+from simpletune.system.options import Json, join_names, plural
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.system.stage_timer import largest_peak, rounded, stages_as_json
+from simpletune.system.stage_timer import largest_peak, round_figure, stages_as_json
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """Hold the measurements of a run.
 
     Args:
@@ -58,7 +58,7 @@ class Measured:
     samples: float
 
 
-def summarise(config: TrainConfig, folder: Path, steps: int, measured: Measured) -> Json:
+def summarise(config: TrainConfig, folder: Path, steps: int, measured: RunMeasurements) -> Json:
     """Summarise the measurements of a run.
 
     Args:
@@ -112,7 +112,7 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     }
     summary |= {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
     summary |= drift_at(run, step)
-    if (best := choose(run)) is not None:
+    if (best := choose_best(run)) is not None:
         summary["best"] = best.as_json()
     if (timed := beside_measured(run, summary)) is not None:
         summary["predicted_time"] = timed
@@ -130,7 +130,7 @@ def _best_words(summary: Json, folder: Path) -> dict[str, str]:
     best = summary.get("best")
     if best is None or best["by"] == LAST:
         return {}
-    return {"best": f"{folder}{Choice(**best).suffix} by {best['by']}: {best['why']}"}
+    return {"best": f"{folder}{BestCheckpoint(**best).suffix} by {best['by']}: {best['why']}"}
 
 
 def left_out(run: Path, step: int) -> Json:
@@ -149,17 +149,17 @@ def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) ->
     per_step = median_seconds(rows, attempts)
     pace = samples / per_step if per_step else None
     waited = [row["waited"] for row in rows if "waited" in row]
-    waits = {"seconds_waited_per_step": rounded(statistics.fmean(waited))} if waited else {}
-    return {"seconds_per_step": rounded(per_step), "samples_per_second": rounded(pace), **waits}
+    waits = {"seconds_waited_per_step": round_figure(statistics.fmean(waited))} if waited else {}
+    return {"seconds_per_step": round_figure(per_step), "samples_per_second": round_figure(pace), **waits}
 
 
 def _peaks(attempts: Sequence[Attempt]) -> Json:
     """Collect time and memory by stage, and the largest peaks."""
     stages = merged_stages(attempts)
     return {
-        "peak_allocated_gib": rounded(largest_peak(stages, "peak_allocated_gib")),
-        "peak_reserved_gib": rounded(largest_peak(stages, "peak_reserved_gib")),
-        "peak_rss_gib": rounded(largest_peak(stages, "peak_rss_gib")),
+        "peak_allocated_gib": round_figure(largest_peak(stages, "peak_allocated_gib")),
+        "peak_reserved_gib": round_figure(largest_peak(stages, "peak_reserved_gib")),
+        "peak_rss_gib": round_figure(largest_peak(stages, "peak_rss_gib")),
         "stages": stages_as_json(stages),
     }
 
@@ -189,11 +189,11 @@ def print_stopped(run: Path, steps: int) -> None:
     say(f"         to make it the result: {shlex.join(['simpletune', 'finish', str(run)])}")
 
 
-def print_data(prepared: Prepared) -> None:
+def print_data(prepared: PreparedData) -> None:
     """Print the training data."""
     plan = prepared.plan
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
-    listed = shortened([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
+    listed = join_names([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
     say(f"data    {plural(plan.pictures(), 'picture')}, {an_epoch}")
     for line in source_lines(prepared.sources()):
@@ -209,7 +209,7 @@ def print_data(prepared: Prepared) -> None:
         say(f"        {note}")
 
 
-def _notes_of(prepared: Prepared) -> Iterator[str]:
+def _notes_of(prepared: PreparedData) -> Iterator[str]:
     """Remarks on listed data: pictures that are scaled up, and long captions."""
     plan = prepared.plan
     small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)

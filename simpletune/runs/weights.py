@@ -12,15 +12,15 @@ from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.weights_names import Named, RunName, find_in_run, find_lora, split_scale
+from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run, find_lora, split_scale
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.models.shared.denoiser import Transformer
-    from simpletune.stages.modulation_plan import Modulation
+    from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.stages.modulation_plan import DetachedModulation
 
 
 Embedding = tuple[Path, str | None]
@@ -67,7 +67,7 @@ class Weights:
 BASE = Weights("base")
 
 
-def weights_of(named: Named, scale: float = 1.0) -> Weights:
+def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
     """Describe the weights of a resolved name.
 
     Args:
@@ -106,7 +106,7 @@ def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
     Raises:
         UserError: nothing has that name, or it is a full model.
     """
-    return weights_of(find_lora(text, option, f"Use --run {split_scale(text)[0]} instead"), scale)
+    return find_weights(find_lora(text, option, f"Use --run {split_scale(text)[0]} instead"), scale)
 
 
 def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
@@ -118,7 +118,7 @@ def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"--checkpoints: {run} has no checkpoint. Remove the option, or name another run")
-    return [weights_of(find_in_run(RunName(run, step)), scale) for step, _ in found]
+    return [find_weights(find_in_run(CheckpointRef(run, step)), scale) for step, _ in found]
 
 
 def combine(all_of_them: list[Weights]) -> Weights:
@@ -130,7 +130,7 @@ def combine(all_of_them: list[Weights]) -> Weights:
     return replace(first, label=label, more=more, embeddings=embeddings)
 
 
-def result_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
+def run_result(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
     """Describe the result of a run.
 
     Args:
@@ -141,12 +141,12 @@ def result_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights
     Raises:
         UserError: the run has no result.
     """
-    return weights_of(find_in_run(RunName(run, step)), scale)
+    return find_weights(find_in_run(CheckpointRef(run, step)), scale)
 
 
 def full_model_of(run: Path, step: int | None = None) -> Weights:
     """Describe the result of a run as a full model: its transformer, or its LoRA merged into the base."""
-    weights = result_of(run, step=step)
+    weights = run_result(run, step=step)
     if weights.lora is None:
         return weights
     label = f"base with {weights.lora} merged"
@@ -163,7 +163,7 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
 
 def load_weights(
     config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
-) -> tuple[Transformer, Modulation | None]:
+) -> tuple[Denoiser, DetachedModulation | None]:
     """Load the transformer with these weights.
 
     Nothing trains here, so the modulation plan always removes the modulation, including a LoRA's updates to it.
@@ -178,7 +178,7 @@ def load_weights(
         The transformer, and its modulation if it was removed.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
-    from simpletune.models.shared.denoiser import device_of, units_of
+    from simpletune.models.shared.denoiser import model_device, model_units
     from simpletune.stages.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
@@ -193,7 +193,7 @@ def load_weights(
     if weights.merged:
         fold_lora(transformer)
     modulation = modulation_of(transformer, config.memory, precision, device)
-    config.memory.attach(units_of(transformer), device_of(transformer))
+    config.memory.attach(model_units(transformer), model_device(transformer))
     return transformer, modulation
 
 

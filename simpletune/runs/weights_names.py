@@ -14,25 +14,25 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from simpletune.adapters.files.describe import file_of
+from simpletune.adapters.files.describe import find_weight_file
 from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.schema import TrainConfig
 from simpletune.config.stored_configs import read_saved
 from simpletune.models.recognise import DENOISERS, denoiser_in
 from simpletune.runs import checkpoint_folders as files
-from simpletune.runs.best_checkpoint import best_step, choose
+from simpletune.runs.best_checkpoint import best_step, choose_best
 from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from simpletune.system.hub.fetch import is_hub_name
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 
 LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
 LISTED = 16  # steps in a message
 
 
-class RunName(NamedTuple):
+class CheckpointRef(NamedTuple):
     """Name a run or one of its checkpoints.
 
     Args:
@@ -45,7 +45,7 @@ class RunName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Named:
+class WeightsRef:
     """Hold what a name refers to: one of ``lora``, ``transformer`` and ``trained``, or embeddings alone.
 
     Args:
@@ -74,7 +74,7 @@ class Named:
         return self.lora is None and self.transformer is None and self.trained is None
 
 
-def find_named(text: str, option: str = "") -> Named:
+def find_named(text: str, option: str = "") -> WeightsRef:
     """Resolve a name.
 
     Args:
@@ -94,13 +94,13 @@ def find_named(text: str, option: str = "") -> Named:
         raise UserError(f"{option}{error}", error.code) from None
 
 
-def best_strength(named: Named) -> float | None:
+def best_strength(named: WeightsRef) -> float | None:
     """Return the strength at which a run's best checkpoint was chosen; None if it is 1."""
-    choice = choose(named.run) if named.run is not None else None
+    choice = choose_best(named.run) if named.run is not None else None
     return None if choice is None or choice.strength == 1 else choice.strength
 
 
-def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> Named:
+def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> WeightsRef:
     """Resolve a name that must be a LoRA.
 
     Args:
@@ -131,13 +131,13 @@ def weight_file(name: str) -> Path:
     """
     path, run = Path(name), split_step(name)
     if run is None and not is_run(path) and not (path / STATE).exists():
-        return file_of(path)
+        return find_weight_file(path)
     named = find_in_run(run) if run is not None else _of_folder(path)
     first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
-    return first or file_of(named.transformer or path)
+    return first or find_weight_file(named.transformer or path)
 
 
-def find_in_run(run: RunName) -> Named:
+def find_in_run(run: CheckpointRef) -> WeightsRef:
     """Resolve the result of a run or one of its checkpoints.
 
     Raises:
@@ -148,14 +148,14 @@ def find_in_run(run: RunName) -> Named:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
     known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
-        return Named(str(folder), transformer=whole, run=known, embeddings=embeddings)
+        return WeightsRef(str(folder), transformer=whole, run=known, embeddings=embeddings)
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
-        return Named(str(folder), lora=lora, run=known, embeddings=embeddings)
+        return WeightsRef(str(folder), lora=lora, run=known, embeddings=embeddings)
     raise _no_result(folder)
 
 
-def find_run(text: str, option: str = "") -> RunName:
+def find_run(text: str, option: str = "") -> CheckpointRef:
     """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
 
     Args:
@@ -166,7 +166,7 @@ def find_run(text: str, option: str = "") -> RunName:
         UserError: the run or checkpoint does not exist.
     """
     try:
-        return split_step(text) or RunName(Path(text))
+        return split_step(text) or CheckpointRef(Path(text))
     except UserError as error:
         raise UserError(f"{option}{error}", error.code) from None
 
@@ -229,7 +229,7 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
     return text, default
 
 
-def split_step(name: str) -> RunName | None:
+def split_step(name: str) -> CheckpointRef | None:
     """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
 
     Raises:
@@ -247,33 +247,33 @@ def split_step(name: str) -> RunName | None:
     if not steps:
         raise UserError(f"{name}: {run} has no checkpoint. Name another run")
     if step == LATEST:
-        return RunName(run, steps[-1])
+        return CheckpointRef(run, steps[-1])
     if step == BEST:
-        return RunName(run, best_step(run))
+        return CheckpointRef(run, best_step(run))
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:
         raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}. Use one of {_listed(steps)}")
-    return RunName(run, int(step))
+    return CheckpointRef(run, int(step))
 
 
-def _find(name: str) -> Named:
+def _find(name: str) -> WeightsRef:
     """Resolve a name without a strength."""
     run, path = split_step(name), Path(name)
     if run is not None:
         return find_in_run(run)
     if path.is_file():
-        return Named(name, lora=path)
+        return WeightsRef(name, lora=path)
     if path.is_dir():
         return _of_folder(path)
     if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
         from simpletune.system.hub.files import repository_file
 
-        return Named(name, lora=repository_file(name, LORA_FILE))
+        return WeightsRef(name, lora=repository_file(name, LORA_FILE))
     raise UserError(f"{name} does not exist. Give {FORMS}")
 
 
-def _of_folder(folder: Path) -> Named:
+def _of_folder(folder: Path) -> WeightsRef:
     """Resolve a folder with a checkpoint, a result or a transformer."""
     if (folder / STATE).exists() or saved_file(folder, files.TRAINABLE).exists():
         match = NAME.match(folder.name)
@@ -281,21 +281,21 @@ def _of_folder(folder: Path) -> Named:
             return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
         return _of_checkpoint(folder)
     if is_run(folder) or denoiser_in(folder) is not None or (folder / LORA_FILE).is_file():
-        return find_in_run(RunName(folder))
+        return find_in_run(CheckpointRef(folder))
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
-        return Named(str(folder), transformer=folder)
+        return WeightsRef(str(folder), transformer=folder)
     raise UserError(f"{folder} contains neither {LORA_FILE} nor {'/ nor '.join(DENOISERS)}/. Give {FORMS}")
 
 
-def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> Named:
+def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> WeightsRef:
     """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
     name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(embeddings_in(folder))
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
-        return Named(name, lora=lora, run=run, step=step, embeddings=embeddings)
+        return WeightsRef(name, lora=lora, run=run, step=step, embeddings=embeddings)
     average = saved_file(folder, files.AVERAGE)
     trained = average if average.is_file() else saved_file(folder, files.TRAINABLE)
-    return Named(name, trained=trained, run=run, step=step)
+    return WeightsRef(name, trained=trained, run=run, step=step)
 
 
 def _no_result(run: Path) -> UserError:
@@ -306,10 +306,10 @@ def _no_result(run: Path) -> UserError:
     return UserError(
         f"{run} has no result, because it is unfinished. Export its last checkpoint with "
         f"`{shlex.join(['simpletune', 'finish', str(run)])}`, or name a checkpoint: "
-        f"{shortened([f'{run}@{step}' for step in reversed(steps)], 4)}"
+        f"{join_names([f'{run}@{step}' for step in reversed(steps)], 4)}"
     )
 
 
 def _listed(steps: Sequence[int]) -> str:
     """List steps; if there are too many, the newest first."""
-    return shortened([str(step) for step in (steps if len(steps) <= LISTED else steps[::-1])], LISTED)
+    return join_names([str(step) for step in (steps if len(steps) <= LISTED else steps[::-1])], LISTED)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from simpletune.config.output import Output
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache.cache import ALONE, Cache, Share, view_key
+from simpletune.data.cache.cache import ALONE, Cache, KeyRange, view_key
 from simpletune.data.cache.shards.place import CachePlace
 from simpletune.data.plan import Plan
 from simpletune.data.sources.masks import mask_key, masked
-from simpletune.stages.encode import prompts_of
+from simpletune.stages.encode import needed_prompts
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.masks import MaskCache
 from simpletune.stages.prepared import validation_requests
@@ -23,7 +23,7 @@ from simpletune.system.signals import poll
 TOGETHER = 64  # samples claimed together
 
 
-def places_of(source: str) -> list[CachePlace]:
+def cache_places(source: str) -> list[CachePlace]:
     """Where a cache's samples may be: in an object store, or in a folder in either form.
 
     Raises:
@@ -37,7 +37,7 @@ def places_of(source: str) -> list[CachePlace]:
     return [output.place, Output(cache=source, cache_form="shards").place]
 
 
-def take_over(config: TrainConfig, plan: Plan, source: str, share: Share = ALONE) -> int:
+def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = ALONE) -> int:
     """Copy the prompt embeddings, latents and masks that a run lacks.
 
     Args:
@@ -57,7 +57,7 @@ def take_over(config: TrainConfig, plan: Plan, source: str, share: Share = ALONE
             "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
             "output.cache at the other cache itself"
         )
-    copied, others = 0, [list(_parts(config, plan, place)) for place in places_of(source)]
+    copied, others = 0, [list(_parts(config, plan, place)) for place in cache_places(source)]
     for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
         donors = [parts[number][0] for parts in others]
         lacking = cache.lacking(keys, share)
@@ -76,7 +76,7 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     """The caches of a run in one place, always in the same order, with the keys that it needs of each."""
     dtype = config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, place, config.text)
-    prompts = prompts_of(config, plan, validation_requests(config, plan))
+    prompts = needed_prompts(config, plan, validation_requests(config, plan))
     for cache in text.caches.values():
         yield cache, map(text.tokens.expanded, prompts)
     latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)

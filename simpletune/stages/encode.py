@@ -11,10 +11,10 @@ from accelerate import Accelerator
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.data.samples import without
+from simpletune.data.samples import drop_rejected
 from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, report_rejected
-from simpletune.stages.prepared import Caches, Prepared, prompts_beside, validation_requests, with_class
-from simpletune.stages.sample import Request
+from simpletune.stages.prepared import Caches, PreparedData, prompts_beside, validation_requests, with_class
+from simpletune.stages.sample import PictureRequest
 from simpletune.stages.stream_encode import encode_stream
 from simpletune.stages.stream_plan import StreamPlan
 from simpletune.system.stage_timer import StageTimer
@@ -22,7 +22,7 @@ from simpletune.system.stage_timer import StageTimer
 
 def encode(
     config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
-) -> Prepared:
+) -> PreparedData:
     """Fill the caches. Each process encodes its share, then waits for the others.
 
     Args:
@@ -39,19 +39,19 @@ def encode(
     if isinstance(plan, StreamPlan):
         return encode_stream(config, plan, caches, start)
     requests = validation_requests(config, plan)
-    caches.fill_text(prompts_of(config, plan, requests))
+    caches.fill_text(needed_prompts(config, plan, requests))
     rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, without(data.usable, rejected))
+        plan = make_plan(config, drop_rejected(data.usable, rejected))
     return caches.prepared(plan, requests, data.captions, [*data.left_out, *rejected])
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> Prepared:
+def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> PreparedData:
     """Run ``plan_data``, then ``encode``."""
     return encode(config, plan_data(config), accelerator, stages)
 
 
-def prompts_of(config: TrainConfig, plan: Plan, requests: Sequence[Request]) -> list[str]:
+def needed_prompts(config: TrainConfig, plan: Plan, requests: Sequence[PictureRequest]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
     return [*with_class(config, plan.captions()), *prompts_beside(config, requests)]

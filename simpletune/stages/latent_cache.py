@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from simpletune.data.cache.cache import ALONE, Share, view_key
+from simpletune.data.cache.cache import ALONE, KeyRange, view_key
 from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.samples import View
-from simpletune.data.sources.pictures import cut, decode
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.samples import Crop
+from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.models.families import Model
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
@@ -37,7 +37,9 @@ class LatentCache:
         name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
         self.cache = open_cache(cache, "latents", name if tile is None else f"{name}-tile{tile}")
 
-    def fill(self, views: Sequence[View], device: torch.device, share: Share = ALONE) -> tuple[int, list[Rejected]]:
+    def fill(
+        self, views: Sequence[Crop], device: torch.device, share: KeyRange = ALONE
+    ) -> tuple[int, list[RejectedEntry]]:
         """Encode the crops that are not cached yet.
 
         Args:
@@ -49,17 +51,17 @@ class LatentCache:
         Returns:
             The number of crops that this process has encoded, and the pictures that could not be decoded.
         """
-        by_key: dict[str, list[View]] = {}
+        by_key: dict[str, list[Crop]] = {}
         for view in views:
             by_key.setdefault(view_key(view), []).append(view)
         missing = self.cache.lacking(by_key, share)
         return self._encode({key: by_key[key] for key in missing}, device, share) if missing else (0, [])
 
     def _encode(
-        self, missing: Mapping[str, list[View]], device: torch.device, share: Share
-    ) -> tuple[int, list[Rejected]]:
+        self, missing: Mapping[str, list[Crop]], device: torch.device, share: KeyRange
+    ) -> tuple[int, list[RejectedEntry]]:
         """Encode crops by key. Rejects pictures that cannot be decoded or whose latents are not finite."""
-        encoded, rejected = 0, list[Rejected]()
+        encoded, rejected = 0, list[RejectedEntry]()
         vae: nn.Module | None = None  # loaded only by a process that has something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
             for keys in self.cache.claimed(missing, share, PICTURES):
@@ -68,7 +70,7 @@ class LatentCache:
                     try:
                         encoded += self._encode_one(view, vae, device)
                     except UnusablePicture as reason:
-                        rejected.append(Rejected(view.picture.name, str(reason), source=view.picture.source))
+                        rejected.append(RejectedEntry(view.picture.name, str(reason), source=view.picture.source))
                     advance()
                     failpoint("latents.encoded")
                     poll()
@@ -76,7 +78,7 @@ class LatentCache:
         free_memory(device)
         return encoded, rejected
 
-    def _encode_one(self, view: View, vae: nn.Module, device: torch.device) -> int:
+    def _encode_one(self, view: Crop, vae: nn.Module, device: torch.device) -> int:
         """Encode a crop unless it is cached, and return the number of new files.
 
         Raises:
@@ -91,7 +93,7 @@ class LatentCache:
         self.cache.save(view_key(view), {"z_0": z_0})
         return 1
 
-    def load(self, view: View) -> Tensor:
+    def load(self, view: Crop) -> Tensor:
         """Load z_0 [c, h, w] in fp32."""
         return self.cache.load(view_key(view))["z_0"]
 
@@ -101,7 +103,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
-def _pixels(view: View) -> Tensor:
+def _pixels(view: Crop) -> Tensor:
     """Read and crop a picture to [3, h, w] in -1..1.
 
     Raises:
@@ -111,7 +113,7 @@ def _pixels(view: View) -> Tensor:
         data = view.picture.read_same()
     except OSError as error:
         raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
-    return torch.from_numpy(cut(decode(data), view.bucket, view.offset, view.flip))
+    return torch.from_numpy(crop_to_bucket(decode(data), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:

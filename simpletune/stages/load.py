@@ -11,21 +11,21 @@ from accelerate.utils import gather_object
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
-from simpletune.engine.memory.machine_weights import MachineWeights, Offer, Table, loading
+from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, Table, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Transformer
-from simpletune.stages.modulation_plan import Modulation, detach_modulation
+from simpletune.models.shared.denoiser import Denoiser
+from simpletune.stages.modulation_plan import DetachedModulation, detach_modulation
 from simpletune.system.console import say
 from simpletune.system.options import plural
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.processes import processes_here
 
 
 def load_base(
     config: TrainConfig, device: torch.device, sizes: Collection[Size], cache: Path | None = None
-) -> Transformer:
+) -> Denoiser:
     """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
 
     Args:
@@ -34,7 +34,7 @@ def load_base(
         sizes: (width, height) in pixels of every picture that it will see.
         cache: the root folder of the cache for the quantised base; None disables caching.
     """
-    return config.model.load_transformer(
+    return config.model.load_denoiser(
         config.precision,
         device,
         config.train.seed,
@@ -46,7 +46,7 @@ def load_base(
 
 def load_base_together(
     config: TrainConfig, accelerator: Accelerator, sizes: Collection[Size], cache: Path | None = None
-) -> Transformer:
+) -> Denoiser:
     """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
     memory; a process that cannot share loads its own copy, and the first process logs why.
 
@@ -63,7 +63,7 @@ def load_base_together(
     if accelerator.num_processes == 1 or not leaves_weights_on_host(config.memory):
         return load_base(config, device, sizes, cache)
     weights, why = meet(config, accelerator)
-    with loading(weights):
+    with shared_loading(weights):
         transformer = load_base(config, device, sizes, cache)
     filled = weights is not None and weights.fills
     tables: list[Table | None] = gather_object([weights.table(transformer) if weights is not None and filled else None])
@@ -74,7 +74,7 @@ def load_base_together(
         try:
             weights.pin(device)
         except RuntimeError as error:
-            why = reason_of(error)
+            why = describe_exception(error)
             weights.copied(transformer)
     reasons: list[str] = gather_object([why])
     if weights is not None:
@@ -108,7 +108,7 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
             offer = weights.offer
         except OSError as error:
             why = str(error)
-    offers: list[Offer | None] = gather_object([offer])
+    offers: list[SharedFile | None] = gather_object([offer])
     if processes_here() > 1 and accelerator.local_process_index > 0:
         made = offers[first_here(accelerator)]
         try:
@@ -136,9 +136,9 @@ def announce_copies(reasons: list[str], nbytes: int) -> None:
 
 def empty_base(
     model: Model, memory: Memory, precision: WeightPrecision, device: torch.device, sizes: Collection[Size]
-) -> Transformer:
+) -> Denoiser:
     """Like ``load_base``, with uninitialised weights, whose values do not affect memory."""
-    return model.empty_transformer(
+    return model.empty_denoiser(
         precision, device, on_host=stays_on_host(memory, model), sizes=sizes if memory.crop_positions else None
     )
 
@@ -151,8 +151,8 @@ def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
 
 
 def modulation_of(
-    transformer: Transformer, memory: Memory, precision: WeightPrecision, device: torch.device
-) -> Modulation | None:
+    transformer: Denoiser, memory: Memory, precision: WeightPrecision, device: torch.device
+) -> DetachedModulation | None:
     """Detach and return a transformer's modulation if ``memory.modulation`` is plan; otherwise None."""
     if memory.modulation != "plan":
         return None

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.data.cache.cache import ALONE, Share
+from simpletune.data.cache.cache import ALONE, KeyRange
 from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.samples import View
+from simpletune.data.samples import Crop
 from simpletune.data.sources.masks import latent_mask, mask_key, masked
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.system.signals import poll
 
 MASKS = 64  # claimed together
@@ -28,7 +28,7 @@ class MaskCache:
     def __init__(self, cache: CachePlace | Path):
         self.cache = open_cache(cache, "masks")
 
-    def fill(self, views: Sequence[View], share: Share = ALONE) -> list[Rejected]:
+    def fill(self, views: Sequence[Crop], share: KeyRange = ALONE) -> list[RejectedEntry]:
         """Crop the masks that are not cached yet.
 
         Args:
@@ -40,18 +40,18 @@ class MaskCache:
         """
         wanted = {mask_key(view): view for view in masked(views)}
         missing = self.cache.lacking(wanted, share)
-        rejected: dict[tuple[int, str], Rejected] = {}
+        rejected: dict[tuple[int, str], RejectedEntry] = {}
         for key in (key for keys in self.cache.claimed(missing, share, MASKS) for key in keys):
             view = wanted[key]
             picture = view.picture
             try:
                 self.cache.save(key, {"mask": torch.from_numpy(latent_mask(view))})
             except UnusablePicture as reason:
-                rejected[picture.source, picture.name] = Rejected(picture.name, str(reason), source=picture.source)
+                rejected[picture.source, picture.name] = RejectedEntry(picture.name, str(reason), source=picture.source)
             poll()
         return list(rejected.values())
 
-    def load(self, view: View) -> Tensor:
+    def load(self, view: Crop) -> Tensor:
         """Load the mask [1, h, w] of a crop, 0 to 1 in fp32; 1 everywhere without one, as [1, 1, 1]."""
         if view.picture.mask is None:
             return torch.ones(1, 1, 1)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from simpletune.data.samples import Draw
+from simpletune.data.samples import SampleDraw
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.copy_stream import host_like
 from simpletune.engine.memory.machine_weights import is_shared
@@ -31,7 +31,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
 from simpletune.models.objectives.flow_process import timestep_of
 from simpletune.models.sd3.shapes import is_adaln
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.denoiser import Denoiser
 
 
 class PassThrough(nn.Module):
@@ -60,7 +60,7 @@ class ModulationSlice(nn.Module):
         return modulations[:, self.start : self.stop].to(self.dtype)
 
 
-class Modulation:
+class DetachedModulation:
     """The modulation weights of a transformer, detached and stored in host memory. Created by ``detach_modulation``.
 
     Args:
@@ -123,7 +123,7 @@ class Modulation:
 
 
 class ModulationSource(Protocol):
-    """The part of ``Modulation`` that sampling uses."""
+    """The part of ``DetachedModulation`` that sampling uses."""
 
     window: int
     """How many steps' modulations to compute at once."""
@@ -143,7 +143,7 @@ class MicroBatches(Protocol):
     def accumulation(self) -> int:
         """Passes of this process in a step."""
 
-    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """The draws of one micro-batch."""
 
 
@@ -162,7 +162,7 @@ class ModulationPlan:
     """
 
     def __init__(
-        self, modulation: Modulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
+        self, modulation: DetachedModulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
     ):
         self.modulation, self.plan, self.pooled, self.apart = modulation, plan, pooled, apart
         self._window: int | None = None
@@ -191,15 +191,15 @@ class ModulationPlan:
             self._window = window
         return self._rows[place]
 
-    def of_draws(self, draws: Sequence[Draw], portions: int = 1) -> Tensor:  # [n, m]
+    def of_draws(self, draws: Sequence[SampleDraw], portions: int = 1) -> Tensor:  # [n, m]
         """Compute the modulations of any draws at once, or in equal portions one after the other."""
         sigma = torch.tensor([draw.level for draw in draws], dtype=torch.float32)
         return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]), portions)
 
 
 def detach_modulation(
-    transformer: Transformer, precision: WeightPrecision, device: torch.device, window: int
-) -> Modulation:
+    transformer: Denoiser, precision: WeightPrecision, device: torch.device, window: int
+) -> DetachedModulation:
     """Detach a transformer's modulation weights in place; it then takes modulations as its pooled input.
 
     Args:
@@ -223,7 +223,7 @@ def detach_modulation(
         norm.linear, norm.silu = ModulationSlice(start, stop, precision.product_dtype()), nn.Identity()
         start = stop
     transformer.time_text_embed = PassThrough()
-    return Modulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
+    return DetachedModulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
 
 
 def _outputs(layer: nn.Module) -> int:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import make_samples, without
+from simpletune.data.samples import drop_rejected, make_samples
 from simpletune.data.sources import Data
 from simpletune.data.sources.multi_source import field_of, scan_sources, source_notes, stopping, too_small
-from simpletune.data.sources.source import Picture, Rejected
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.source import Picture, RejectedEntry
+from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
@@ -35,7 +35,7 @@ class PlannedData:
     plan: Plan
     usable: Sequence[Picture]
     captions: str
-    left_out: Sequence[Rejected]
+    left_out: Sequence[RejectedEntry]
 
 
 def plan_data(config: TrainConfig) -> PlannedData:
@@ -68,7 +68,7 @@ def plan_sources(config: TrainConfig) -> PlannedData:
     for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
-    usable = without(scan.pictures, small)
+    usable = drop_rejected(scan.pictures, small)
     plan = make_plan(config, usable)
     hint_at_shares(plan)
     require_positions(config, plan)
@@ -168,7 +168,7 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
                 )
 
 
-def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
+def report_rejected(rejected: Sequence[RejectedEntry], data: Data) -> None:
     """List unusable entries.
 
     Raises:
@@ -178,7 +178,7 @@ def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
         return
     fatal = stopping(data, rejected)
     shown = fatal or rejected
-    listed = [f"  {printable(each.name)}{_of_source(each, data)}: {each.reason}" for each in shown[:20]]
+    listed = [f"  {printable_name(each.name)}{_of_source(each, data)}: {each.reason}" for each in shown[:20]]
     if len(shown) > len(listed):
         listed.append(f"  and {len(shown) - len(listed)} more (simpletune data CONFIG lists all)")
     kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in shown).items())
@@ -188,6 +188,6 @@ def report_rejected(rejected: Sequence[Rejected], data: Data) -> None:
     say("\n".join([f"skipped {kinds} (data.on_error=skip):", *listed]))
 
 
-def _of_source(each: Rejected, data: Data) -> str:
+def _of_source(each: RejectedEntry, data: Data) -> str:
     """Name an entry's source, if there are several."""
-    return "" if len(data.members) == 1 else f" in {printable(data.members[each.source].path)}"
+    return "" if len(data.members) == 1 else f" in {printable_name(data.members[each.source].path)}"

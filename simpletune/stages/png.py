@@ -20,13 +20,13 @@ from simpletune import __version__
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
-    from simpletune.stages.sample import Request
+    from simpletune.stages.sample import PictureRequest
 
 CHUNK = "simpletune"
 _SEPARATORS = re.compile(r'[,:<>"\n]')
 
 
-def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **more: object) -> None:
+def save_png(image: Image.Image, file: Path | IO[bytes], request: PictureRequest, **more: object) -> None:
     """Write a PNG with its generation parameters in text chunks.
 
     Args:
@@ -50,7 +50,9 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: Request, **mor
     image.save(file, format="PNG", pnginfo=info)
 
 
-def web_ui_text(request: Request, model: object = "", loras: object = (), sampler: object = "", **more: object) -> str:
+def web_ui_text(
+    request: PictureRequest, model: object = "", loras: object = (), sampler: object = "", **more: object
+) -> str:
     """The text of the chunk ``parameters``.
 
     Puts each prompt on one line and removes field separators from names, because some readers split at every comma.
@@ -80,8 +82,8 @@ def _name(text: str) -> str:
     return _SEPARATORS.sub("_", Path(text).name)
 
 
-def drawn_as(file: Path) -> Json:
-    """Read a picture's generation parameters, by the names of ``Request`` and ``more``; empty if it has none.
+def generation_parameters(file: Path) -> Json:
+    """Read a picture's generation parameters, by the names of ``RunRequest`` and ``more``; empty if it has none.
 
     Raises:
         OSError, SyntaxError, ValueError: the file is damaged.

@@ -11,22 +11,22 @@ from accelerate.utils import gather_object
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
-from simpletune.data.cache.cache import Share
+from simpletune.data.cache.cache import KeyRange
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.plan import Plan
-from simpletune.data.samples import View
+from simpletune.data.samples import Crop
 from simpletune.data.source_mix import SourceShare
-from simpletune.data.sources.source import Rejected
+from simpletune.data.sources.source import RejectedEntry
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.masks import MaskCache
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
 
 
 @dataclass
-class Prepared:
+class PreparedData:
     """The result of the prepare stages.
 
     Args:
@@ -44,9 +44,9 @@ class Prepared:
     text: TextCache
     latents: LatentCache
     masks: MaskCache
-    requests: list[Request]
+    requests: list[PictureRequest]
     captions: str
-    left_out: list[Rejected] = field(default_factory=list)
+    left_out: list[RejectedEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Caches:
         place, dtype = config.output.place, config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, place, config.text)
         self.latents, self.masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
-        self._share = Share(accelerator.process_index, accelerator.num_processes)
+        self._share = KeyRange(accelerator.process_index, accelerator.num_processes)
         self._accelerator, self._stages = accelerator, stages
 
     def fill_text(self, prompts: Iterable[str]) -> None:
@@ -97,30 +97,34 @@ class Caches:
         with self._stages.stage("text"):
             self.text.fill(prompts, self._accelerator.device, self._share)
 
-    def fill_pictures(self, parts: Sequence[Sequence[View]]) -> list[Rejected]:
+    def fill_pictures(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
         """Encode the crops that are not cached, one part after the other.
 
         Returns:
             What any process has rejected; equal in all processes.
         """
-        found: list[Rejected] = []
+        found: list[RejectedEntry] = []
         with self._stages.stage("latents"):
             for views in parts:
                 found += self.latents.fill(views, self._accelerator.device, self._share)[1]
                 found += self.masks.fill(views, self._share)
-            return agreed(found, [view for views in parts for view in views], self._accelerator)
+            return agree_on_rejected(found, [view for views in parts for view in views], self._accelerator)
 
-    def prepared(self, plan: Plan, requests: list[Request], captions: str, left_out: list[Rejected]) -> Prepared:
+    def prepared(
+        self, plan: Plan, requests: list[PictureRequest], captions: str, left_out: list[RejectedEntry]
+    ) -> PreparedData:
         """The result, once the caches are full."""
-        return Prepared(plan, self.text, self.latents, self.masks, requests, captions, left_out)
+        return PreparedData(plan, self.text, self.latents, self.masks, requests, captions, left_out)
 
 
-def agreed(found: Sequence[Rejected], views: Sequence[View], accelerator: Accelerator) -> list[Rejected]:
+def agree_on_rejected(
+    found: Sequence[RejectedEntry], views: Sequence[Crop], accelerator: Accelerator
+) -> list[RejectedEntry]:
     """What any process has rejected, one entry per picture in the order of the views; equal in all processes.
 
     Waits for all processes; afterwards the caches are full.
     """
-    everyone: list[Rejected] = gather_object(list(found)) if accelerator.num_processes > 1 else list(found)
+    everyone: list[RejectedEntry] = gather_object(list(found)) if accelerator.num_processes > 1 else list(found)
     first = {(each.source, each.name): each for each in sorted(everyone, key=lambda each: each.reason, reverse=True)}
     places = dict.fromkeys((view.picture.source, view.picture.name) for view in views)
     return [first[place] for place in places if place in first]
@@ -132,18 +136,20 @@ def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
     return [*captions, *of_class]
 
 
-def prompts_beside(config: TrainConfig, requests: Sequence[Request]) -> list[str]:
+def prompts_beside(config: TrainConfig, requests: Sequence[PictureRequest]) -> list[str]:
     """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
     drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
     return [*drawn, *drift_prompts(config.validation)]
 
 
-def validation_requests(config: TrainConfig, plan: Plan) -> list[Request]:
+def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]:
     """The fixed prompts and seeds of a run's validation pictures."""
     option = config.validation
     prompts = [plan.example()] if option.prompts is None else option.prompts
     width, height = config.picture_size()
     return [
-        Request(prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance)
+        PictureRequest(
+            prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance
+        )
         for number, prompt in enumerate(prompts)
     ]

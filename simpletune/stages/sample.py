@@ -23,7 +23,7 @@ from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.objectives.solvers import Solver
-from simpletune.models.shared.denoiser import Transformer, device_of
+from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.system.options import UserError
@@ -53,7 +53,7 @@ class SampledModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class PictureRequest:
     """One picture to draw.
 
     Args:
@@ -89,7 +89,7 @@ class Request:
         return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
 
 
-def noises(request: Request, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
+def noises(request: PictureRequest, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
     """Draw a request's noise in fp32 on the CPU, so that it depends on neither device nor batch, and equals diffusers'
     noise from a CPU generator with that seed.
 
@@ -125,7 +125,7 @@ class Sampler:
         objective: what the weights were trained with, which may change the solver's schedule; None: the model's own.
     """
 
-    transformer: Transformer
+    transformer: Denoiser
     model: SampledModel
     precision: WeightPrecision
     modulation: ModulationSource | None = None
@@ -137,7 +137,7 @@ class Sampler:
     @torch.no_grad()
     def denoise(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[PictureRequest],
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None = None,  # [b, c, h, w]
@@ -148,7 +148,7 @@ class Sampler:
         in one batch. In fp16, repeats the drawing with fp32 in the blocks that overflowed.
 
         Args:
-            requests: requests with equal ``Request.batch_key``.
+            requests: requests with equal ``RunRequest.batch_key``.
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
@@ -157,12 +157,12 @@ class Sampler:
 
     def _denoised(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[PictureRequest],
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None,
     ) -> Tensor:
-        device, dtype = device_of(self.transformer), self.precision.compute_dtype()
+        device, dtype = model_device(self.transformer), self.precision.compute_dtype()
         first = requests[0]
         objective = self.objective or default_objective(self.model.objective)
         solver = self.model.solver(objective, first.steps, first.skipped)
@@ -193,7 +193,7 @@ class Sampler:
 
     def latents(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[PictureRequest],
         embeddings: Callable[[str], Embeddings],
         starts: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
@@ -231,8 +231,12 @@ def conditions_of(
         yield from rows.view(len(levels), len(pooled), -1)
 
 
-def draw(
-    sampler: Sampler, vae: nn.Module, model: Model, requests: Sequence[Request], embeddings: Callable[[str], Embeddings]
+def generate_pictures(
+    sampler: Sampler,
+    vae: nn.Module,
+    model: Model,
+    requests: Sequence[PictureRequest],
+    embeddings: Callable[[str], Embeddings],
 ) -> list[Image.Image]:
     """Draw pictures for requests, in their order.
 
@@ -248,7 +252,9 @@ def draw(
 
 
 @torch.no_grad()
-def encode_starts(vae: nn.Module, model: Model, requests: Sequence[Request]) -> list[Tensor | None]:  # [1, c, h, w]
+def encode_starts(
+    vae: nn.Module, model: Model, requests: Sequence[PictureRequest]
+) -> list[Tensor | None]:  # [1, c, h, w]
     """Encode each request's starting picture to z_0 on the CPU; None for requests without one."""
     starts: list[Tensor | None] = []
     for request in requests:
@@ -262,7 +268,7 @@ def encode_starts(vae: nn.Module, model: Model, requests: Sequence[Request]) -> 
     return starts
 
 
-def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
+def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
     """Read a request's starting picture, scale it to cover the size, and crop its centre.
 
     Raises:
@@ -277,7 +283,7 @@ def starting_pixels(request: Request) -> Tensor:  # [1, 3, h, w] in -1..1
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
-def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
+def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, request in enumerate(requests):

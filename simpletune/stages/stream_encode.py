@@ -8,10 +8,10 @@ import numpy as np
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import MOST
-from simpletune.data.samples import Sample, View
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.samples import Crop, Sample
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.stages.plan_data import report_rejected
-from simpletune.stages.prepared import Caches, Prepared, prompts_beside, validation_requests, with_class
+from simpletune.stages.prepared import Caches, PreparedData, prompts_beside, validation_requests, with_class
 from simpletune.stages.stream_plan import FIRST, StreamPlan
 from simpletune.stages.stream_samples import StreamedSamples
 from simpletune.system.options import plural
@@ -19,7 +19,7 @@ from simpletune.system.options import plural
 PORTION = 2**14  # samples whose prompts are encoded together; each portion loads every text encoder once
 
 
-def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: int = 0) -> Prepared:
+def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: int = 0) -> PreparedData:
     """Fill the caches with the rows of a stream that the run uses. Takes as much memory for a thousand rows as for a
     million.
 
@@ -33,7 +33,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
         UserError: a shard is damaged, or rows cannot be used and ``data.on_error`` is ``stop``, or none are left.
     """
     steps, asked = config.steps(plan.steps_per_epoch), config.validation.eval_samples
-    filling = Filling(config, plan, caches)
+    filling = StreamEncoder(config, plan, caches)
     filling.steps(start, steps)
     filling.evaluation(MOST if asked == "auto" else asked)
     requests = validation_requests(config, filling.plan)
@@ -47,7 +47,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     return prepared
 
 
-class Filling:
+class StreamEncoder:
     """Encodes rows, and removes unusable ones from the plan.
 
     Args:
@@ -58,7 +58,7 @@ class Filling:
 
     def __init__(self, config: TrainConfig, plan: StreamPlan, caches: Caches):
         self.config, self.plan, self.caches = config, plan, caches
-        self.rejected: list[Rejected] = []
+        self.rejected: list[RejectedEntry] = []
         self.notes: list[str] = []
         self._noted = False
         self._variants = plan.samples.source.variants
@@ -101,7 +101,7 @@ class Filling:
             self._noted = True
             self._note_long(prompts[:FIRST])
         if pictures:
-            parts: dict[int, list[View]] = {}
+            parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)
             for (sample, _, variant), part in zip(found, samples.parts(places).tolist(), strict=True):
                 parts.setdefault(part, []).append(plan.view(sample, variant))
@@ -115,14 +115,14 @@ class Filling:
 
     def _made(
         self, samples: StreamedSamples, codes: np.ndarray
-    ) -> tuple[list[tuple[Sample, int, int]], list[Rejected]]:
+    ) -> tuple[list[tuple[Sample, int, int]], list[RejectedEntry]]:
         """Samples with their places and variants, and those with unusable captions."""
-        found, rejected = list[tuple[Sample, int, int]](), dict[int, Rejected]()
+        found, rejected = list[tuple[Sample, int, int]](), dict[int, RejectedEntry]()
         for place, variant in zip(*(part.tolist() for part in divmod(codes, self._variants)), strict=True):
             try:
                 found.append((samples[place], place, variant))
             except UnusablePicture as reason:
-                rejected[place] = Rejected(samples.name(place), str(reason))
+                rejected[place] = RejectedEntry(samples.name(place), str(reason))
         return found, list(rejected.values())
 
     def _note_long(self, prompts: list[str]) -> None:

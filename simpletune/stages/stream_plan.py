@@ -15,7 +15,7 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Sample
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.stream import Stream
-from simpletune.data.streaming.order import Micros, epoch_order, substituted
+from simpletune.data.streaming.order import Micros, epoch_order, substitute_unusable
 from simpletune.models.objectives import Objective
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.stream_samples import StreamedSamples, split_samples, streamed_samples
@@ -97,7 +97,7 @@ class StreamPlan(Plan):
         window = self.samples.source.shuffle_window
         batches = epoch_order((self.seed, number), block, self.samples.bucket, window, self.batch_size)
         if len(self.unusable[0]):
-            batches = substituted(batches, self.samples.bucket, self.unusable[0])
+            batches = substitute_unusable(batches, self.samples.bucket, self.unusable[0])
         return Micros(batches)
 
     def _order(self, number: int) -> np.ndarray:

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.text.inputs import TextInputs, Tokens
+from simpletune.adapters.text.inputs import PromptTokenizer, TextInputs
 from simpletune.adapters.text.option import NO_TEXT, Text
-from simpletune.data.cache.cache import ALONE, Cache, Share
+from simpletune.data.cache.cache import ALONE, Cache, KeyRange
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.models.families import Model
-from simpletune.models.shared.prompts import Encoder, unpack
+from simpletune.models.shared.prompts import TextEncoder, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
@@ -34,7 +34,7 @@ def encode_prompts(
     missing: Mapping[str, str],
     outputs: Callable[[list[str]], Iterable[Parts]],
     failure: tuple[str, str],
-    share: Share = ALONE,
+    share: KeyRange = ALONE,
 ) -> set[str]:
     """Encode prompts with one encoder into its cache.
 
@@ -82,12 +82,12 @@ class TextCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, text: Text = NO_TEXT):
         self.prompts, self.dtype = model.prompts(dtype), dtype
-        self.tokens = Tokens(text, model, self.prompts)
+        self.tokens = PromptTokenizer(text, model, self.prompts)
         self.encoders = [e for e in self.prompts.encoders if e.name not in self.tokens.resident]
         self.caches = {e.name: open_cache(cache, "text", self.prompts.fingerprint(e)) for e in self.encoders}
         self._regions = model.text_regions() if self.tokens.resident else {}
 
-    def fill(self, prompts: Iterable[str], device: torch.device, share: Share = ALONE) -> int:
+    def fill(self, prompts: Iterable[str], device: torch.device, share: KeyRange = ALONE) -> int:
         """Encode the prompts that are not cached yet, one encoder at a time.
 
         Args:
@@ -113,7 +113,7 @@ class TextCache:
         wanted = {self.tokens.expanded(prompt): prompt for prompt in prompts}
         return {wanted[prompt] for cache in self.caches.values() for prompt in cache.lacking(wanted)}
 
-    def _encode(self, encoder: Encoder, missing: list[str], device: torch.device, share: Share) -> set[str]:
+    def _encode(self, encoder: TextEncoder, missing: list[str], device: torch.device, share: KeyRange) -> set[str]:
         """Encode prompts with one encoder, and return those that this process has encoded.
 
         Raises:
@@ -134,7 +134,7 @@ class TextCache:
         """Load the pooled embedding [p] of one prompt, reading only the encoders that contribute to it."""
         return self.prompts.pool({encoder.name: self.part(encoder, prompt) for encoder in self.prompts.pooling})
 
-    def part(self, encoder: Encoder, prompt: str) -> dict[str, Tensor]:
+    def part(self, encoder: TextEncoder, prompt: str) -> dict[str, Tensor]:
         """Load one encoder's output for one prompt; zeros for an encoder that runs in every step."""
         if encoder.name in self.caches:
             return unpack(self.caches[encoder.name].load(self.tokens.expanded(prompt)), self.dtype)

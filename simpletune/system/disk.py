@@ -24,7 +24,7 @@ class DiskFull(UserError):
         super().__init__(message, FULL_CODE)
 
 
-def in_words(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format bytes in a suitable unit, with decimals if useful."""
     for unit in ("bytes", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -41,7 +41,7 @@ def existing(path: Path) -> Path:
     return path
 
 
-def free_bytes(path: Path) -> int:
+def free_disk_bytes(path: Path) -> int:
     """Return the free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(existing(path)).free
 
@@ -72,7 +72,7 @@ def room_for(
     try:
         yield
     except BaseException as error:
-        free = free_bytes(place)  # measured before undo frees space
+        free = free_disk_bytes(place)  # measured before undo frees space
         if undo is not None:
             undo()
         kind = reason_full(error) if isinstance(error, Exception) else None
@@ -83,14 +83,14 @@ def room_for(
 
 def full(what: str, place: Path, kind: str, needed: int | None, free: int) -> DiskFull:
     """Build the error for a full disk."""
-    wanted = "" if needed is None else f"{in_words(needed)} were needed, "
+    wanted = "" if needed is None else f"{format_bytes(needed)} were needed, "
     return DiskFull(
-        f"the disk of {existing(place)} {kind} while {what}: {wanted}{in_words(free)} were free. Finished files "
+        f"the disk of {existing(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. Finished files "
         "are intact. Free some space, then continue with --resume latest, or start again if there is no checkpoint yet"
     )
 
 
-def size_of(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Sum the bytes of all files in a folder without following links; 0 if it does not exist."""
     total = 0
     for parent, _, names in os.walk(folder):

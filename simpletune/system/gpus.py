@@ -89,7 +89,7 @@ CARDS = (
 )
 
 
-def card_of(text: str) -> Card:
+def find_card(text: str) -> Card:
     """Find a card by name or by memory: ``L4``, ``rtx 4090``, ``12 GiB``, ``12GB``.
 
     A size means the nominal memory of a consumer card of the L4's generation.

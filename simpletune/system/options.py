@@ -81,7 +81,7 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
+def join_names(names: Sequence[str], most: int = 8) -> str:
     """Join at most ``most`` names in one line: ``a, b, c and 5 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -93,7 +93,7 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Union_:
+class DiscriminatedUnion:
     """Describe the discriminated union of an annotation: the tag's field name and the members by tag value."""
 
     tag: str
@@ -130,7 +130,7 @@ def item_of(field: FieldInfo | None) -> FieldInfo | None:
     return FieldInfo.from_annotation(get_args(annotation)[0])
 
 
-def union_of(field: FieldInfo) -> Union_ | None:
+def union_of(field: FieldInfo) -> DiscriminatedUnion | None:
     """Return the discriminated union of a field, or None. The first member is the default."""
     if not isinstance(field.discriminator, str):
         return None
@@ -138,11 +138,11 @@ def union_of(field: FieldInfo) -> Union_ | None:
 
 
 @functools.cache
-def _union(annotation: Hashable, tag: str) -> Union_:
+def _union(annotation: Hashable, tag: str) -> DiscriminatedUnion:
     """Return the union of an annotation; cached, because checking one configuration needs unions about 40 times."""
     classes = option_classes(annotation)
     members = {value: option for option in classes for value in tag_values(option, tag)}
-    return Union_(tag, members, next(iter(members)))
+    return DiscriminatedUnion(tag, members, next(iter(members)))
 
 
 def member_for(field: FieldInfo, value: object) -> type[Option] | None:
@@ -155,7 +155,7 @@ def member_for(field: FieldInfo, value: object) -> type[Option] | None:
     return union.members.get(tag) if isinstance(tag, str) else None
 
 
-def default_tag(union: Union_, value: Json) -> str:
+def default_tag(union: DiscriminatedUnion, value: Json) -> str:
     """Return the tag of a JSON object that names none: of the first member whose required fields it has, such as
     ``data.sources``; without any, the union's default."""
     for tag, member in union.members.items():

@@ -54,8 +54,8 @@ def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
     Raises:
         UserError: the file cannot be used.
     """
-    given = read(file) if file else read(Path(configured), "output.prices") if configured else {}
-    both = [read(SHIPPED), given]
+    given = read_prices(file) if file else read_prices(Path(configured), "output.prices") if configured else {}
+    both = [read_prices(SHIPPED), given]
     return {name.lower(): price for prices in both for name, price in prices.items()}
 
 
@@ -65,7 +65,7 @@ def own(prices: Iterable[tuple[str, float]]) -> Prices:
     return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
 
 
-def read(file: Path, option: str = "--prices") -> Prices:
+def read_prices(file: Path, option: str = "--prices") -> Prices:
     """Read a file of prices.
 
     Args:
@@ -87,14 +87,14 @@ def read(file: Path, option: str = "--prices") -> Prices:
         ) from None
 
 
-def gathered(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
+def merge_prices(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
     """Return the user's own prices, then those prices in a file whose names differ.
 
     Raises:
         UserError: the file cannot be used.
     """
     mine = own(given)
-    return mine | {name: price for name, price in (read(file) if file else {}).items() if name not in mine}
+    return mine | {name: price for name, price in (read_prices(file) if file else {}).items() if name not in mine}
 
 
 def cost_of_picture(seconds: float, per_hour: float) -> float:

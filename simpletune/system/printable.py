@@ -13,6 +13,6 @@ def printable(text: str) -> str:
     return STEERING.sub(lambda found: found.group().encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-def reason_of(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Describe an exception in one line: its type and at most 300 characters of its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no reason given'}"

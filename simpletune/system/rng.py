@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
 
-def key_of(seed: int, *parts: int | str) -> int:
+def random_key(seed: int, *parts: int | str) -> int:
     """Derive a 128-bit key from a seed and the name and numbers of a draw."""
     text = json.dumps([seed, *parts], separators=(",", ":"))
     return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little")
@@ -29,14 +29,14 @@ def stream(seed: int, *parts: int | str) -> Generator:
     """
     from numpy.random import Generator, Philox
 
-    return Generator(Philox(key=key_of(seed, *parts)))
+    return Generator(Philox(key=random_key(seed, *parts)))
 
 
 def reseed_global(seed: int, *parts: int | str) -> None:
     """Seed the global generators for code that still uses them (LoRA dropout, adapter initialisation)."""
     import torch
 
-    drawn = key_of(seed, *parts) % 2**63
+    drawn = random_key(seed, *parts) % 2**63
     if torch.accelerator.is_available():
         torch.manual_seed(drawn)
     else:

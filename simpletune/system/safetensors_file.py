@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.system.atomic import atomic_file
 from simpletune.system.failpoints import failpoint
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ INDEX_SUFFIX = ".shards.json"
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 
 
-def bytes_of(kind: str) -> int:
+def bytes_per_number(kind: str) -> int:
     """Return the bytes per number; 1 for unknown types, as in all newer ones."""
     return TYPES[kind].bytes if kind in TYPES else 1
 
@@ -258,8 +258,10 @@ class SafetensorsWriter:
         self._file = file
         self._entries: dict[str, Any] = {}
         offset = 0
-        for name, (kind, shape) in sorted(entries.items(), key=lambda entry: (-bytes_of(entry[1][0]), entry[0])):
-            end = offset + bytes_of(kind) * math.prod(shape)
+        for name, (kind, shape) in sorted(
+            entries.items(), key=lambda entry: (-bytes_per_number(entry[1][0]), entry[0])
+        ):
+            end = offset + bytes_per_number(kind) * math.prod(shape)
             self._entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         header = {"__metadata__": dict(metadata), **self._entries} if metadata else self._entries
@@ -304,7 +306,7 @@ class SafetensorsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._open:
-            unwritten = ValueError(f"never written: {shortened(sorted(self._open), 4)}")
+            unwritten = ValueError(f"never written: {join_names(sorted(self._open), 4)}")
             self._contexts.__exit__(ValueError, unwritten, None)
             raise unwritten
         self._contexts.__exit__(kind, error, trace)

@@ -97,7 +97,7 @@ def poll() -> None:
         raise Stopped(_Signals.received)
 
 
-def stop_if_asked() -> None:
+def stop_if_requested() -> None:
     """Stop if a signal was received, between stages of a run and after deferring signals.
 
     Raises:

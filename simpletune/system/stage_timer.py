@@ -93,10 +93,10 @@ def largest_peak(stages: Mapping[str, Stage], name: str) -> float | None:
 
 def stages_as_json(stages: Mapping[str, Stage]) -> dict[str, Any]:
     """Return the stages' measurements, rounded to four decimals."""
-    return {name: {key: rounded(value) for key, value in asdict(s).items()} for name, s in stages.items()}
+    return {name: {key: round_figure(value) for key, value in asdict(s).items()} for name, s in stages.items()}
 
 
-def rounded(value: float | None) -> float | None:
+def round_figure(value: float | None) -> float | None:
     """Round to four decimals."""
     return None if value is None else round(value, 4)
 

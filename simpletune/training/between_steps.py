@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import is_evaluated
+from simpletune.config.validation_schedule import is_validation_due
 from simpletune.runs.best_checkpoint import since_best
 from simpletune.system.console import TrainingProgress
 from simpletune.system.signals import Stopped
@@ -36,7 +36,7 @@ def save_and_validate(run: Run, done: int, progress: TrainingProgress, stops: bo
         run.control.stop(run.folder, done)
         return
     try:
-        if is_evaluated(config, done) or due(config.validation.every, done):
+        if is_validation_due(config, done) or due(config.validation.every, done):
             with progress.interrupted("validate"):
                 run.look(done)
         if run.control.ready:
@@ -58,14 +58,14 @@ def is_due(run: Run, done: int, stops: bool) -> bool:
     """
     config, asked = run.config, run.control.may_answer
     regular = due(config.checkpoint.every, done) or due(config.validation.every, done)
-    return stops or asked or regular or is_evaluated(config, done)
+    return stops or asked or regular or is_validation_due(config, done)
 
 
 def stops_early(run: Run, done: int) -> bool:
     """Return whether training ends after ``done`` steps because the validation loss no longer falls; the same in all
     processes. If so, the run's length becomes ``done``."""
     option = run.config.validation.early_stop
-    if option is None or done < option.min_steps or not is_evaluated(run.config, done):
+    if option is None or done < option.min_steps or not is_validation_due(run.config, done):
         return False
     asked = run.main and since_best(run.folder) >= option.patience
     if run.accelerator.num_processes > 1:

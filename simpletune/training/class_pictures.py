@@ -15,16 +15,16 @@ from accelerate import Accelerator
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.data.cache.cache import KeyedFolder, Share
+from simpletune.data.cache.cache import KeyedFolder, KeyRange
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.multi_source import Several, scan_sources, subjects
+from simpletune.data.sources.multi_source import MultiSource, scan_sources, subjects
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import device_of, units_of
+from simpletune.models.shared.denoiser import model_device, model_units
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, modulation_of
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, remove_stale, write_text
@@ -69,8 +69,8 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     prior = config.prior
     if not isinstance(prior, ClassPictures):
         return config
-    requests = requests_of(config, prior)
-    folder = ClassFolder(folder_of(config, requests))
+    requests = class_requests(config, prior)
+    folder = ClassFolder(class_folder(config, requests))
     with accelerator.main_process_first():
         folder.folder.mkdir(parents=True, exist_ok=True)
         link_known(folder, requests)
@@ -80,16 +80,16 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     say(f"class   {pictures} of {prior.prompt!r}: {kept} kept in {folder.folder}, {len(missing)} to draw")
     if missing:
         with stages.stage(STAGE):
-            draw_missing(config, missing, folder, accelerator)
+            generate_missing(config, missing, folder, accelerator)
     return config.model_copy(update={"data": with_source(config, prior, folder.folder)})
 
 
-def requests_of(config: TrainConfig, prior: ClassPictures) -> list[Request]:
+def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureRequest]:
     """The pictures to draw: squares at the subject's largest resolution, each with its own seed."""
     side = max(source.resolution for source in subjects(config.data))
     negative, prompts = config.validation.negative_prompt, prompts_of_class(config, prior)
     return [
-        Request(
+        PictureRequest(
             prompts[(prior.seed + number) % len(prompts)],
             prior.seed + number,
             negative,
@@ -112,7 +112,7 @@ def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
     return list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or [prior.prompt]
 
 
-def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
+def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
     """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
     model, precision, first = config.model, config.precision, requests[0]
     prompts = model.prompts(precision.encoder_dtype())
@@ -139,7 +139,7 @@ def folder_of(config: TrainConfig, requests: list[Request]) -> Path:
     return config.output.cache_folder / "class" / key / f"{first.seed}-{requests[-1].seed}"
 
 
-def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
+def link_known(folder: ClassFolder, requests: Sequence[PictureRequest]) -> None:
     """Link pictures drawn by runs with another number of them or with other seeds."""
     for request in requests:
         place = folder.file(str(request.seed))
@@ -152,11 +152,13 @@ def link_known(folder: ClassFolder, requests: Sequence[Request]) -> None:
                     os.link(source, part)
 
 
-def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFolder, accelerator: Accelerator) -> None:
+def generate_missing(
+    config: TrainConfig, requests: list[PictureRequest], folder: ClassFolder, accelerator: Accelerator
+) -> None:
     """Draw pictures with the base, using training's memory levers, then free the base. Each process draws the pictures
     that it claims, and loads the base only after claiming some."""
     device, model = accelerator.device, config.model
-    share = Share(accelerator.process_index, accelerator.num_processes)
+    share = KeyRange(accelerator.process_index, accelerator.num_processes)
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
     text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, share)
     by_key = {str(request.seed): request for request in requests}
@@ -170,7 +172,7 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFold
             if sampler is None:
                 sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
                 vae = model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
-            for picture, request in zip(draw(sampler, vae, model, some, text.load), some, strict=True):
+            for picture, request in zip(generate_pictures(sampler, vae, model, some, text.load), some, strict=True):
                 place = folder.file(str(request.seed))
                 write_text(place.with_suffix(".txt"), request.prompt, shared=True)
                 with atomic_file(place, shared=True) as part:
@@ -184,17 +186,17 @@ def draw_missing(config: TrainConfig, requests: list[Request], folder: ClassFold
 
 def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
     """Load the base to draw pictures of these sizes, with training's memory levers."""
-    config = for_drawing(config, on_host=device.type == "cpu")
+    config = for_generation(config, on_host=device.type == "cpu")
     transformer = load_base(config, device, sizes, cache_of_bases(config))
     modulation = modulation_of(transformer, config.memory, config.precision, device)
-    config.memory.attach(units_of(transformer), device_of(transformer))
+    config.memory.attach(model_units(transformer), model_device(transformer))
     kernel = partial(attention_by, config.speed.attention)
     return Sampler(
         transformer.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
     )
 
 
-def for_drawing(config: TrainConfig, on_host: bool) -> TrainConfig:
+def for_generation(config: TrainConfig, on_host: bool) -> TrainConfig:
     """Resolve the ``auto`` values of ``memory`` for use without a backward pass."""
     with silent():
         config = settle_modulation(config, on_host)
@@ -203,7 +205,7 @@ def for_drawing(config: TrainConfig, on_host: bool) -> TrainConfig:
     return config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
 
 
-def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> Several:
+def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> MultiSource:
     """Add the class pictures to the data as another source, for regularization."""
     side = max(source.resolution for source in subjects(config.data))
     of_class = Folder(
@@ -213,5 +215,5 @@ def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> Seve
         weight=prior.weight,
         regularization=True,
     )
-    before = list(config.data.sources) if isinstance(config.data, Several) else [config.data]
-    return Several(sources=[*before, of_class])
+    before = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
+    return MultiSource(sources=[*before, of_class])

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.engine.optim.ema import averaged
+from simpletune.engine.optim.ema import use_average
 from simpletune.engine.profiling import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
-from simpletune.runs.best_checkpoint import choose
+from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.estimate_record import beside_measured, lines
-from simpletune.runs.folder import SUMMARY, read_evaluation
+from simpletune.runs.folder import SUMMARY, read_first_validation
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
-from simpletune.runs.summary import Measured, drift_at, left_out, print_results, summarise
+from simpletune.runs.summary import RunMeasurements, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
 
@@ -26,7 +26,7 @@ from simpletune.training.run_profiler import add_memory
 def finish(run: Run, traces: EpochTraces) -> None:
     """Export the result before the last validation, so that a failure there cannot lose it."""
     failpoint("finish.saved")
-    with run.stages.stage("save"), averaged(run.average):
+    with run.stages.stage("save"), use_average(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = export_result(run.config, run.transformer, run.folder, metadata)
     failpoint("finish.exported")
@@ -34,7 +34,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     run.optional(DRAWING, run.validate, run.steps)
     run.attempt.update(ended="finished")
     attempts = run.attempt.all
-    measured = Measured(run.device, attempts, run.prepared.plan.samples_per_step)
+    measured = RunMeasurements(run.device, attempts, run.prepared.plan.samples_per_step)
     summary = summarise(run.config, run.folder, run.steps, measured)
     summary |= {
         "attempts": len(attempts),
@@ -45,7 +45,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
         "trainable_parameters": sum(parameter.numel() for parameter in run.core.named.values()),
         "total_parameters": run.total,
         "steps_per_epoch": run.prepared.plan.steps_per_epoch,
-        "eval_loss_before": read_evaluation(run.folder),
+        "eval_loss_before": read_first_validation(run.folder),
         "eval_loss_after": eval_after,
         **run.evaluated_on,
         "output": str(output),
@@ -55,7 +55,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     if run.early is not None:
         asked = run.config.steps(run.prepared.plan.steps_per_epoch)
         summary |= {"stopped_early": True, "status": run.early, "steps_asked": asked}
-    if (best := choose(run.folder)) is not None:
+    if (best := choose_best(run.folder)) is not None:
         summary["best"] = best.as_json()
     if run.predicted is not None:
         from simpletune.estimate.run_estimate import compare_with_measured
@@ -101,5 +101,5 @@ def report_or_warning(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
         return report_at_end(folder)
     except Exception as error:  # a report must not fail the run
-        warn(f"the report failed ({reason_of(error)})")
+        warn(f"the report failed ({describe_exception(error)})")
         return None

@@ -20,7 +20,7 @@ from simpletune.runs.repair import set_aside
 from simpletune.runs.result import CHECKSUMS, damaged_results, result_checksums, result_files
 from simpletune.runs.summary import summary_at
 from simpletune.runs.weights import overwrite
-from simpletune.runs.weights_names import RunName, find_in_run, find_run, is_unfinished, run_config
+from simpletune.runs.weights_names import CheckpointRef, find_in_run, find_run, is_unfinished, run_config
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -64,7 +64,7 @@ def finish_early(name: str) -> Path:
     return output
 
 
-def restore_lost(named: RunName) -> Path | None:
+def restore_lost(named: CheckpointRef) -> Path | None:
     """Export the result of a finished run again if it is gone; return it, or None if there is nothing to restore."""
     run, step = named
     summary = read_summary(run) if step is None and is_unfinished(run) else None
@@ -100,7 +100,7 @@ def restore_result(run: Path, saved: checkpoint.SavedState, summary: Json) -> Pa
     return output
 
 
-def refuse_finished(named: RunName) -> None:
+def refuse_finished(named: CheckpointRef) -> None:
     """Refuse a finished run; a run that was finished early may be finished again from another checkpoint.
 
     Raises:
@@ -113,14 +113,14 @@ def refuse_finished(named: RunName) -> None:
     early = (read_json_or_none(run / SUMMARY) or {}).get("status")
     if early and step not in (None, steps):
         return
-    result = find_in_run(RunName(run))
+    result = find_in_run(CheckpointRef(run))
     others = ", ".join(f"{run}@{number}" for number, _ in found if number != steps)
     hint = f" Name other checkpoints directly: {others}" if others else ""
     how = early or f"{steps} steps"
     raise UserError(f"{run} is already finished ({how}). Its result is {result.lora or result.transformer}.{hint}")
 
 
-def read_intact(named: RunName) -> checkpoint.SavedState:
+def read_intact(named: CheckpointRef) -> checkpoint.SavedState:
     """Read the named checkpoint, or the newest intact one.
 
     Raises:
@@ -142,7 +142,7 @@ def read_intact(named: RunName) -> checkpoint.SavedState:
 def _read(folder: Path) -> checkpoint.SavedState:
     """Read a checkpoint and verify its checksums."""
     try:
-        return checkpoint.read(folder)
+        return checkpoint.read_checkpoint(folder)
     except UserError as error:  # its remedy applies to --resume
         raise UserError(str(error).removeprefix("--resume: ").partition(". ")[0]) from None
 
@@ -163,15 +163,15 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
             header.pop("format", None)
             write_safetensors(WeightReader([saved.folder / name]).get_all(), run / name, header)
         return run / names[0]
-    trained = find_in_run(RunName(run, saved.step)).trained
+    trained = find_in_run(CheckpointRef(run, saved.step)).trained
     assert trained is not None
     model = resolve_model_folder(config).model
-    transformer = model.load_transformer(config.precision, CPU, config.train.seed)
+    transformer = model.load_denoiser(config.precision, CPU, config.train.seed)
     overwrite(transformer, trained)
     return adapter.export(transformer, run, metadata)
 
 
-def print_finished(named: RunName, summary: dict[str, object], places: dict[str, Path | None]) -> None:
+def print_finished(named: CheckpointRef, summary: dict[str, object], places: dict[str, Path | None]) -> None:
     """Print the written files."""
     run = named.folder
     say(f"{run}: {summary.get('status', 'finished')}, without training")

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from torch.distributed import Store
 
 from simpletune.system.options import UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.processes import process_number, processes, progressed
 from simpletune.system.signals import Stopped
 
@@ -34,7 +34,7 @@ RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Timeouts for waiting for other processes, in seconds.
 
     Args:
@@ -58,7 +58,7 @@ class Patience:
     closing: int = 15
 
 
-PATIENCE = Patience()
+PATIENCE = Timeouts()
 SCHEME = "simpletune"
 MEETING = f"{SCHEME}://"
 """How the processes meet: like torch's ``env://``, but with keys specific to this start. torchrun serves one store for
@@ -67,7 +67,7 @@ hangs (torch 2.13.0, ``torch/distributed/rendezvous.py``, which expects a new st
 APART, MET, TRAINS = range(3)  # stages: before the process group is formed, after that, after the first step
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """A process's heartbeat: its number, how much the process has done (``progressed.count``), its stage, its state,
     its machine, and why it stopped or failed."""
 
@@ -83,22 +83,22 @@ class Sign(NamedTuple):
         return "\t".join((*map(str, self[:3]), *self[3:]))
 
     @classmethod
-    def unpacked(cls, line: bytes) -> Sign:
+    def unpacked(cls, line: bytes) -> Heartbeat:
         """Read what ``packed`` wrote."""
         beat, progress, stage, state, host, reason = line.decode().split("\t", 5)
         return cls(int(beat), int(progress), int(stage), state, host, reason)
 
 
-class Seen(NamedTuple):
+class PeerState(NamedTuple):
     """Another process's last heartbeat, when it was first seen (``time.monotonic``), and whether the process is alive:
     its heartbeat has changed, so it is not left over from an earlier start."""
 
-    sign: Sign | None
+    sign: Heartbeat | None
     at: float
     lives: bool = False
 
 
-class Verdict(NamedTuple):
+class PeerFailure(NamedTuple):
     """What the others' heartbeats mean: why to end, and how many seconds this process has to end by itself."""
 
     why: str
@@ -106,54 +106,54 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class Judge:
+class HealthCheck:
     """Decide from the others' heartbeats whether this process has to end, without a store or a clock. ``moved``: the
     progress of all processes and when it last changed; ``apart``: since when all are alive but have not met."""
 
-    patience: Patience
+    patience: Timeouts
     began: float
-    others: dict[int, Seen] = field(default_factory=dict)
+    others: dict[int, PeerState] = field(default_factory=dict)
     moved: tuple[int, float] = (-1, 0.0)
     apart: float | None = None
 
-    def see(self, number: int, sign: Sign | None, now: float) -> None:
+    def see(self, number: int, sign: Heartbeat | None, now: float) -> None:
         """Record a process's heartbeat; None if it has sent none yet."""
-        known = self.others.setdefault(number, Seen(None, self.began))
+        known = self.others.setdefault(number, PeerState(None, self.began))
         if sign is not None and known.sign != sign:
-            self.others[number] = Seen(sign, now, lives=known.sign is not None)
+            self.others[number] = PeerState(sign, now, lives=known.sign is not None)
 
-    def verdict(self, own: Sign, now: float) -> Verdict | None:
+    def verdict(self, own: Heartbeat, now: float) -> PeerFailure | None:
         """Decide whether this process has to end, and why."""
         found = next((each for each in (self._of_one(n, now) for n in sorted(self.others)) if each is not None), None)
         return found or self._of_all(own, now)
 
-    def _of_one(self, number: int, now: float) -> Verdict | None:
+    def _of_one(self, number: int, now: float) -> PeerFailure | None:
         """Check whether a process is absent or lost, has failed or was stopped."""
         seen, patience = self.others[number], self.patience
         since = now - seen.at
         if seen.sign is None or not seen.lives:
             late = f"process {number} has not appeared for {now - self.began:.0f} s"
-            return Verdict(late) if now - self.began > patience.absent else None
+            return PeerFailure(late) if now - self.began > patience.absent else None
         who, state = f"process {number} on {seen.sign.host}", seen.sign.state
         if state == FAILED:
-            return Verdict(f"{who} has failed: {seen.sign.reason}", patience.failed)
+            return PeerFailure(f"{who} has failed: {seen.sign.reason}", patience.failed)
         if state == STOPPED:
-            return Verdict(f"{who} has stopped: {seen.sign.reason}", patience.stopped)
+            return PeerFailure(f"{who} has stopped: {seen.sign.reason}", patience.stopped)
         lost = state == RUNNING and since > patience.silent
-        return Verdict(f"{who} has sent no heartbeat for {since:.0f} s") if lost else None
+        return PeerFailure(f"{who} has sent no heartbeat for {since:.0f} s") if lost else None
 
-    def _of_all(self, own: Sign, now: float) -> Verdict | None:
+    def _of_all(self, own: Heartbeat, now: float) -> PeerFailure | None:
         """Check whether the processes fail to meet, or none makes progress."""
         signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
         together = len(signs) == len(self.others) + 1
         self.apart = (self.apart or now) if together and any(sign.stage == APART for sign in signs) else None
         if self.apart is not None and now - self.apart > self.patience.meeting:
-            return Verdict(f"the processes have not met for {now - self.apart:.0f} s")
+            return PeerFailure(f"the processes have not met for {now - self.apart:.0f} s")
         total = sum(sign.progress for sign in signs)
         if total != self.moved[0]:
             self.moved = total, now
         if all(sign.stage == TRAINS for sign in signs) and now - self.moved[1] > self.patience.stuck:
-            return Verdict(f"no process has done anything for {now - self.moved[1]:.0f} s, so an exchange hangs")
+            return PeerFailure(f"no process has done anything for {now - self.moved[1]:.0f} s, so an exchange hangs")
         return None
 
 
@@ -171,7 +171,7 @@ def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **words: object)
 torch.distributed.register_rendezvous_handler(SCHEME, _meet)
 
 
-class Watch(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Send heartbeats and watch the others', until ``close`` or until this process has to end."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Watch the others."""
-        judge, ends = Judge(self.patience, time.monotonic()), None
+        judge, ends = HealthCheck(self.patience, time.monotonic()), None
         while not self.closed.wait(self.patience.beat if ends is None else 0.2):
             if self.store is None and not self.connect():
                 continue
@@ -205,7 +205,7 @@ class Watch(threading.Thread):
         self.store = torch.distributed.PrefixStore(f"watch-{start_number()}", store)
         return True
 
-    def look(self, judge: Judge, now: float) -> Verdict | None:
+    def look(self, judge: HealthCheck, now: float) -> PeerFailure | None:
         """Send a heartbeat and judge the others'."""
         own = self.say(RUNNING)
         try:
@@ -213,20 +213,20 @@ class Watch(threading.Thread):
                 if other != self.number:
                     judge.see(other, self.read(other), now)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
-            return Verdict(f"process 0 or its launcher is gone ({reason_of(error)})", self.patience.failed)
+            return PeerFailure(f"process 0 or its launcher is gone ({describe_exception(error)})", self.patience.failed)
         return judge.verdict(own, now)
 
-    def say(self, state: str, reason: str = "") -> Sign:
+    def say(self, state: str, reason: str = "") -> Heartbeat:
         """Send a heartbeat; without a store, do nothing."""
         self.beats += 1
         stage = TRAINS if progressed.trains else MET if torch.distributed.is_initialized() else APART
-        sign = Sign(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
+        sign = Heartbeat(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
         if self.store is not None:
             with self.lock, suppress(RuntimeError):  # reading notices when the store is gone
                 self.store.set(str(self.number), sign.packed())
         return sign
 
-    def read(self, other: int) -> Sign | None:
+    def read(self, other: int) -> Heartbeat | None:
         """Read another process's last heartbeat, if it has sent one.
 
         Raises:
@@ -234,7 +234,7 @@ class Watch(threading.Thread):
         """
         assert self.store is not None
         with self.lock:
-            return Sign.unpacked(self.store.get(str(other))) if self.store.check([str(other)]) else None
+            return Heartbeat.unpacked(self.store.get(str(other))) if self.store.check([str(other)]) else None
 
     def end(self, why: str) -> None:
         """End this process at once. Files are whole: all are written under temporary names and renamed."""
@@ -262,7 +262,7 @@ class Watch(threading.Thread):
         return "another process has ended"
 
 
-_watching: list[Watch] = []
+_watching: list[HeartbeatThread] = []
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def watched() -> Iterator[None]:
     if processes() == 1:
         yield
         return
-    watch = Watch()
+    watch = HeartbeatThread()
     _watching.append(watch)
     watch.start()
     try:
@@ -285,14 +285,14 @@ def watched() -> Iterator[None]:
         raise
     except RuntimeError as error:
         if not isinstance(error, torch.distributed.DistError) and not CONNECTION.search(str(error)):
-            watch.close(FAILED, reason_of(error))
+            watch.close(FAILED, describe_exception(error))
             raise
         why = watch.why_connection_failed()
         watch.close(FAILED, why)
         end_at_the_latest(watch.patience.closing)
-        raise UserError(message_of(f"{why} ({reason_of(error)})"), code=LOST) from error
+        raise UserError(message_of(f"{why} ({describe_exception(error)})"), code=LOST) from error
     except BaseException as error:
-        watch.close(FAILED, reason_of(error))
+        watch.close(FAILED, describe_exception(error))
         raise
     finally:
         _watching.remove(watch)

@@ -11,27 +11,27 @@ from accelerate import Accelerator
 from simpletune.config.batches import smaller_batch
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import Draw
+from simpletune.data.samples import SampleDraw
 from simpletune.engine.fsdp.checkpoints import require_shared
-from simpletune.engine.fsdp.rank_zero import Leading
+from simpletune.engine.fsdp.rank_zero import RankZeroDriver
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.quant.int8_tuning import announce_tuning
 from simpletune.models.shared.buckets import Size
 from simpletune.runs import checkpoint
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, load_base_together
-from simpletune.stages.prepared import Prepared
-from simpletune.stages.step.assignment import Share
-from simpletune.stages.step.batch_loader import Batches
-from simpletune.stages.step.train_step import StepCore, assemble, average_of
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.assignment import RankMicroBatches
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError, plural
-from simpletune.system.signals import stop_if_asked
+from simpletune.system.signals import stop_if_requested
 
 if TYPE_CHECKING:
-    from simpletune.models.shared.denoiser import Transformer
+    from simpletune.models.shared.denoiser import Denoiser
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class LoadedModel:
         total: number of parameters of the base model.
     """
 
-    transformer: Transformer
-    core: StepCore
+    transformer: Denoiser
+    core: TrainStep
     average: Average | None
     total: int
 
 
 @dataclass(frozen=True)
-class Ready:
+class FirstStepState:
     """Everything for the first step, with a micro-batch size that fits.
 
     Args:
@@ -63,18 +63,18 @@ class Ready:
     """
 
     config: TrainConfig
-    prepared: Prepared
+    prepared: PreparedData
     model: LoadedModel
-    batches: Batches
+    batches: BatchLoader
 
 
 def load(
     config: TrainConfig,
-    prepared: Prepared,
+    prepared: PreparedData,
     accelerator: Accelerator,
     saved: checkpoint.SavedState | None,
     state_bytes: int | None,
-) -> Ready:
+) -> FirstStepState:
     """Load the model and this process's micro-batches.
 
     Args:
@@ -88,25 +88,27 @@ def load(
     Raises:
         UserError: the smallest micro-batch is too large.
     """
-    stop_if_asked()
+    stop_if_requested()
     if state_bytes is None:
         return _loaded(config, prepared, accelerator, saved)
     return _load_guarded(config, prepared, accelerator, state_bytes)
 
 
 def _loaded(
-    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
-) -> Ready:
+    config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, saved: checkpoint.SavedState | None
+) -> FirstStepState:
     """Load without a trial."""
     model = load_model(config, prepared, accelerator, saved)
     processes, train = accelerator.num_processes, config.train
-    share = Share(accelerator.process_index, processes, train.reduce == "exact", train.is_sharded(processes))
+    share = RankMicroBatches(accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes))
     modulation = model.core.modulation
-    batches = Batches(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
-    return Ready(config, prepared, model, batches)
+    batches = BatchLoader(prepared, config.train.seed, accelerator.device, modulation, config.prior, share)
+    return FirstStepState(config, prepared, model, batches)
 
 
-def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, state_bytes: int) -> Ready:
+def _load_guarded(
+    config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, state_bytes: int
+) -> FirstStepState:
     """Load a new run's model, and run one pass for each bucket's size.
 
     If any process runs out of memory, halves the micro-batch in all of them and loads the model again: no step has been
@@ -136,7 +138,7 @@ def _load_guarded(config: TrainConfig, prepared: Prepared, accelerator: Accelera
         free_memory(accelerator.device)
 
 
-def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size | None:
+def too_large(trial: FirstStepState, accelerator: Accelerator, state_bytes: int) -> Size | None:
     """Return the size of the first bucket whose micro-batch does not fit in some process's memory."""
     for draws in trial.prepared.plan.of_each_size():
         failed = torch.tensor(float(runs_out(trial, draws, state_bytes)), device=accelerator.device)
@@ -145,7 +147,7 @@ def too_large(trial: Ready, accelerator: Accelerator, state_bytes: int) -> Size 
     return None
 
 
-def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
+def runs_out(trial: FirstStepState, draws: list[SampleDraw], state_bytes: int) -> bool:
     """Return whether memory runs out in a micro-batch's passes, given what the rest of the step will take."""
     core, tree = trial.model.core, trial.model.core.tree
     own = -(-trial.config.train.accumulation // core.accelerator.num_processes)
@@ -170,7 +172,7 @@ def runs_out(trial: Ready, draws: list[Draw], state_bytes: int) -> bool:
 
 
 def load_model(
-    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, saved: checkpoint.SavedState | None
+    config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, saved: checkpoint.SavedState | None
 ) -> LoadedModel:
     """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
 
@@ -180,7 +182,7 @@ def load_model(
         accelerator: accelerate's view of processes and device.
         saved: checkpoint to continue from, if any.
     """
-    sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.is_sharded(accelerator.num_processes)
+    sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
     if divided:  # each unit moves to the device when it is sharded
         transformer = load_base(config, torch.device("cpu"), sizes, cache)
     else:
@@ -191,7 +193,7 @@ def load_model(
     text = load_text_side(config, prepared.text, captions, accelerator.device)
     core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
     average = average_of(config, transformer, core.optimizer)
-    leading = None if core.sharding is None else Leading(core.sharding)
+    leading = None if core.sharding is None else RankZeroDriver(core.sharding)
     if core.sharding is not None:
         require_shared(run_folder(config), core.sharding)
     if leading is not None and average is not None:
@@ -207,7 +209,7 @@ def load_model(
     return LoadedModel(transformer, core, average, total)
 
 
-def announce_kernel(config: TrainConfig, transformer: Transformer, device: torch.device, plan: Plan) -> None:
+def announce_kernel(config: TrainConfig, transformer: Denoiser, device: torch.device, plan: Plan) -> None:
     """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
     if device.type != "cuda":
         return

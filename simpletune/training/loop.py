@@ -15,19 +15,19 @@ from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.cache.cache import Share
+from simpletune.data.cache.cache import KeyRange
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.profiling import EpochTraces, phase
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, append_metrics, finished_steps, read_summary
-from simpletune.runs.remote.checkpoint_store import kept_in_store
+from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.runs.repair import require_place
 from simpletune.runs.result import result_files
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
-from simpletune.stages.copy_cache import take_over
+from simpletune.stages.copy_cache import copy_cache
 from simpletune.stages.encode import encode
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.step.batch_loader import Prefetcher
@@ -40,7 +40,14 @@ from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
 from simpletune.system.processes import is_first_process, processes
-from simpletune.system.signals import SIGNALS, Stopped, deferred_signals, is_listening, received_signal, stop_if_asked
+from simpletune.system.signals import (
+    SIGNALS,
+    Stopped,
+    deferred_signals,
+    is_listening,
+    received_signal,
+    stop_if_requested,
+)
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.accelerator import make_accelerator
 from simpletune.training.between_steps import is_due, is_interrupted, save_and_validate, stops_early
@@ -49,7 +56,7 @@ from simpletune.training.ending import explained
 from simpletune.training.finish import finish
 from simpletune.training.finish_early import restore_result
 from simpletune.training.heartbeats import part_company, watched
-from simpletune.training.pending_steps import Asked, DeviceEvent, MetricsQueue, PendingStep, global_figures
+from simpletune.training.pending_steps import DeviceEvent, InterruptFlags, MetricsQueue, PendingStep, global_figures
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import traces_of
 from simpletune.training.setup import StartOptions, set_up
@@ -83,7 +90,7 @@ def train(
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
     writing = room_for("writing the run's files", folder)
-    with lock, kept_in_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
+    with lock, open_checkpoint_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
@@ -99,13 +106,13 @@ def validate_train_finish(run: Run) -> None:
     run.first_alone(validate_first, run)
     run.attempt.set_up()
     announce_stops(run)
-    stop_if_asked()
+    stop_if_requested()
     with deferred_signals(run.accelerator.num_processes):
         traces = loop(run)
         if run.start < run.steps:
             run.first_alone(run.save, run.steps)
         stop_together(run)
-    stop_if_asked()
+    stop_if_requested()
     run.first_alone(finish, run, traces)
 
 
@@ -129,7 +136,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = run_folder(config)
     if finished_steps(folder) is None:
         return False
-    summary, saved = read_summary(folder), checkpoint.find("auto", folder)
+    summary, saved = read_summary(folder), checkpoint.find_checkpoint("auto", folder)
     if not saved or not summary or summary["steps"] != saved.step:
         return False
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
@@ -256,7 +263,7 @@ def log_steps(run: Run, pending: MetricsQueue, progress: TrainingProgress, every
     return ends
 
 
-def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
+def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> InterruptFlags:
     """Log one step to the metrics, the trackers and the progress line.
 
     Returns:
@@ -276,9 +283,9 @@ def log_step(run: Run, done: PendingStep, progress: TrainingProgress) -> Asked:
     return asked
 
 
-def asked_now(run: Run) -> Asked:
+def asked_now(run: Run) -> InterruptFlags:
     """Return what is asked of this process."""
-    return Asked(received_signal() is not None or run.control.stops, run.control.waits)
+    return InterruptFlags(received_signal() is not None or run.control.stops, run.control.waits)
 
 
 def stop_signal(run: Run, asked: bool) -> int | None:
@@ -311,7 +318,7 @@ def prepare_only(config: TrainConfig, source: str | None = None) -> None:
         data = plan_data(resolved)
         if source is not None:
             with stages.stage("copy"):
-                take_over(resolved, data.plan, source, Share(accelerator.process_index, accelerator.num_processes))
+                copy_cache(resolved, data.plan, source, KeyRange(accelerator.process_index, accelerator.num_processes))
         prepared = encode(resolved, data, accelerator, stages)
         print_data(prepared)
         for name, figures in stages.as_json().items():

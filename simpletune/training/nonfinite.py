@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.cache.cache import Cache, view_key
-from simpletune.data.samples import Draw
+from simpletune.data.samples import SampleDraw
 from simpletune.engine.fsdp.checkpoints import NonFinite
-from simpletune.models.shared.fp16_blocks import in_words
+from simpletune.models.shared.fp16_blocks import describe_overflow
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
-from simpletune.stages.step.batch_loader import Batch, Batches
+from simpletune.stages.step.batch_loader import Batch, BatchLoader
 from simpletune.stages.step.fp16 import LATER, is_overflow
-from simpletune.stages.step.train_step import StepCore
-from simpletune.system.options import UserError, shortened
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.options import UserError, join_names
 from simpletune.training.pending_steps import PendingStep, global_figures
 
 CODE = 4  # exit code
@@ -51,8 +51,8 @@ class NonFiniteGuard:
         self,
         config: TrainConfig,
         folder: Path,
-        core: StepCore,
-        batches: Batches,
+        core: TrainStep,
+        batches: BatchLoader,
         start: int,
         warn: Callable[[str], None],
     ):
@@ -118,7 +118,7 @@ class NonFiniteGuard:
             return []
         blocks = self.core.fp16.widen(step, figures[1:])
         if blocks:
-            self.warn(f"step {step + 1}: {in_words(blocks)}, computed in fp32 from step {step + 1 + LATER} on")
+            self.warn(f"step {step + 1}: {describe_overflow(blocks)}, computed in fp32 from step {step + 1 + LATER} on")
         return blocks
 
     def _about(self, done: PendingStep, what: str) -> str:
@@ -142,14 +142,14 @@ class NonFiniteGuard:
         named = self.core.named.items()
         parameters = [name for name, parameter in named if not math.isfinite(norms.get(parameter, 0.0))]
         if parameters:
-            parts.append(f"Non-finite gradients: {shortened(parameters, LISTED)}")
+            parts.append(f"Non-finite gradients: {join_names(parameters, LISTED)}")
         return ". ".join(parts)
 
     def _samples(self, step: int) -> list[str]:
         """List the names of a step's samples in all processes."""
         return self._gathered([draw.view.picture.name for draw in self._draws(step) if draw.weight])
 
-    def _draws(self, step: int) -> list[Draw]:
+    def _draws(self, step: int) -> list[SampleDraw]:
         """List the draws of a step's micro-batches in this process."""
         return [draw for draws in self.batches.passes.micro_batches(step) for draw in draws]
 
@@ -213,7 +213,7 @@ def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: i
 def not_saved(bad: list[str], folder: Path, step: int) -> UserError:
     """Build the error for a checkpoint that would have NaN or infinity in these parameters."""
     return UserError(
-        f"step {step}: {len(bad)} trained parameters are non-finite ({shortened(bad, LISTED)}), so no checkpoint was "
+        f"step {step}: {len(bad)} trained parameters are non-finite ({join_names(bad, LISTED)}), so no checkpoint was "
         f"saved. {how_to_go_on(folder)}",
         CODE,
     )

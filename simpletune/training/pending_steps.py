@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from simpletune.system.processes import progressed
 
 if TYPE_CHECKING:
-    from simpletune.stages.step.train_step import StepCore
+    from simpletune.stages.step.train_step import TrainStep
 
 
 class DeviceEvent:
@@ -55,7 +55,7 @@ def copy_to_host_async(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-class Asked(NamedTuple):
+class InterruptFlags(NamedTuple):
     """What is asked of one process, or of any process, so that all of them do it after the same step.
 
     Args:
@@ -67,14 +67,16 @@ class Asked(NamedTuple):
     answer: bool = False
 
 
-NOTHING = Asked()
+NOTHING = InterruptFlags()
 
 
-def global_figures(loss: Tensor, norm: Tensor, core: StepCore, asked: Asked = NOTHING) -> Tensor:  # fp32 [4 + n]
+def global_figures(
+    loss: Tensor, norm: Tensor, core: TrainStep, asked: InterruptFlags = NOTHING
+) -> Tensor:  # fp32 [4 + n]
     """Combine a step's metrics over all processes, on the device.
 
     Args:
-        loss: loss returned by ``StepCore.step``.
+        loss: loss returned by ``TrainStep.step``.
         norm: norm of all gradients, equal in all processes.
         core: the step core that ran the step.
         asked: what is asked of this process.
@@ -120,7 +122,7 @@ class PendingStep:
     waited: float | None = None
 
     @classmethod
-    def launched(cls, step: int, lr: float, began: DeviceEvent, core: StepCore, figures: Tensor) -> PendingStep:
+    def launched(cls, step: int, lr: float, began: DeviceEvent, core: TrainStep, figures: Tensor) -> PendingStep:
         """Wrap the last launched step and start copying its metrics to the host, without waiting.
 
         Args:
@@ -133,12 +135,12 @@ class PendingStep:
         sent = copy_to_host_async(figures)
         return cls(step, lr, began, DeviceEvent(figures.device), sent, core.losses, core.normed, core.norms)
 
-    def read(self) -> tuple[float, float, Asked]:
+    def read(self) -> tuple[float, float, InterruptFlags]:
         """Wait for the step; return its mean loss, gradient norm and what the processes are asked."""
         self.ended.wait()
         progressed(trains=True)
         loss, norm, stop, answer = self.figures[:4].tolist()
-        return loss, norm, Asked(stop > 0, answer > 0)
+        return loss, norm, InterruptFlags(stop > 0, answer > 0)
 
     @property
     def fp16(self) -> list[float]:

@@ -12,23 +12,23 @@ from simpletune.adapters.methods.layers import at_strength
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation import Validation
-from simpletune.engine.optim.ema import averaged
+from simpletune.engine.optim.ema import use_average
 from simpletune.models.shared.buckets import STEP
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs.control import DRAWINGS, DrawRequest, State
 from simpletune.runs.folder import DRAWN, append_metrics
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import Json, UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 if TYPE_CHECKING:
     from simpletune.training.run import Run
 
 
-def draw(run: Run, asked: DrawRequest, done: int) -> str:
+def generate_requested(run: Run, asked: DrawRequest, done: int) -> str:
     """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``.
 
     Args:
@@ -44,13 +44,13 @@ def draw(run: Run, asked: DrawRequest, done: int) -> str:
     """
     option = validation_for(run.config, asked)
     size = (option.width or run.config.data.resolution, option.height or run.config.data.resolution)
-    request = Request(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
+    request = PictureRequest(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
     if asked.strength != 1 and run.config.adapter.trains_base:
         raise UserError(
             f"strength {asked.strength:g}: {run.config.adapter.method} changes the weights themselves and has no "
             "strength. Use 1"
         )
-    require_positions(run.transformer, size)
+    require_position_table(run.transformer, size)
     text, device = run.prepared.text, run.accelerator.device
     prompts = [request.prompt, request.negative_prompt]
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def draw(run: Run, asked: DrawRequest, done: int) -> str:
         require_memory(config, device, run.prepared.plan.largest(), known, encodes=bool(text.lacking(prompts)))
     with run.stages.stage("text"):
         text.fill(prompts, device)
-    with run.stages.stage("validate"), averaged(run.average), unchanged(run.transformer):
+    with run.stages.stage("validate"), use_average(run.average), unchanged(run.transformer):
         with nullcontext() if asked.strength == 1 else at_strength(run.transformer, asked.strength):
             (picture,) = run.previews.pictures(run.transformer, [request])
     name = f"{DRAWN}/step-{done:06d}-{asked.id}.png"
@@ -77,11 +77,11 @@ def draw(run: Run, asked: DrawRequest, done: int) -> str:
 def try_to_draw(run: Run, asked: DrawRequest, done: int) -> tuple[State, Json]:
     """Draw a requested picture, and return the answer; a failure does not fail the run."""
     try:
-        return "done", {"file": draw(run, asked, done)}
+        return "done", {"file": generate_requested(run, asked, done)}
     except UserError as error:
         return "refused", {"why": str(error)}
     except Exception as error:  # a requested picture must not fail the run
-        why = f"drawing failed ({reason_of(error)}); training continues"
+        why = f"drawing failed ({describe_exception(error)}); training continues"
     free_memory(run.accelerator.device)
     return "failed", {"why": why}
 
@@ -106,7 +106,7 @@ def is_alike(config: TrainConfig, option: Validation) -> bool:
     return own.prompts != [] and all(getattr(own, name) == getattr(option, name) for name in alike)
 
 
-def require_positions(transformer: nn.Module, size: tuple[int, int]) -> None:
+def require_position_table(transformer: nn.Module, size: tuple[int, int]) -> None:
     """Check that the model's position table covers a picture's size.
 
     Raises:

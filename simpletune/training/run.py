@@ -12,33 +12,33 @@ from accelerate import Accelerator
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import evaluated_on, is_evaluated, scalar_name
+from simpletune.config.validation_schedule import describe_validation, is_validation_due, scalar_name
 from simpletune.engine.fsdp.fsdp_model import held_parameters
-from simpletune.engine.fsdp.rank_zero import leading_of
-from simpletune.engine.optim.ema import Average, averaged
+from simpletune.engine.fsdp.rank_zero import rank_zero_driver
+from simpletune.engine.optim.ema import Average, use_average
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import PLANNED, put_evaluation, was_evaluated
-from simpletune.runs.remote.checkpoint_store import Saves
+from simpletune.runs.folder import PLANNED, has_validation, record_validation
+from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.prepared import Prepared
-from simpletune.stages.step.batch_loader import Batches
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import Json, plural
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.control import Control
 from simpletune.training.nonfinite import NonFiniteGuard, finite_only, require_finite
 from simpletune.training.trackers import Trackers
-from simpletune.training.validation_loss import Evaluator, samples_to_evaluate
+from simpletune.training.validation_loss import LossEvaluator, validation_samples
 from simpletune.training.validation_pictures import Previews
 
 if TYPE_CHECKING:
     from simpletune.estimate.job_estimate import Estimate
-    from simpletune.models.shared.denoiser import Transformer
+    from simpletune.models.shared.denoiser import Denoiser
 
 T = TypeVar("T")
 
@@ -77,10 +77,10 @@ class Run:
     accelerator: Accelerator
     device: str
     stages: StageTimer
-    prepared: Prepared
-    transformer: Transformer
-    core: StepCore
-    batches: Batches
+    prepared: PreparedData
+    transformer: Denoiser
+    core: TrainStep
+    batches: BatchLoader
     average: Average | None
     previews: Previews
     trackers: Trackers
@@ -90,12 +90,12 @@ class Run:
     attention: str
     attempt: AttemptRecorder
     guard: NonFiniteGuard
-    store: Saves
+    store: CheckpointStore
     predicted: Estimate | None = None
     to_first_step: float | None = None
     early: str | None = None
     failed: set[tuple[str, type]] = field(default_factory=set)
-    evaluator: Evaluator = field(init=False)
+    evaluator: LossEvaluator = field(init=False)
     control: Control = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,8 +108,8 @@ class Run:
         alone = self.accelerator.num_processes == 1
         self.control = Control(self.folder, self.attempt, self.trackers.warn, alone) if self.main else Control()
         pace = self.prepared.plan.samples_per_step
-        samples = samples_to_evaluate(self.config, pace, self.steps, resumed=self.start > 0)
-        self.evaluator = Evaluator(self.core, self.batches, self.config.adapter, self.folder, samples)
+        samples = validation_samples(self.config, pace, self.steps, resumed=self.start > 0)
+        self.evaluator = LossEvaluator(self.core, self.batches, self.config.adapter, self.folder, samples)
 
     @property
     def main(self) -> bool:
@@ -120,7 +120,7 @@ class Run:
         """Write a checkpoint."""
         with self.stages.stage("save"), finite_only(self.folder, step):
             require_finite(held_parameters(self.transformer), self.folder, step)
-            checkpoint.save(self.folder, self.state(step))
+            checkpoint.save_checkpoint(self.folder, self.state(step))
         self.attempt.update()
         self.store.saved(step)
 
@@ -139,7 +139,7 @@ class Run:
 
     def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
         """Let the first process work alone between two steps. If the weights are sharded, the others help it."""
-        leading = leading_of(self.transformer)
+        leading = rank_zero_driver(self.transformer)
         if not self.main:
             if leading is not None:
                 leading.follow(self.average, lambda step: checkpoint.save_own_part(self.folder, self.state(step)))
@@ -153,7 +153,7 @@ class Run:
         try:
             return call(*arguments)
         except Exception as error:  # an optional task must not fail the run
-            failed, kind = f"{what} failed ({reason_of(error)})", (what, type(error))
+            failed, kind = f"{what} failed ({describe_exception(error)})", (what, type(error))
         free_memory(self.accelerator.device)
         if kind not in self.failed:
             self.failed.add(kind)
@@ -162,23 +162,23 @@ class Run:
 
     def validate(self, step: int) -> None:
         """Draw the validation pictures; at step 0, with the base model."""
-        with self.stages.stage("validate"), averaged(self.average):
+        with self.stages.stage("validate"), use_average(self.average):
             if step == 0:
-                self.previews.draw_base(self.transformer)
+                self.previews.generate_base(self.transformer)
                 return
-            self.previews.draw_tuned(self.transformer, step)
+            self.previews.generate_tuned(self.transformer, step)
             sheet = self.previews.write_grid()
         if sheet is not None:
             self.trackers.picture(step, "samples", Image.open(sheet))
 
     def evaluate(self, step: int) -> float | None:
         """Compute the evaluation loss and the drift, and record them by step."""
-        with self.stages.stage("validate"), averaged(self.average):
+        with self.stages.stage("validate"), use_average(self.average):
             found = self.evaluator.evaluate(self.transformer, step)
         if found is None:
             return None
         held_out = bool(self.prepared.plan.held_out)
-        put_evaluation(self.folder, {"step": step, **found.row(), "held_out": held_out})
+        record_validation(self.folder, {"step": step, **found.row(), "held_out": held_out})
         failpoint("validation.evaluated")
         drift = {f"drift_{group}": value for group, value in found.drift.items()}
         self.trackers.scalars(step, {scalar_name(self.prepared.plan): found.loss, **drift})
@@ -187,13 +187,13 @@ class Run:
     @property
     def evaluated_on(self) -> Json:
         """Describe what the evaluation loss measures."""
-        return evaluated_on(self.prepared.plan, self.evaluator.samples)
+        return describe_validation(self.prepared.plan, self.evaluator.samples)
 
     def look(self, step: int) -> None:
         """Evaluate, and draw if due, during training; skips what a stopped run has already done."""
-        if is_evaluated(self.config, step) and not self.is_evaluated(step):
+        if is_validation_due(self.config, step) and not self.is_evaluated(step):
             self.optional(EVALUATING, self.evaluate, step)
-        if due(self.config.validation.every, step) and not self.previews.has_drawn(step):
+        if due(self.config.validation.every, step) and not self.previews.has_pictures(step):
             self.optional(DRAWING, self.validate, step)
         self.attempt.update()
 
@@ -219,7 +219,7 @@ class Run:
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether the evaluation after ``step`` steps is recorded or disabled."""
-        return not self.evaluator.samples or was_evaluated(self.folder, step)
+        return not self.evaluator.samples or has_validation(self.folder, step)
 
 
 def due(every: int | None, step: int) -> bool:

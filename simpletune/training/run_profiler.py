@@ -11,7 +11,7 @@ from simpletune.engine.profiling import EpochTraces, Facts
 from simpletune.engine.tensors import trained_parameters
 from simpletune.estimate.simulate.step_memory import snapshots_of_step
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import units_of
+from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.system.devices import capability_of
 
@@ -27,7 +27,7 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
         interrupted: returns whether validation or saving follows a step.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
-    blocks = units_of(run.transformer)
+    blocks = model_units(run.transformer)
     cuda = run.stages.cuda
     facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch

@@ -32,12 +32,12 @@ from simpletune.runs.folder import (
     open_fresh,
     put_chosen,
 )
-from simpletune.runs.remote.checkpoint_store import OnlyHere, Saves
+from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
 from simpletune.stages.plan_data import PlannedData, plan_data
-from simpletune.stages.prepared import Prepared
+from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.attention import settle_attention
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -74,7 +74,7 @@ class StartOptions:
     resume: str | None = None
     force: bool = False
     estimate_first: bool = False
-    store: Saves = OnlyHere()
+    store: CheckpointStore = LocalOnly()
 
 
 def set_up(config: TrainConfig, options: StartOptions) -> Run:
@@ -99,10 +99,12 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
     fitted, guarded = fit_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
-    config, resolved, data = with_train_of(fitted, config), with_train_of(fitted, resolved), divided(data, fitted)
+    config, resolved, data = with_train_of(fitted, config), with_train_of(fitted, resolved), divide_plan(data, fitted)
     if main:
         require_room(resolved, data.plan, start, options.force)
-    predicted, timed = predict(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
+    predicted, timed = (
+        estimate_start(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
+    )
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
@@ -142,7 +144,7 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
 def find_saved(resume: str | None, folder: Path, accelerator: Accelerator) -> checkpoint.SavedState | None:
     """Find the checkpoint to continue from; the first process goes first, because it sets damaged ones aside."""
     with accelerator.main_process_first():
-        return checkpoint.find(resume, folder) if resume else None
+        return checkpoint.find_checkpoint(resume, folder) if resume else None
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
@@ -176,15 +178,15 @@ def fit_memory(
     require_processes(config, processes)
     if config.memory.checkpointing != "auto":
         return config
-    from simpletune.estimate.auto_checkpointing import Recomputed, choose_on
+    from simpletune.estimate.auto_checkpointing import RecomputeCounts, choose_on
 
     count = before.get("checkpointed")
-    earlier = None if count is None else Recomputed(count, before.get("keeping_attention", 0))
+    earlier = None if count is None else RecomputeCounts(count, before.get("keeping_attention", 0))
     chosen = choose_on(of_process(config, processes), device, plan.largest(), earlier)
     return with_train_of(config, chosen)
 
 
-def divided(data: PlannedData, config: TrainConfig) -> PlannedData:
+def divide_plan(data: PlannedData, config: TrainConfig) -> PlannedData:
     """Return the data with a plan for the configuration's batch sizes."""
     return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
 
@@ -200,7 +202,7 @@ def state_bytes_of(predicted: Estimate | None, accelerator: Accelerator) -> int:
     return max(gather_object([own])) if accelerator.num_processes > 1 else own
 
 
-def predict(
+def estimate_start(
     config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions
 ) -> tuple[Estimate | None, Json | None]:
     """Predict the memory and the time of the run on CUDA or on request.
@@ -210,18 +212,18 @@ def predict(
     """
     if device.type != "cuda" and not options.estimate_first:
         return None, None
-    from simpletune.estimate.run_estimate import forecast, forecast_time
+    from simpletune.estimate.run_estimate import estimate_run, estimate_time
     from simpletune.estimate.simulate.processes import simulated_processes
 
-    predicted = forecast(config, device, plan.largest(), options.force)
-    if config.train.is_sharded(simulated_processes()):
+    predicted = estimate_run(config, device, plan.largest(), options.force)
+    if config.train.uses_fsdp(simulated_processes()):
         say("time    not predicted: with train.sharding full it depends on the link between the processes")
         return predicted, None
-    return predicted, forecast_time(config, predicted, device, plan)
+    return predicted, estimate_time(config, predicted, device, plan)
 
 
 def open_folder(
-    config: TrainConfig, prepared: Prepared, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
+    config: TrainConfig, prepared: PreparedData, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
 ) -> None:
     """Create or reopen the run's folder, and record configuration, environment, data and predicted time.
 
@@ -250,7 +252,7 @@ def write_config(config: TrainConfig) -> None:
 
 
 def announce_resume(
-    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: Prepared, processes: int
+    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int
 ) -> None:
     """Print the checkpoint that a run continues from, if any, and the changed settings.
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from simpletune.adapters.methods.adapter import TrainingMethod
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.config.validation_schedule import TRAINED, drift_groups, settle_evaluation, standard_error
-from simpletune.data.samples import Draw
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.config.validation_schedule import TRAINED, choose_validation_samples, drift_groups, standard_error
+from simpletune.data.samples import SampleDraw
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
-from simpletune.runs.folder import DRIFT, evaluated_before
-from simpletune.stages.step.batch_loader import Batches
-from simpletune.stages.step.train_step import StepCore, untrained
+from simpletune.runs.folder import DRIFT, earlier_validation_samples
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep, untrained
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json
@@ -34,7 +34,7 @@ from simpletune.system.signals import poll
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ValidationFigures:
     """The figures of one evaluation.
 
     Args:
@@ -58,7 +58,7 @@ class Evaluated:
         return found
 
 
-class Evaluator:
+class LossEvaluator:
     """Evaluates a model, always on the same samples.
 
     The base's predictions are computed before the first step, or with the adapter off, and kept in the run's folder in
@@ -72,12 +72,12 @@ class Evaluator:
         samples: number of samples.
     """
 
-    def __init__(self, core: StepCore, batches: Batches, adapter: TrainingMethod, folder: Path, samples: int):
+    def __init__(self, core: TrainStep, batches: BatchLoader, adapter: TrainingMethod, folder: Path, samples: int):
         self.core, self.batches, self.adapter, self.file = core, batches, adapter, folder / DRIFT
         self.samples = samples
 
     @torch.no_grad()
-    def evaluate(self, transformer: Transformer, step: int) -> Evaluated | None:
+    def evaluate(self, transformer: Denoiser, step: int) -> ValidationFigures | None:
         """Evaluate the model; None if there are no samples.
 
         Args:
@@ -97,11 +97,11 @@ class Evaluator:
             transformer.train(was_training)
 
     @cached_property
-    def groups(self) -> dict[str, list[Draw]]:
+    def groups(self) -> dict[str, list[SampleDraw]]:
         """The draws of each group of prompts."""
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
 
-    def _base(self, transformer: Transformer) -> dict[str, Tensor] | None:
+    def _base(self, transformer: Denoiser) -> dict[str, Tensor] | None:
         """The base's predictions by group and number; None if they are lost and the base itself is trained."""
         if not self._is_written():
             if self.adapter.trains_base:
@@ -120,7 +120,7 @@ class Evaluator:
             {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
         )
 
-    def _write_base(self, transformer: Transformer) -> Evaluated:
+    def _write_base(self, transformer: Denoiser) -> ValidationFigures:
         """Predict with the base, store the predictions, and return the figures."""
 
         def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
@@ -136,16 +136,16 @@ class Evaluator:
         with room_for("writing the base's predictions", self.file.parent):
             write_safetensors(found, self.file, {"of": self._of()})
         none = dict.fromkeys(self.groups, 0.0)
-        return Evaluated(*_mean_and_each(losses), none, none)
+        return ValidationFigures(*_mean_and_each(losses), none, none)
 
-    def _passes(self, transformer: Transformer, draws: list[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _passes(self, transformer: Denoiser, draws: list[SampleDraw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the prediction and the loss [] of each draw."""
         for batch in self.batches.one_by_one(draws):
             poll()
             prediction = self.core.predict(transformer, batch)
             yield prediction, self.core.loss_of(prediction, batch)
 
-    def _compared(self, transformer: Transformer, base: dict[str, Tensor] | None) -> Evaluated:
+    def _compared(self, transformer: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
         for group, draws in self.groups.items():
@@ -159,14 +159,14 @@ class Evaluator:
                     pair = (prediction.float() - before).square().mean(), before.square().mean()
                     change.setdefault(group, []).append(torch.stack(pair))
         drift = {group: _relative(torch.stack(pairs).tolist()) for group, pairs in change.items()}
-        return Evaluated(
+        return ValidationFigures(
             *_mean_and_each(losses),
             {group: fmean(values) for group, values in drift.items()},
             {group: standard_error(values) for group, values in drift.items()},
         )
 
 
-def samples_to_evaluate(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
+def validation_samples(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
     """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
 
     Args:
@@ -175,8 +175,8 @@ def samples_to_evaluate(config: TrainConfig, samples_per_step: float, steps: int
         steps: number of steps of the whole run.
         resumed: whether the run continues.
     """
-    before = evaluated_before(run_folder(config)) if resumed else None
-    chosen = settle_evaluation(config, samples_per_step, steps, before)
+    before = earlier_validation_samples(run_folder(config)) if resumed else None
+    chosen = choose_validation_samples(config, samples_per_step, steps, before)
     if chosen.samples:
         say(f"evaluate {chosen.in_words()}")
     return chosen.samples

@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.denoiser import Transformer, device_of
+from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Request, Sampler, draw
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.step.attention import attention_by
-from simpletune.stages.step.train_step import StepCore, untrained
+from simpletune.stages.step.train_step import TrainStep, untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.failpoints import failpoint
@@ -41,32 +41,32 @@ class Previews:
     def __init__(
         self,
         config: TrainConfig,
-        requests: list[Request],
+        requests: list[PictureRequest],
         text: TextCache,
         folder: Path,
-        core: StepCore | None = None,
+        core: TrainStep | None = None,
     ):
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
         self.core, self.modulation = core, None if core is None else core.modulation
 
-    def draw_base(self, transformer: Transformer) -> None:
+    def generate_base(self, transformer: Denoiser) -> None:
         """Draw with the base model; before training, because full fine-tuning changes the base."""
         adapter = self.config.adapter
         with nullcontext() if adapter.trains_base else untrained(adapter, transformer):
             self._draw(transformer, BASE, self.folder / BASE)
 
-    def draw_tuned(self, transformer: Transformer, step: int) -> None:
+    def generate_tuned(self, transformer: Denoiser, step: int) -> None:
         """Draw with the model after ``step`` steps."""
         self._draw(transformer, f"step {step}", self._place(step))
 
-    def has_drawn(self, step: int) -> bool:
+    def has_pictures(self, step: int) -> bool:
         """Return whether the pictures after ``step`` steps exist, or none are enabled."""
         return not self.requests or self._place(step).is_dir()
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _draw(self, transformer: Transformer, state: str, folder: Path) -> None:
+    def _draw(self, transformer: Denoiser, state: str, folder: Path) -> None:
         if not self.requests:
             return
         pictures = self.pictures(transformer, self.requests)
@@ -80,9 +80,9 @@ class Previews:
         """Return a picture's metadata besides its request."""
         return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
 
-    def pictures(self, transformer: Transformer, requests: Sequence[Request]) -> list[Image.Image]:
+    def pictures(self, transformer: Denoiser, requests: Sequence[PictureRequest]) -> list[Image.Image]:
         """Draw requests with encoded prompts; leaves transformer and device as they were."""
-        device = device_of(transformer)
+        device = model_device(transformer)
         was_training = transformer.training
         transformer.eval()
         config = self.config
@@ -93,7 +93,7 @@ class Previews:
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
         try:
-            return draw(sampler, vae, config.model, requests, self.load)
+            return generate_pictures(sampler, vae, config.model, requests, self.load)
         finally:
             del vae
             free_memory(device)

@@ -15,18 +15,25 @@ from torch import Tensor, nn
 from simpletune.adapters.files.detect_model import MEDIUM_35
 from simpletune.adapters.files.dora_oft import WeightUpdate
 from simpletune.adapters.files.header import open_lora, require_safetensors
-from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured, fits
+from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured, fits_weight
 from simpletune.adapters.files.read import updates_of
-from simpletune.adapters.files.updates import Update, Updates
+from simpletune.adapters.files.updates import LoraUpdate, Updates
 from simpletune.adapters.methods.hypernetwork_layer import put_before
-from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile
-from simpletune.adapters.methods.hypernetworks.files import read as read_hypernetwork
+from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, all_layers, base_of, outer_layers, shapes_of, wrap
+from simpletune.adapters.methods.layers import (
+    ADAPTER,
+    UpdateLayer,
+    all_layers,
+    innermost_layer,
+    layer_shapes,
+    outer_layers,
+    wrap,
+)
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
 from simpletune.models.lora_names import title_of
 from simpletune.models.shared.text_layers import split_text
-from simpletune.system.options import UserError, plural, shortened
+from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import read_header
 
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
@@ -65,10 +72,10 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         if not updates:
             continue
         require_layers(f"{file} (for {header.family[0]})", updates, model)
-        low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+        low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:
             _inject(model, name, low_rank, scale)
-        structured += [(name, layer, u, scale) for layer, u in updates.items() if not isinstance(u, Update)]
+        structured += [(name, layer, u, scale) for layer, u in updates.items() if not isinstance(u, LoraUpdate)]
     for _, layer in lora_layers(model):
         layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_output_type(model)
@@ -136,19 +143,19 @@ def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
     Raises:
         UserError: layers are missing or have another shape.
     """
-    shapes = {name.replace(".base_layer", ""): shape for name, shape in shapes_of(model).items()}
+    shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
     lost = [name for name in updates if name not in shapes]
     if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):
         raise UserError(f"{place} belongs to another model: this is {own}. Give a LoRA for {own}")
     if lost:
         dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
-        listed = shortened(lost, 5)
+        listed = join_names(lost, 5)
         raise UserError(
             f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
-        if not fits(update, expected):
+        if not fits_weight(update, expected):
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
@@ -180,7 +187,7 @@ def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> N
 def fold_lora(model: nn.Module) -> None:
     """Merge each update into its layer's weight, and remove it. Weights must not be quantised."""
     for name, layer in outer_layers(model):
-        frozen = base_of(layer)
+        frozen = innermost_layer(layer)
         weight = frozen.get_parameter("weight")
         weight.data.copy_(_merged(layer, weight.data.float()))
         wrap(model, name, frozen)

@@ -37,7 +37,7 @@ class TensorReader(Protocol):
         """Read one tensor on the CPU."""
 
 
-class Base:
+class BaseReader:
     """The denoiser of a checkpoint, read on demand under diffusers' names.
 
     Args:
@@ -54,7 +54,7 @@ class Base:
         if (Path(name) / KEPT).is_file():
             self._open_kept(Path(name))
         else:
-            self.family, self.part = locate(name)
+            self.family, self.part = locate_denoiser(name)
             self._open_part(self.part)
 
     def _open_part(self, part: Part) -> None:
@@ -81,7 +81,7 @@ class Base:
 
     def _open_kept(self, folder: Path) -> None:
         self.file = None
-        self.tensors = kept = KeptTensors(folder)
+        self.tensors = kept = QuantisedBaseReader(folder)
         self.family, self.config = kept.family, kept.config
         self.shapes = kept.shapes
         self.kinds = {name: kept.kind(name) for name in self.shapes}
@@ -105,7 +105,7 @@ class Base:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-class KeptTensors:
+class QuantisedBaseReader:
     """Reads a cached quantised base, dequantising layers on demand.
 
     Args:
@@ -145,7 +145,7 @@ class KeptTensors:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
 
 
-def locate(name: str) -> tuple[Family, Part]:
+def locate_denoiser(name: str) -> tuple[Family, Part]:
     """Locate the denoiser of a checkpoint, and find its family.
 
     Raises:

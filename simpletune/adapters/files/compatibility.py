@@ -23,7 +23,7 @@ CLOSE = 1e-6
 
 
 @dataclass
-class Verdict:
+class ToolSupport:
     """How a tool loads a file.
 
     Args:
@@ -37,7 +37,7 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
 
-def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[Verdict]:
+def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[ToolSupport]:
     """Return how each tool loads a LoRA for SD3 or a U-Net; for other models, only that simpletune refuses it.
 
     Args:
@@ -45,7 +45,7 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
         refusal: why simpletune refuses it; None if it does not.
         damaged: whether it contains NaN or infinite values.
     """
-    own = Verdict(SIMPLETUNE, "refuses", [refusal]) if refusal else Verdict(SIMPLETUNE, "yes")
+    own = ToolSupport(SIMPLETUNE, "refuses", [refusal]) if refusal else ToolSupport(SIMPLETUNE, "yes")
     if is_known(header.family[0]) and {DORA, OFT} & set(header.kinds):
         others = _depends_on_the_weight(header)
     elif is_sd3(header.family[0]):
@@ -53,7 +53,7 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
     elif is_unet(header.family[0]):
         others = [_diffusers_unet(header), *_others_unet(header)]
     elif header.family[0] == TEXT_ALONE:
-        others = [Verdict(tool, "yes") for tool in (DIFFUSERS_TOOL, COMFYUI, FORGE)]
+        others = [ToolSupport(tool, "yes") for tool in (DIFFUSERS_TOOL, COMFYUI, FORGE)]
     else:
         return [own]
     for verdict in others:
@@ -63,7 +63,7 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
     return [*others, own]
 
 
-def _add_text(verdict: Verdict, header: LoraHeader) -> None:
+def _add_text(verdict: ToolSupport, header: LoraHeader) -> None:
     """Add which updates of text encoders a tool drops."""
     modules = header.text_modules.values()
     lost = [module for module in modules if verdict.tool in _deaf_to(module, is_unet(header.family[0]))]
@@ -89,97 +89,101 @@ def _deaf_to(module: Module, unet: bool) -> set[str]:
     return deaf | ({COMFYUI, FORGE} if is_t5 and style == "diffusers" else set())
 
 
-def _depends_on_the_weight(header: LoraHeader) -> list[Verdict]:
+def _depends_on_the_weight(header: LoraHeader) -> list[ToolSupport]:
     """Return how tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
     merged = "merge it into its base instead"
-    diffusers = Verdict(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
-    forge = Verdict(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
-    comfyui = Verdict(COMFYUI, "yes", ["exactly at strength 1; strength k changes the weights by k squared"])
+    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
+    forge = ToolSupport(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
+    comfyui = ToolSupport(COMFYUI, "yes", ["exactly at strength 1; strength k changes the weights by k squared"])
     if DORA in header.kinds:
-        forge = Verdict(FORGE, "yes", [f"wrongly: divides dora_scale by the norms of columns: {merged}"])
+        forge = ToolSupport(FORGE, "yes", [f"wrongly: divides dora_scale by the norms of columns: {merged}"])
         diffusers, comfyui = _diffusers_dora(header), _comfyui_dora(header)
     if _layout(header) in ("diffusers", "peft", "lycoris", "onetrainer") and is_sd3(header.family[0]):
-        forge = Verdict(FORGE, "silently nothing", [f"knows only the original names for SD3: {merged}"])
+        forge = ToolSupport(FORGE, "silently nothing", [f"knows only the original names for SD3: {merged}"])
     if _layout(header) in ("diffusers", "peft") and not is_sd3(header.family[0]):
         names = ["drops the projections under these names: export to kohya"]
-        comfyui, forge = Verdict(COMFYUI, "partly", names), Verdict(FORGE, "partly", names)
+        comfyui, forge = ToolSupport(COMFYUI, "partly", names), ToolSupport(FORGE, "partly", names)
     return [diffusers, comfyui, forge]
 
 
-def _diffusers_dora(header: LoraHeader) -> Verdict:
+def _diffusers_dora(header: LoraHeader) -> ToolSupport:
     complete = all(MAGNITUDE in module.keys for module in header.modules.values())
     if _layout(header) == "diffusers" and complete:
-        return Verdict(DIFFUSERS_TOOL, "yes")
+        return ToolSupport(DIFFUSERS_TOOL, "yes")
     if _layout(header) == "diffusers" and is_sd3(header.family[0]):
-        return Verdict(DIFFUSERS_TOOL, "yes", ["as plain LoRA, which is wrong: it drops dora_scale"])
-    return Verdict(DIFFUSERS_TOOL, "refuses", ["its DoRA needs lora_magnitude_vector: export to diffusers"])
+        return ToolSupport(DIFFUSERS_TOOL, "yes", ["as plain LoRA, which is wrong: it drops dora_scale"])
+    return ToolSupport(DIFFUSERS_TOOL, "refuses", ["its DoRA needs lora_magnitude_vector: export to diffusers"])
 
 
-def _comfyui_dora(header: LoraHeader) -> Verdict:
+def _comfyui_dora(header: LoraHeader) -> ToolSupport:
     if not all(DORA_SCALE in module.keys for module in header.modules.values()):
-        return Verdict(COMFYUI, "yes", ["as plain LoRA, which is wrong: it does not know lora_magnitude_vector"])
+        return ToolSupport(COMFYUI, "yes", ["as plain LoRA, which is wrong: it does not know lora_magnitude_vector"])
     if DORA_MARK.items() <= header.metadata.items():
-        return Verdict(COMFYUI, "yes", ["exactly; a version that divides by the norm of the sum would be wrong"])
-    return Verdict(COMFYUI, "yes", ["divides by the norms of the base's rows instead of the sum's: wrong"])
+        return ToolSupport(COMFYUI, "yes", ["exactly; a version that divides by the norm of the sum would be wrong"])
+    return ToolSupport(COMFYUI, "yes", ["divides by the norms of the base's rows instead of the sum's: wrong"])
 
 
-def _diffusers(header: LoraHeader) -> Verdict:
+def _diffusers(header: LoraHeader) -> ToolSupport:
     if other := _not_lora(header):
         return _refused_by_diffusers(other)
     without_lora = [name for name in header.names if "lora" not in name and name not in header.bundled]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
-        return Verdict(DIFFUSERS_TOOL, "refuses", [note])
+        return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
     if _layout(header) != "diffusers":
-        return Verdict(DIFFUSERS_TOOL, "silently nothing", ["no key starts with transformer.: convert it first"])
+        return ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["no key starts with transformer.: convert it first"])
     notes = [f"scales by alpha / rank from the header's settings: {_scales(header)}"] if header.settings else []
     if not header.settings and len(_ranks(header)) > 1:
         notes.append("ranks differ: versions that use the first layer's rank as every alpha scale the others wrongly")
-    return Verdict(DIFFUSERS_TOOL, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
+    return ToolSupport(DIFFUSERS_TOOL, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
 
-def _comfyui(header: LoraHeader) -> Verdict:
+def _comfyui(header: LoraHeader) -> ToolSupport:
     if header.layout is None:
-        return Verdict(COMFYUI, "partly", ["mixes layouts"])
+        return ToolSupport(COMFYUI, "partly", ["mixes layouts"])
     if _layout(header) == "bare":
-        return Verdict(COMFYUI, "silently nothing", ["names without a prefix match no layer in ComfyUI"])
+        return ToolSupport(COMFYUI, "silently nothing", ["names without a prefix match no layer in ComfyUI"])
     notes = []
     if (ignored := _ignored_scale(header)) is not None:
         notes.append(f"applies it at scale 1 instead of {ignored}, because it ignores alpha in the header")
     if _layout(header) in ("kohya", "comfy") and _without_alpha(header):
         notes.append("modules without .alpha are applied at scale 1")
-    return Verdict(COMFYUI, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
+    return ToolSupport(COMFYUI, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
 
-def _forge(header: LoraHeader) -> Verdict:
+def _forge(header: LoraHeader) -> ToolSupport:
     with_rank = " with --rank" if _not_lora(header) else ""
     if _layout(header) == "kohya":
-        return Verdict(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
+        return ToolSupport(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
     if _layout(header) == "comfy":
-        return Verdict(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
-    return Verdict(FORGE, "silently nothing", [f"knows only the original names for SD3: export to kohya{with_rank}"])
+        return ToolSupport(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
+    return ToolSupport(
+        FORGE, "silently nothing", [f"knows only the original names for SD3: export to kohya{with_rank}"]
+    )
 
 
-def _diffusers_unet(header: LoraHeader) -> Verdict:
+def _diffusers_unet(header: LoraHeader) -> ToolSupport:
     if other := _not_lora(header):
         return _refused_by_diffusers(other)
     layout = _layout(header)
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
-        return Verdict(DIFFUSERS_TOOL, "refuses", ["original names with lora_unet_ name no module: export to kohya"])
+        return ToolSupport(
+            DIFFUSERS_TOOL, "refuses", ["original names with lora_unet_ name no module: export to kohya"]
+        )
     if layout == "kohya":
         notes = []
         if len({module.alpha for module in header.modules.values()}) > 1:
             notes.append("modules have different alphas: the most common one is applied to all attention layers")
-        return Verdict(DIFFUSERS_TOOL, loads, [*notes, *_dropped(header)])
+        return ToolSupport(DIFFUSERS_TOOL, loads, [*notes, *_dropped(header)])
     if any(ALPHA in module.keys for module in header.modules.values()):
-        return Verdict(DIFFUSERS_TOOL, "refuses", ["rejects alpha tensors outside kohya's layout: export to kohya"])
+        return ToolSupport(DIFFUSERS_TOOL, "refuses", ["rejects alpha tensors outside kohya's layout: export to kohya"])
     if layout == "diffusers":
-        return Verdict(DIFFUSERS_TOOL, loads, list(_dropped(header)))
-    return Verdict(DIFFUSERS_TOOL, "silently nothing", ["no key starts with unet. or lora_unet_: export to kohya"])
+        return ToolSupport(DIFFUSERS_TOOL, loads, list(_dropped(header)))
+    return ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["no key starts with unet. or lora_unet_: export to kohya"])
 
 
-def _others_unet(header: LoraHeader) -> Iterator[Verdict]:
+def _others_unet(header: LoraHeader) -> Iterator[ToolSupport]:
     """Return the verdicts for ComfyUI, and for Forge, which uses ComfyUI's names for a U-Net's layers."""
     layout = _layout(header)
     modules = [module.name for module in header.modules.values()]
@@ -192,8 +196,8 @@ def _others_unet(header: LoraHeader) -> Iterator[Verdict]:
     notes = [f"drops {len(lost)} of {len(modules)} modules, such as {lost[0]}: export to kohya"] if lost else []
     if len(lost) == len(modules):
         loads = "silently nothing"
-    yield Verdict(COMFYUI, loads, [*notes, *_dropped(header)])
-    yield Verdict(FORGE, loads, ["according to its source, untested", *notes, *_dropped(header)])
+    yield ToolSupport(COMFYUI, loads, [*notes, *_dropped(header)])
+    yield ToolSupport(FORGE, loads, ["according to its source, untested", *notes, *_dropped(header)])
 
 
 def _layout(header: LoraHeader) -> str | None:
@@ -205,9 +209,9 @@ def _not_lora(header: LoraHeader) -> str | None:
     return " and ".join(kind for kind in header.kinds if kind != LORA) or None
 
 
-def _refused_by_diffusers(kinds: str) -> Verdict:
+def _refused_by_diffusers(kinds: str) -> ToolSupport:
     note = f"reads no {kinds}: export to diffusers with --rank, which approximates it by a LoRA"
-    return Verdict(DIFFUSERS_TOOL, "refuses", [note])
+    return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
 
 
 def _ignored_scale(header: LoraHeader) -> str | None:
@@ -237,23 +241,23 @@ def _scales(header: LoraHeader) -> str:
     return ", ".join(f"{scale:g}" for scale in sorted({header.header_scale(m) for m in header.modules.values()}))
 
 
-def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
+def embedding_verdicts(keys: Keys, file: str) -> list[ToolSupport]:
     """Return how each tool reads a token's vectors, by their keys.
 
     Args:
         keys: keys of the token.
         file: the file's name.
     """
-    own = Verdict(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
+    own = ToolSupport(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
     if keys.place == "output":
         note = "knows no outputs of text encoders"
-        return [*(Verdict(tool, "silently nothing", [note]) for tool in (DIFFUSERS_TOOL, COMFYUI, A1111)), own]
+        return [*(ToolSupport(tool, "silently nothing", [note]) for tool in (DIFFUSERS_TOOL, COMFYUI, A1111)), own]
     if keys.bundled:
         inside = ["reads embeddings inside a LoRA file; write their name into the prompt"]
         return [
-            Verdict(DIFFUSERS_TOOL, "silently nothing", ["reads no embeddings inside a LoRA file"]),
-            Verdict(COMFYUI, "yes", ["only from a copy of the file in models/embeddings"]),
-            Verdict(A1111, "yes", [UNTESTED, *inside]),
+            ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["reads no embeddings inside a LoRA file"]),
+            ToolSupport(COMFYUI, "yes", ["only from a copy of the file in models/embeddings"]),
+            ToolSupport(A1111, "yes", [UNTESTED, *inside]),
             own,
         ]
     name = file.removesuffix(".safetensors")
@@ -262,16 +266,16 @@ def embedding_verdicts(keys: Keys, file: str) -> list[Verdict]:
         if keys.keys[SINGLE] != keys.token:
             loads = ["give load_textual_inversion a token="]
         return [
-            Verdict(DIFFUSERS_TOOL, "yes", loads),
-            Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"]),
-            Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
+            ToolSupport(DIFFUSERS_TOOL, "yes", loads),
+            ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"]),
+            ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
-    diffusers = Verdict(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
-    comfyui = Verdict(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
+    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
+    comfyui = ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
     if keys.keys.get("t5") == "t5":
-        comfyui = Verdict(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])
-    a1111 = Verdict(A1111, "yes", [UNTESTED, f"write {name} into the prompt"])
+        comfyui = ToolSupport(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])
+    a1111 = ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"])
     if "t5" in keys.keys:
-        a1111 = Verdict(A1111, "partly", [UNTESTED, "reads CLIP's vectors, not T5's"])
+        a1111 = ToolSupport(A1111, "partly", [UNTESTED, "reads CLIP's vectors, not T5's"])
     return [diffusers, comfyui, a1111, own]

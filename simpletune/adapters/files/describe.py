@@ -9,18 +9,18 @@ from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
 from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
-from simpletune.adapters.files.header import LISTED, LoraHeader, natural, open_lora, require_tensors
+from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_key, open_lora, require_tensors
 from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.layouts import title
 from simpletune.adapters.files.module_kind import is_whole
 from simpletune.adapters.files.values import row_norms, scan_values
 from simpletune.adapters.methods.hypernetworks.about import about_hypernetwork, hypernetwork_lines
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
-from simpletune.adapters.text.files import WORDS, cosines_of, is_embedding, keys_of
+from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.recognise import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
-from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.safetensors_file import content_hash
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
@@ -30,7 +30,7 @@ PLACES = {"input": "inputs of the text encoders", "output": "outputs of the text
 SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
 
 
-def file_of(path: Path) -> Path:
+def find_weight_file(path: Path) -> Path:
     """Find the weight file at a path: the path itself, or a run's result or a model's weights inside a folder."""
     if not path.is_dir():
         return path
@@ -77,7 +77,7 @@ def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
     found: list[Json] = []
     if not header.bundled and not is_embedding({**header.entries, "__metadata__": header.metadata}):
         return []
-    known = cosines_of(header.metadata)
+    known = read_cosines(header.metadata)
     for each in keys_of(header.file):
         vectors = {}
         for encoder, key in each.keys.items():
@@ -196,7 +196,7 @@ def _targets(header: LoraHeader) -> dict[str, int]:
 
 
 def _counted(items: Iterator[str]) -> dict[str, int]:
-    return dict(sorted(Counter(items).items(), key=lambda item: natural(item[0])))
+    return dict(sorted(Counter(items).items(), key=lambda item: natural_sort_key(item[0])))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -214,7 +214,7 @@ def _short(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(short.items()))
 
 
-def in_words(about: Json) -> str:
+def format_description(about: Json) -> str:
     """Format a description for a terminal."""
     return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
 
@@ -267,7 +267,7 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
         yield "text", ", ".join(f"{plural(n, 'layer')} of {title}" for title, n in about["text_encoders"].items())
     yield from _embedding_lines(about.get("bundled", ()))
     if about["unmatched"]:
-        yield "unmatched", shortened(about["unmatched"], LISTED)
+        yield "unmatched", join_names(about["unmatched"], LISTED)
     for name, count in list(about.get("not_finite", {}).items())[:LISTED]:
         yield "NaN", f"{name}: {count:,} values are NaN or infinite"
     if about.get("zero_updates"):
@@ -307,4 +307,4 @@ def _alpha_words(about: Json) -> str:
 def _listed(counts: Mapping[str, int], what: str) -> str:
     if len(counts) == 1:
         return next(iter(counts))
-    return shortened([f"{value} ({plural(count, what)})" for value, count in counts.items()], LISTED)
+    return join_names([f"{value} ({plural(count, what)})" for value, count in counts.items()], LISTED)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.files.module_kind import DORA, OFT
-from simpletune.adapters.files.updates import Update, split, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, split, swap_halves
 from simpletune.adapters.methods.dora_layers import DoraLayer
-from simpletune.adapters.methods.layers import UpdateLayer, base_of, shape_of
+from simpletune.adapters.methods.layers import UpdateLayer, innermost_layer, shape_of
 from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks, triangle_of, turned_rows
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_SCALE, MAGNITUDE, Layout, LoraNames
@@ -33,7 +33,7 @@ class DoraUpdate:
             ComfyUI.
     """
 
-    update: Update
+    update: LoraUpdate
     magnitude: Tensor | None = None
     relative: Tensor | None = None
     kind: ClassVar[str] = DORA
@@ -91,7 +91,7 @@ class DoraUpdate:
 
     def parts(self, count: int) -> list[DoraUpdate]:
         """Return the updates of the layers that a fused one stacks."""
-        parts: Sequence[Update | None] = split(self.update, count)
+        parts: Sequence[LoraUpdate | None] = split(self.update, count)
         whole = [replace(self.update, up=up.contiguous()) for up in self.update.up.chunk(count)]
         vectors = [[None] * count if v is None else v.chunk(count) for v in (self.magnitude, self.relative)]
         return [
@@ -138,7 +138,7 @@ class OftUpdate:
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
         """Wrap a frozen layer with this update."""
-        shape = shape_of(base_of(base))
+        shape = shape_of(innermost_layer(base))
         assert shape is not None
         return OftLayer(base, self._triangle(shape[1]), adapter)
 
@@ -158,7 +158,7 @@ MERGE = "Merge it into its base with simpletune merge"
 WeightUpdate = DoraUpdate | OftUpdate
 
 
-def limited(blocks: Tensor, alpha: float | None) -> Tensor:
+def limit_blocks(blocks: Tensor, alpha: float | None) -> Tensor:
     """Scale OFT's blocks so that ||B - B^T|| is at most alpha, as ComfyUI does; unchanged if alpha is None or 0."""
     norm = float((blocks - blocks.transpose(1, 2)).norm())
     return blocks * (alpha / norm) if alpha and norm > alpha > 0 else blocks
@@ -169,7 +169,7 @@ def _ratio(value: Tensor, norms: Tensor) -> Tensor:
     return value / torch.where(norms > 0, norms, torch.inf)
 
 
-def lora_of(updates: Mapping[str, DoraUpdate]) -> dict[str, Update]:
+def lora_parts(updates: Mapping[str, DoraUpdate]) -> dict[str, LoraUpdate]:
     """Return the low-rank updates without their magnitudes."""
     return {layer: update.update for layer, update in updates.items()}
 

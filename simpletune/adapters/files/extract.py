@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from simpletune.adapters.files.base_reader import Base
-from simpletune.adapters.files.factors import rank_for, truncated
-from simpletune.adapters.files.updates import Update
-from simpletune.system.options import UserError, shortened
+from simpletune.adapters.files.base_reader import BaseReader
+from simpletune.adapters.files.factors import rank_for, truncate
+from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.system.options import UserError, join_names
 
 
 @dataclass
@@ -36,7 +36,7 @@ class LayerResult:
 
 
 @dataclass
-class Extracted:
+class ExtractionResult:
     """The result of an extraction.
 
     Args:
@@ -46,7 +46,7 @@ class Extracted:
             norm of the difference.
     """
 
-    updates: dict[str, Update] = field(default_factory=dict)
+    updates: dict[str, LoraUpdate] = field(default_factory=dict)
     rows: list[LayerResult] = field(default_factory=list)
     left_out: dict[str, float] = field(default_factory=dict)
 
@@ -65,13 +65,13 @@ class Extracted:
 
 
 def extract(
-    base: Base,
-    tuned: Base,
+    base: BaseReader,
+    tuned: BaseReader,
     rank: int | None,
     energy: float | None,
     device: torch.device,
     done: Callable[[], None] = lambda: None,
-) -> Extracted:
+) -> ExtractionResult:
     """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
 
     Args:
@@ -86,7 +86,7 @@ def extract(
         UserError: the checkpoints have different architectures, or do not differ.
     """
     _require_same(base, tuned)
-    found = Extracted()
+    found = ExtractionResult()
     linears = base.linear_shapes()
     for name in sorted(base.shapes):
         difference = tuned.get(name).to(device, torch.float32) - base.get(name).to(device, torch.float32)
@@ -95,7 +95,7 @@ def extract(
         if norm > 0 and name != layer and layer in linears:
             u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
             kept = rank_for(s, rank, energy)
-            found.updates[layer] = _on_host(truncated(u, s, vt, kept), pointwise=difference.ndim == 4)
+            found.updates[layer] = _on_host(truncate(u, s, vt, kept), pointwise=difference.ndim == 4)
             found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
         elif norm > 0:
             found.left_out[name] = norm
@@ -108,20 +108,20 @@ def extract(
     return found
 
 
-def _on_host(update: Update, pointwise: bool) -> Update:
-    return Update(update.down.cpu(), update.up.cpu(), pointwise=pointwise)
+def _on_host(update: LoraUpdate, pointwise: bool) -> LoraUpdate:
+    return LoraUpdate(update.down.cpu(), update.up.cpu(), pointwise=pointwise)
 
 
-def _require_same(base: Base, tuned: Base) -> None:
+def _require_same(base: BaseReader, tuned: BaseReader) -> None:
     """Check that both have the same names and shapes."""
     for problem in _differences(base, tuned):
         raise UserError(f"{base.name} and {tuned.name} have different architectures: {problem}")
 
 
-def _differences(base: Base, tuned: Base) -> Iterator[str]:
+def _differences(base: BaseReader, tuned: BaseReader) -> Iterator[str]:
     for one, other in ((base, tuned), (tuned, base)):
         if lost := sorted(set(one.shapes) - set(other.shapes)):
-            yield f"{other.name} has no {shortened(lost, 5)}"
+            yield f"{other.name} has no {join_names(lost, 5)}"
     for name, shape in base.shapes.items():
         if tuned.shapes[name] != shape:
             yield f"{name} is {list(shape)} in one and {list(tuned.shapes[name])} in the other"

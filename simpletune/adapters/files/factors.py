@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.lokr_loha import AnyUpdate, LokrUpdate, plain
-from simpletune.adapters.files.updates import Update
-from simpletune.adapters.methods.lokr_layer import whole
+from simpletune.adapters.files.lokr_loha import AnyUpdate, LokrUpdate, as_lora
+from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.methods.lokr_layer import full_factor
 
 
-def svd_of_product(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
+def svd_of_product(update: LoraUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
     """Compute U, S, V^T of scale * up @ down by QR of both factors, without forming [o, i].
 
     up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle factor is at most r x r.
@@ -29,9 +29,10 @@ def svd_of_product(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o,
 def svd_of(update: AnyUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]
     """Compute U, S, V^T of an update; for LoKr, as Kronecker products of its factors' in descending order."""
     if not isinstance(update, LokrUpdate) or not update.is_own:
-        return svd_of_product(plain(update))
+        return svd_of_product(as_lora(update))
     parts = [
-        torch.linalg.svd(whole(update.factors, name).double(), full_matrices=False) for name in ("lokr_w1", "lokr_w2")
+        torch.linalg.svd(full_factor(update.factors, name).double(), full_matrices=False)
+        for name in ("lokr_w1", "lokr_w2")
     ]
     (u1, s1, v1), (u2, s2, v2) = parts
     s, order = torch.kron(s1, s2).sort(descending=True)
@@ -39,15 +40,15 @@ def svd_of(update: AnyUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], 
     return signed, s * abs(update.scale), torch.kron(v1, v2)[order]
 
 
-def truncated(
+def truncate(
     u: Tensor,  # [o, m]
     s: Tensor,  # [m]
     vt: Tensor,  # [m, i]
     rank: int,
-) -> Update:
+) -> LoraUpdate:
     """Return the best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
     root = s[:rank].sqrt()
-    return Update((root[:, None] * vt[:rank]).float().contiguous(), (u[:, :rank] * root).float().contiguous())
+    return LoraUpdate((root[:, None] * vt[:rank]).float().contiguous(), (u[:, :rank] * root).float().contiguous())
 
 
 def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
@@ -68,7 +69,7 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     return max(1, min(kept, rank or len(s)))
 
 
-def resized(update: AnyUpdate, rank: int | None, energy: float | None) -> tuple[Update, float]:
+def resize_update(update: AnyUpdate, rank: int | None, energy: float | None) -> tuple[LoraUpdate, float]:
     """Change the rank of an update; approximate LoKr or LoHa by a LoRA.
 
     Args:
@@ -81,13 +82,13 @@ def resized(update: AnyUpdate, rank: int | None, energy: float | None) -> tuple[
     """
     u, s, vt = svd_of(update)
     kept = rank_for(s, rank, energy)
-    smaller = replace(truncated(u, s, vt, kept), pointwise=update.pointwise)
+    smaller = replace(truncate(u, s, vt, kept), pointwise=update.pointwise)
     if rank is not None and energy is None:
         smaller = _widened(smaller, rank)
     return smaller, float(s[kept:].square().sum())
 
 
-def _widened(update: Update, rank: int) -> Update:
+def _widened(update: LoraUpdate, rank: int) -> LoraUpdate:
     """Add seeded normal rows to ``down`` and zeros to ``up``, which leaves the product unchanged but trainable."""
     missing = rank - update.rank
     if missing <= 0:

@@ -25,18 +25,18 @@ from simpletune.adapters.files.module_kind import (
     DORA_ROLES,
     LORA,
     OFT,
-    Size,
+    UpdateShape,
     is_by_output,
     is_whole,
-    kind_of,
-    size_of,
+    module_kind,
+    update_shape,
 )
-from simpletune.adapters.files.settings import DAMAGED, checked, scale_for
+from simpletune.adapters.files.settings import DAMAGED, scale_for, validate_settings
 from simpletune.adapters.methods.hypernetworks.structure import require_updates
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
 from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
-from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.safetensors_file import TYPES, read_header, require_safetensors
 
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
@@ -74,7 +74,7 @@ class Module:
     @property
     def kind(self) -> str:
         """Kind of the module (LoRA, DoRA, LoKr, LoHa or OFT), by its roles."""
-        return kind_of(self.keys)
+        return module_kind(self.keys)
 
     @property
     def factors(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class LoraHeader:
             module.keys[split[1]] = key
             if split[1] == ALPHA:
                 module.alpha = self._scalar(key)
-        return {name: found[name] for name in sorted(found, key=natural)}
+        return {name: found[name] for name in sorted(found, key=natural_sort_key)}
 
     @property
     def all_modules(self) -> list[Module]:
@@ -170,11 +170,11 @@ class LoraHeader:
         """Kinds of the denoiser's modules."""
         return sorted({module.kind for module in self.modules.values()})
 
-    def size(self, module: Module) -> Size | None:
+    def size(self, module: Module) -> UpdateShape | None:
         """Return the size of a module's update; None if factors are missing or do not match."""
         if not is_whole(module.keys):
             return None
-        return size_of({role: self.shapes[key] for role, key in module.factors.items()})
+        return update_shape({role: self.shapes[key] for role, key in module.factors.items()})
 
     def rank(self, module: Module) -> int | None:
         """Return the number to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell.
@@ -196,11 +196,11 @@ class LoraHeader:
                 found = json.loads(self.metadata[ADAPTER_METADATA])
             except (ValueError, RecursionError):
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
-            return checked(found, f"{self.file}: {ADAPTER_METADATA} in its header")
+            return validate_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
         if self.layout and self.layout.name == "peft" and beside.is_file():
             try:
-                return checked(json.loads(beside.read_text()), str(beside))
+                return validate_settings(json.loads(beside.read_text()), str(beside))
             except ValueError:
                 raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None
@@ -220,7 +220,7 @@ class LoraHeader:
         if settings is not None and is_text(layer):
             encoder, layer = encoder_of(layer)
             own = {k.removeprefix(f"{encoder}."): v for k, v in settings.items() if k.startswith(f"{encoder}.")}
-            settings = checked(own, f"{self.file}: {ADAPTER_METADATA} in its header")
+            settings = validate_settings(own, f"{self.file}: {ADAPTER_METADATA} in its header")
         return 1.0 if settings is None else scale_for(layer, settings)
 
     def _scalar(self, key: str) -> float | None:
@@ -272,7 +272,7 @@ def open_lora(file: Path) -> LoraHeader:
     if header.layout is None and header.modules:
         raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
     if header.unmatched:
-        count, listed = len(header.unmatched), shortened(header.unmatched, LISTED)
+        count, listed = len(header.unmatched), join_names(header.unmatched, LISTED)
         raise UserError(
             f"{file}: {count} of {len(header.names)} keys match no layer of "
             f"{header.layout.names.title if header.layout else 'a text encoder'}: {listed}"
@@ -302,7 +302,7 @@ def _require_shapes(header: LoraHeader) -> None:
         plain = {len(shape) for role, shape in shapes.items() if role not in DORA_ROLES}
         if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
             raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
-        size = size_of(shapes)
+        size = update_shape(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
         if any(not is_by_output(shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
@@ -327,6 +327,6 @@ def _examples(header: LoraHeader) -> list[str]:
     return list(by_start.values())[:LISTED]
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts block 2 before block 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

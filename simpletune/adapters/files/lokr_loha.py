@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from simpletune.adapters.files.dora_oft import WeightUpdate
 from simpletune.adapters.files.module_kind import LOHA, LOKR
-from simpletune.adapters.files.updates import Update, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, swap_halves
 from simpletune.adapters.methods.layers import UpdateLayer
 from simpletune.adapters.methods.loha_layer import LohaLayer, low_rank
-from simpletune.adapters.methods.lokr_layer import LokrLayer, whole
+from simpletune.adapters.methods.lokr_layer import LokrLayer, full_factor
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.system.options import UserError
 
@@ -69,21 +69,21 @@ class LokrUpdate:
     def delta(self) -> Tensor:  # fp32 [o, i]
         """Return the matrix added to the weight."""
         factors = {name: factor.float() for name, factor in self.factors.items()}
-        product = torch.kron(whole(factors, "lokr_w1"), whole(factors, "lokr_w2"))
+        product = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
         return self.scale * product[self.skipped : self.skipped + self.outputs]
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
         """Return what is added to a weight; here independent of it."""
         return self.delta()
 
-    def plain(self) -> Update:
+    def plain(self) -> LoraUpdate:
         """Return the equivalent LoRA, of rank ``rank``."""
         w1, w2 = (_halves(self.factors, name) for name in ("lokr_w1", "lokr_w2"))
         up, down = torch.kron(w1[0], w2[0]), torch.kron(w1[1], w2[1])
         rows = slice(self.skipped, self.skipped + self.outputs)
         if len(down) > min(self.shape):
             return _as_identity(self.delta(), self.pointwise)
-        return Update(down, up[rows], self.scale, self.pointwise)
+        return LoraUpdate(down, up[rows], self.scale, self.pointwise)
 
     def rows(self, start: int, count: int) -> LokrUpdate:
         """Return the update of ``count`` outputs from ``start``, with only the rows of W1 that they need."""
@@ -94,7 +94,7 @@ class LokrUpdate:
         cropped = {**self.factors, name: self.factors[name][first:last]}
         return replace(self, factors=cropped, outputs=count, skipped=begin - first * height)
 
-    def swapped(self) -> LokrUpdate | Update:
+    def swapped(self) -> LokrUpdate | LoraUpdate:
         """Return the update with the halves of its outputs swapped."""
         name = "lokr_w1" if "lokr_w1" in self.factors else "lokr_w1_a"
         left = self.factors[name]
@@ -162,12 +162,12 @@ class LohaUpdate:
         """Return what is added to a weight; here independent of it."""
         return self.delta()
 
-    def plain(self) -> Update:
+    def plain(self) -> LoraUpdate:
         """Return the equivalent LoRA, of rank ``rank``."""
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
         if len(down) > min(self.shape):
             return _as_identity(self.delta(), self.pointwise)
-        return Update(down, up.contiguous(), self.scale, self.pointwise)
+        return LoraUpdate(down, up.contiguous(), self.scale, self.pointwise)
 
     def rows(self, start: int, count: int) -> LohaUpdate:
         """Return the update of ``count`` outputs from ``start``."""
@@ -189,19 +189,19 @@ class LohaUpdate:
 
 
 Structured = LokrUpdate | LohaUpdate
-AnyUpdate = Update | Structured | WeightUpdate
+AnyUpdate = LoraUpdate | Structured | WeightUpdate
 AnyUpdates = Mapping[str, AnyUpdate]
 """Updates of any kind by diffusers' layer name."""
 
 
-def plain(update: AnyUpdate) -> Update:
+def as_lora(update: AnyUpdate) -> LoraUpdate:
     """Return the LoRA that is equivalent to an update.
 
     Raises:
         UserError: the update depends on the weight.
     """
     independent = _independent(update)
-    return independent if isinstance(independent, Update) else independent.plain()
+    return independent if isinstance(independent, LoraUpdate) else independent.plain()
 
 
 def delta_of(update: AnyUpdate) -> Tensor:  # fp32 [o, i]
@@ -213,7 +213,7 @@ def delta_of(update: AnyUpdate) -> Tensor:  # fp32 [o, i]
     return _independent(update).delta()
 
 
-def _independent(update: AnyUpdate) -> Update | Structured:
+def _independent(update: AnyUpdate) -> LoraUpdate | Structured:
     if isinstance(update, WeightUpdate):
         raise UserError(
             f"{update.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
@@ -227,7 +227,7 @@ def difference(update: AnyUpdate, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [
     return update.difference(weight)
 
 
-def fits(update: AnyUpdate, shape: Sequence[int]) -> bool:
+def fits_weight(update: AnyUpdate, shape: Sequence[int]) -> bool:
     """Whether an update fits a weight of this shape (o, i); OFT files do not tell the inputs."""
     outputs, inputs = update.shape
     return (outputs, inputs or shape[1]) == (shape[0], shape[1])
@@ -247,8 +247,8 @@ def _folded(factors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     return {name: factor.float() * scale if name in FIRST else factor.float() for name, factor in factors.items()}
 
 
-def _as_identity(delta: Tensor, pointwise: bool) -> Update:
+def _as_identity(delta: Tensor, pointwise: bool) -> LoraUpdate:
     """Return a matrix as a LoRA of full rank."""
     outputs, inputs = delta.shape
     down, up = (delta, torch.eye(outputs)) if outputs <= inputs else (torch.eye(inputs), delta)
-    return Update(down, up, pointwise=pointwise)
+    return LoraUpdate(down, up, pointwise=pointwise)

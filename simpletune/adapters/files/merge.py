@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.base_reader import Base
+from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.header import TensorEntry
-from simpletune.adapters.files.lokr_loha import AnyUpdates, difference, fits
+from simpletune.adapters.files.lokr_loha import AnyUpdates, difference, fits_weight
 from simpletune.adapters.files.write import overflow
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
-from simpletune.system.options import UserError, plural, shortened
+from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 
 KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -30,7 +30,7 @@ PREFIX = "model.diffusion_model."
 
 
 @dataclass
-class Merged:
+class MergeResult:
     """The result of a merge.
 
     Args:
@@ -56,7 +56,7 @@ class Merger:
         UserError: the base lacks a layer, or has it with another shape.
     """
 
-    def __init__(self, base: Base, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
+    def __init__(self, base: BaseReader, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
@@ -66,11 +66,11 @@ class Merger:
         if lost:
             raise UserError(
                 f"{plural(len(lost), 'layer')} of the LoRA {'is' if len(lost) == 1 else 'are'} not in "
-                f"{base.name}: {shortened(lost, 5)}"
+                f"{base.name}: {join_names(lost, 5)}"
             )
         for updates, _ in loras:
             for name, update in split_text(updates)[0].items():
-                if not fits(update, linears[name]):
+                if not fits_weight(update, linears[name]):
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
                         f"{list(linears[name])}. The LoRA belongs to another model"
@@ -109,7 +109,7 @@ class Merger:
         """
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
-        if kind not in TYPES or not fits(update, shape):
+        if kind not in TYPES or not fits_weight(update, shape):
             raise UserError(
                 f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
                 "belongs to another model. Leave its text encoders out: --denoiser-only"
@@ -123,7 +123,7 @@ class Merger:
         return (self._error / self._effect) ** 0.5 if self._effect else 0.0
 
 
-def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
     """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads.
 
     Args:
@@ -144,10 +144,10 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
             for name in entries:
                 writer.write(name, merger.get(name))
                 done()
-    return Merged(folder, len(merger.changed), merger.lost)
+    return MergeResult(folder, len(merger.changed), merger.lost)
 
 
-def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> Merged:
+def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
     """Write the merged transformer as one file in the original layout, with the other tensors of a single-file base.
 
     Args:
@@ -180,7 +180,7 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
                 done()
         for name, data in _raw(base.file, others):
             writer.write_bytes(name, merger.merged_text(text[name], others[name], data) if name in text else data)
-    return Merged(file, len(merger.changed), merger.lost)
+    return MergeResult(file, len(merger.changed), merger.lost)
 
 
 def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
@@ -199,12 +199,12 @@ def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str
     if lost:
         raise UserError(
             f"{len(lost)} layers of text encoders that the LoRA updates are not in {merger.base.name}: "
-            f"{shortened(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
+            f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
         )
     return found
 
 
-def _groups(base: Base) -> dict[str, list[tuple[str, Origin]]]:
+def _groups(base: BaseReader) -> dict[str, list[tuple[str, Origin]]]:
     """Map original names to the diffusers tensors that make them up, in order."""
     found: dict[str, list[tuple[str, Origin]]] = {}
     for name, origin in base.family.layout.origins(base.config).items():

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from simpletune.adapters.files.lokr_loha import AnyUpdates, plain
-from simpletune.adapters.files.updates import Update
+from simpletune.adapters.files.lokr_loha import AnyUpdates, as_lora
+from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError
-from simpletune.system.rng import key_of
+from simpletune.system.rng import random_key
 
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
@@ -37,7 +37,7 @@ class Recipe:
     seed: int = 0
 
 
-def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, Update]:
+def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, LoraUpdate]:
     """Mix several LoRAs into one.
 
     ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
@@ -59,7 +59,7 @@ def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, 
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(plain(updates[name]), weight) for updates, weight in loras if name in updates]
+        parts = [(as_lora(updates[name]), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})
@@ -70,7 +70,7 @@ def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, 
     return mixed
 
 
-def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe) -> Update:
+def _mix_layer(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: Recipe) -> LoraUpdate:
     """Run PEFT on a model with one linear layer, whose uninitialised weights are never read."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
@@ -94,9 +94,9 @@ def _mix_layer(name: str, parts: Sequence[tuple[Update, float]], recipe: Recipe)
     if recipe.method.endswith("svd"):
         extra["svd_rank"] = min(recipe.rank or max(part.rank for part, _ in parts), outputs, inputs)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key_of(recipe.seed, "mix", name) % 2**63)
+        torch.manual_seed(random_key(recipe.seed, "mix", name) % 2**63)
         model.add_weighted_adapter(adapters, [weight for _, weight in parts], "mixed", recipe.method, **extra)
     layer = holder["layer"]
     down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
     scale = float(layer.scaling["mixed"])  # type: ignore[index]
-    return Update(down.contiguous(), up.contiguous(), scale, parts[0][0].pointwise).folded()
+    return LoraUpdate(down.contiguous(), up.contiguous(), scale, parts[0][0].pointwise).folded()

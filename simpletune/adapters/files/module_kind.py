@@ -20,7 +20,7 @@ DORA_ROLES = (MAGNITUDE, DORA_SCALE)
 Shape = tuple[int, ...]
 
 
-class Size(NamedTuple):
+class UpdateShape(NamedTuple):
     """The size of a module's update.
 
     Args:
@@ -40,7 +40,7 @@ class Size(NamedTuple):
         return f"{rank} ({self.factors})" if self.factors else rank
 
 
-def kind_of(roles: Collection[str]) -> str:
+def module_kind(roles: Collection[str]) -> str:
     """Return the kind of a module with these roles; LoRA if they do not tell."""
     telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
     return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
@@ -49,7 +49,7 @@ def kind_of(roles: Collection[str]) -> str:
 def is_whole(roles: Collection[str]) -> bool:
     """Whether a module has every factor of its kind, and none of another."""
     found = set(roles) - {ALPHA}
-    kind = kind_of(roles)
+    kind = module_kind(roles)
     if kind in (LORA, DORA):
         return found >= {DOWN, UP}
     if kind == OFT:
@@ -60,7 +60,7 @@ def is_whole(roles: Collection[str]) -> bool:
     return any(found == one | other for one in ways[0] for other in ways[1])
 
 
-def size_of(shapes: Mapping[str, Shape]) -> Size | None:
+def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
     """Return the size of a complete module's update; None if its shapes do not match.
 
     Args:
@@ -74,15 +74,15 @@ def size_of(shapes: Mapping[str, Shape]) -> Size | None:
     flat = {role: shape for role, shape in flat.items() if len(shape) == 2 and 0 not in shape}
     if len(flat) != len(shapes):
         return None
-    kind = kind_of(shapes)
+    kind = module_kind(shapes)
     if kind == LOKR:
         return _lokr(flat)
     if kind == LOHA:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
-        return Size(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
+        return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
     fits = all(is_by_output(shape, outputs) or is_by_input(shape, inputs) for shape in magnitudes)
-    return Size(outputs, inputs, rank) if rank == columns and fits else None
+    return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
 
 
 def is_by_output(shape: Shape, outputs: int) -> bool:
@@ -95,14 +95,14 @@ def is_by_input(shape: Shape, inputs: int) -> bool:
     return shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:])
 
 
-def _oft(shape: Shape) -> Size | None:
+def _oft(shape: Shape) -> UpdateShape | None:
     """Return the size of an update from its blocks. They do not tell the inputs, which are set to the outputs."""
     if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
         return None
-    return Size(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
+    return UpdateShape(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
 
 
-def _lokr(shapes: Mapping[str, Shape]) -> Size | None:
+def _lokr(shapes: Mapping[str, Shape]) -> UpdateShape | None:
     sides: list[Shape] = []
     rank = None
     for name in ("lokr_w1", "lokr_w2"):
@@ -115,4 +115,4 @@ def _lokr(shapes: Mapping[str, Shape]) -> Size | None:
         sides.append((tall, wide))
         rank = r  # rank of the second factor if both are decomposed, as in ComfyUI and LyCORIS
     (left, right), (below, beyond) = sides
-    return Size(left * below, right * beyond, rank, f"{left}x{right} and {below}x{beyond}")
+    return UpdateShape(left * below, right * beyond, rank, f"{left}x{right} and {below}x{beyond}")

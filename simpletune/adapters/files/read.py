@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.detect_model import SD15
-from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, limited
+from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, limit_blocks
 from simpletune.adapters.files.header import LoraHeader, Module, open_lora
 from simpletune.adapters.files.lokr_loha import AnyUpdate, LohaUpdate, LokrUpdate
 from simpletune.adapters.files.module_kind import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.settings import DAMAGED
-from simpletune.adapters.files.updates import Update, split, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, split, swap_halves
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames
 from simpletune.models.shared.text_layers import is_text
@@ -83,11 +83,11 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
     count, scale = len(module.layers), header.scale(module)
     if module.kind == LORA:
         down, up = factors[DOWN], factors[UP]
-        update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+        update = LoraUpdate(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
         return [update] if count == 1 else split(update, count)
     if module.kind == OFT:
         names = _original_names(header, module.layers[0])
-        blocks = limited(factors[OFT_BLOCKS], module.alpha).chunk(count)
+        blocks = limit_blocks(factors[OFT_BLOCKS], module.alpha).chunk(count)
         return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
     if module.kind == DORA:
         return _dora(header, module, factors, scale).parts(count)
@@ -106,7 +106,7 @@ def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], sca
     """Return a module's DoRA update. Prefers PEFT's magnitudes; ``dora_scale`` has them, too, unless the header marks
     it as made for ComfyUI."""
     down, up = factors[DOWN], factors[UP]
-    update = Update(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+    update = LoraUpdate(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
     made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
     relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
@@ -132,4 +132,4 @@ def _is_pointwise(header: LoraHeader, module: Module) -> bool:
 
 
 def _swapped(update: AnyUpdate) -> AnyUpdate:
-    return swap_halves(update) if isinstance(update, Update) else update.swapped()
+    return swap_halves(update) if isinstance(update, LoraUpdate) else update.swapped()

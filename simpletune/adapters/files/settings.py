@@ -13,7 +13,7 @@ LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
 
 
-def checked(found: object, where: str) -> Json:
+def validate_settings(found: object, where: str) -> Json:
     """Validate the values of PEFT's settings.
 
     Raises:

@@ -17,7 +17,7 @@ from simpletune.engine.tensors import exchanged_halves
 
 
 @dataclass(frozen=True)
-class Update:
+class LoraUpdate:
     """W + scale * up @ down.
 
     Args:
@@ -56,7 +56,7 @@ class Update:
         """Return what is added to a weight; here independent of it."""
         return self.delta()
 
-    def folded(self) -> Update:
+    def folded(self) -> LoraUpdate:
         """Return the update with scale 1: the scale is folded into ``up``, in its type."""
         if self.scale == 1.0:
             return self
@@ -68,16 +68,16 @@ class Update:
         return copy[:, :, None, None] if self.pointwise else copy
 
 
-Updates = Mapping[str, Update]
+Updates = Mapping[str, LoraUpdate]
 """Updates by diffusers' layer name."""
 
 
-def swap_halves(update: Update) -> Update:
+def swap_halves(update: LoraUpdate) -> LoraUpdate:
     """Swap the halves of the outputs (scale and shift)."""
     return replace(update, up=exchanged_halves(update.up))
 
 
-def fuse(parts: Sequence[Update | None]) -> Update:
+def fuse(parts: Sequence[LoraUpdate | None]) -> LoraUpdate:
     """Fuse the updates of q, k and v into one update of the layer that stacks them.
 
     If all share ``down``, the result keeps it and has rank r. Otherwise it stacks the downs, puts the ups on the
@@ -93,7 +93,7 @@ def fuse(parts: Sequence[Update | None]) -> Update:
         present = [part for part in parts if part is not None]
     first = present[0]
     if len(present) == len(parts) and all(_same(part.down, first.down) for part in present):
-        return Update(first.down, torch.cat([part.up for part in present]), first.scale)
+        return LoraUpdate(first.down, torch.cat([part.up for part in present]), first.scale)
     rank, column = sum(part.rank for part in present), 0
     height = first.shape[0]
     up = first.up.new_zeros(len(parts) * height, rank)
@@ -101,10 +101,10 @@ def fuse(parts: Sequence[Update | None]) -> Update:
         if part is not None:
             up[number * height : (number + 1) * height, column : column + part.rank] = part.up
             column += part.rank
-    return Update(torch.cat([part.down for part in present]), up, first.scale)
+    return LoraUpdate(torch.cat([part.down for part in present]), up, first.scale)
 
 
-def split(update: Update, count: int = 3) -> list[Update | None]:
+def split(update: LoraUpdate, count: int = 3) -> list[LoraUpdate | None]:
     """Split a fused update; the inverse of ``fuse`` up to rows and columns of zeros.
 
     If no columns are shared, each part gets only its own, and a part without columns is None. If columns are shared,
@@ -115,12 +115,12 @@ def split(update: Update, count: int = 3) -> list[Update | None]:
         downs = update.down.chunk(count)
         width = update.rank // count
         columns = [up[:, n * width : (n + 1) * width] for n, up in enumerate(ups)]
-        return [Update(d, u.contiguous(), update.scale) for d, u in zip(downs, columns, strict=True)]
+        return [LoraUpdate(d, u.contiguous(), update.scale) for d, u in zip(downs, columns, strict=True)]
     used = torch.stack([(up != 0).any(dim=0) for up in ups])  # [count, r]
     if (used.sum(dim=0) > 1).any() or not used.any():
-        return [Update(update.down, up.contiguous(), update.scale) for up in ups]
+        return [LoraUpdate(update.down, up.contiguous(), update.scale) for up in ups]
     return [
-        Update(update.down[own], up[:, own].contiguous(), update.scale) if own.any() else None
+        LoraUpdate(update.down[own], up[:, own].contiguous(), update.scale) if own.any() else None
         for up, own in zip(ups, used, strict=True)
     ]
 

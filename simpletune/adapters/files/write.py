@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, lora_of, magnitudes_of
-from simpletune.adapters.files.header import ADAPTER_METADATA, natural
+from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, lora_parts, magnitudes_of
+from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
 from simpletune.adapters.files.layouts import written
 from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured
-from simpletune.adapters.files.updates import Update, Updates, fuse, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, Updates, fuse, swap_halves
 from simpletune.models.lora_names import names_of, update_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
@@ -51,12 +51,12 @@ def write_lora(
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
     kind = DTYPES[dtype] if dtype else None
-    single = has_one_encoder(updates, metadata)
+    single = is_single_encoder(updates, metadata)
     updates, text = split_text(updates)
-    low_rank = {layer: update for layer, update in updates.items() if isinstance(update, Update)}
+    low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
-    others = {layer: u for layer, u in updates.items() if not isinstance(u, Update | DoraUpdate | OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if not isinstance(u, LoraUpdate | DoraUpdate | OftUpdate)}
     if layout == "lycoris":
         for layer in (*low_rank, *dora, *oft):
             raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
@@ -71,7 +71,7 @@ def write_lora(
         tensors = {}
         if updates:
             chosen = written(updates, layout)
-            tensors = tensors_of({**low_rank, **lora_of(dora)}, chosen, kind) if low_rank or dora else {}
+            tensors = file_tensors({**low_rank, **lora_parts(dora)}, chosen, kind) if low_rank or dora else {}
             tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
     tensors |= text_tensors_of(text, layout, single, kind)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -91,7 +91,7 @@ def overflow(dtype: str | None) -> str:
     return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
 
 
-def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def file_tensors(updates: Updates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file in a layout, by key.
 
     Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
@@ -105,7 +105,7 @@ def tensors_of(updates: Updates, layout: Layout, dtype: torch.dtype | None = Non
     elif not layout.original:
         named = _with_one_alpha(named)
     tensors: dict[str, Tensor] = {}
-    for module in sorted(named, key=natural):
+    for module in sorted(named, key=natural_sort_key):
         update = named[module]
         tensors[layout.key(module, DOWN)] = update.saved(update.down, dtype)
         tensors[layout.key(module, UP)] = update.saved(update.up, dtype)
@@ -128,10 +128,10 @@ def text_tensors_of(
     Raises:
         UserError: no tool reads such an update of a text encoder under these keys.
     """
-    low_rank = {layer: update for layer, update in text.items() if isinstance(update, Update)}
-    others = {layer: update for layer, update in text.items() if not isinstance(update, Update)}
+    low_rank = {layer: update for layer, update in text.items() if isinstance(update, LoraUpdate)}
+    others = {layer: update for layer, update in text.items() if not isinstance(update, LoraUpdate)}
     tensors: dict[str, Tensor] = {}
-    for layer in sorted(others, key=natural):
+    for layer in sorted(others, key=natural_sort_key):
         update = others[layer]
         if isinstance(update, DoraUpdate | OftUpdate):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
@@ -146,7 +146,7 @@ def text_tensors_of(
         tensors[text_key(layer, ALPHA, layout, single)] = torch.tensor(alpha, dtype=torch.float32)
     with_alpha = layout != "diffusers"
     named = _with_one_alpha(low_rank) if with_alpha and low_rank else {k: u.folded() for k, u in low_rank.items()}
-    for layer in sorted(named, key=natural):
+    for layer in sorted(named, key=natural_sort_key):
         if layer.startswith(f"{T5}.") and not with_alpha:
             raise UserError(f"{layer} is a layer of T5, whose LoRA diffusers does not load. Use --format kohya")
         one = named[layer]
@@ -157,7 +157,7 @@ def text_tensors_of(
     return tensors
 
 
-def has_one_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
+def is_single_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
     """Whether updates are for a model with one text encoder (Stable Diffusion 1.5 or 2), by the layers of the denoiser;
     for text encoders only, by what the header says about the base."""
     denoiser, text = split_text(updates)
@@ -170,9 +170,9 @@ def has_one_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
 
 def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
     """Return the LoRA updates of each text encoder, by the layers' names in it."""
-    found: dict[str, dict[str, Update]] = {}
+    found: dict[str, dict[str, LoraUpdate]] = {}
     for layer, update in text.items():
-        if isinstance(update, Update):
+        if isinstance(update, LoraUpdate):
             encoder, name = encoder_of(layer)
             found.setdefault(encoder, {})[name] = update
     return dict(found)
@@ -186,7 +186,7 @@ def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype 
     """
     layout = update_layout(updates)
     tensors: dict[str, Tensor] = {}
-    for layer in sorted(updates, key=natural):
+    for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
         if not update.is_own:
             raise UserError(
@@ -200,7 +200,7 @@ def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype 
     return tensors
 
 
-def _with_one_alpha(updates: Updates) -> dict[str, Update]:
+def _with_one_alpha(updates: Updates) -> dict[str, LoraUpdate]:
     """Give every update the most common alpha (scale x rank), and scale the second factor of the others to match."""
     common = Counter(update.scale * update.rank for update in updates.values()).most_common(1)[0][0]
     found = {}
@@ -211,14 +211,14 @@ def _with_one_alpha(updates: Updates) -> dict[str, Update]:
     return found
 
 
-def in_original_names(updates: Updates, names: LoraNames) -> dict[str, Update]:
+def in_original_names(updates: Updates, names: LoraNames) -> dict[str, LoraUpdate]:
     """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ.
 
     Raises:
         UserError: the family has no such layer.
     """
-    found: dict[str, Update] = {}
-    thirds: dict[str, list[Update | None]] = {}
+    found: dict[str, LoraUpdate] = {}
+    thirds: dict[str, list[LoraUpdate | None]] = {}
     for layer, update in updates.items():
         try:
             module, third = names.original(layer)
@@ -254,4 +254,4 @@ def _settings(updates: Updates) -> Json:
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
     patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
-    return {"r": common, "lora_alpha": common, **patterns, "target_modules": sorted(ranks, key=natural)}
+    return {"r": common, "lora_alpha": common, **patterns, "target_modules": sorted(ranks, key=natural_sort_key)}

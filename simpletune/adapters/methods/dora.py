@@ -48,13 +48,13 @@ class Dora(Lora):
         import torch
 
         from simpletune.adapters.methods.dora_layers import DoraLayer
-        from simpletune.adapters.methods.layers import shapes_of, wrap
+        from simpletune.adapters.methods.layers import layer_shapes, wrap
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        for name in self.modules({f"{name}.weight": shape for name, shape in shapes_of(model).items()}):
+        for name in self.modules({f"{name}.weight": shape for name, shape in layer_shapes(model).items()}):
             layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, dtype)
             wrap(model, name, layer.with_dropout(self.dropout, self.rank_dropout, self.module_dropout))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, base_of, shape_of
+from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, shape_of
 from simpletune.adapters.methods.lora_layers import UpdateDropout, row_norms
 from simpletune.adapters.methods.lora_product import Context
 from simpletune.engine.quant.unpack import row_blocks
@@ -116,7 +116,7 @@ class DoraLayer(UpdateLayer):
         adapter: str = ADAPTER,
     ):
         super().__init__(base_layer, adapter)
-        frozen = base_of(base_layer)
+        frozen = innermost_layer(base_layer)
         shape, device = shape_of(frozen), next(frozen.parameters()).device
         assert shape is not None
         self.scale = scale
@@ -147,7 +147,7 @@ class DoraLayer(UpdateLayer):
         Args:
             dtype: type of that product.
         """
-        frozen, a, b = base_of(self), self.lora_A.weight, self.lora_B.weight
+        frozen, a, b = innermost_layer(self), self.lora_A.weight, self.lora_B.weight
         rows = a.t()[None, :, :, None] if self.pointwise else a  # as pixels, or as rows
         without = {} if frozen.bias is None else {"bias": torch.zeros_like(frozen.bias)}  # type: ignore[arg-type]
         projected = functional_call(frozen, without, (rows.to(dtype),))
@@ -166,7 +166,7 @@ class DoraLayer(UpdateLayer):
         """Compute ||W_j + s B_j A|| from the frozen weight, a few rows at a time, on the weight's device."""
         a, b = self.lora_A.weight.float(), self.scale * self.lora_B.weight.float()
         rows, first = [], 0
-        for block in row_blocks(base_of(self), len(b)):
+        for block in row_blocks(innermost_layer(self), len(b)):
             own = b[first : first + len(block)].to(block.device) @ a.to(block.device)
             rows.append((block + own).norm(dim=1))
             first += len(block)
@@ -201,7 +201,7 @@ class DoraLayer(UpdateLayer):
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""
         gain = self.gains(y.dtype)
         b = self.update_dropout(self.lora_B.weight) * (gain * (self.strength * self.scale))[:, None]
-        delta, bias = (gain - 1) * self.strength, base_of(self).bias
+        delta, bias = (gain - 1) * self.strength, innermost_layer(self).bias
         return rescaled(y, self.input_dropout(x), self.lora_A.weight, b, delta, bias)  # type: ignore[arg-type]
 
     @torch.no_grad()

@@ -47,10 +47,10 @@ class Full(TrainingMethod):
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
         from simpletune.engine.fsdp.export import own_class, write_divided_folder
-        from simpletune.engine.fsdp.rank_zero import leading_of
+        from simpletune.engine.fsdp.rank_zero import rank_zero_driver
         from simpletune.system.model_folder import write_model_folder
 
-        leading = leading_of(model)
+        leading = rank_zero_driver(model)
         with nullcontext() if leading is None else own_class(model):
             family = family_of_class(type(model).__name__)
             place, whole = folder / family.denoiser, family.whole_tensors(model)

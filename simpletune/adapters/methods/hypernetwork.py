@@ -110,15 +110,15 @@ class Hypernetwork(TrainingMethod):
         import torch
 
         from simpletune.adapters.methods.hypernetwork_layer import put_before
-        from simpletune.adapters.methods.hypernetworks.network import drawn
-        from simpletune.adapters.methods.layers import shapes_of
+        from simpletune.adapters.methods.hypernetworks.network import random_networks
+        from simpletune.adapters.methods.layers import layer_shapes
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": shape for name, shape in shapes_of(model).items()}
+        shapes = {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        put_before(model, {width: drawn(width, self.structure, dtype) for width in self.chosen(shapes)})
+        put_before(model, {width: random_networks(width, self.structure, dtype) for width in self.chosen(shapes)})
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Leave the networks out within this context, which restores the exact base model."""
@@ -130,6 +130,6 @@ class Hypernetwork(TrainingMethod):
         """Write pytorch_lora_weights.safetensors with names such as ``768.k.linear.0.weight``, which only simpletune
         reads."""
         from simpletune.adapters.methods.hypernetwork_layer import networks_of
-        from simpletune.adapters.methods.hypernetworks.files import write
+        from simpletune.adapters.methods.hypernetworks.files import write_hypernetwork
 
-        return write(networks_of(model), self.structure, folder / OUTPUT, metadata)
+        return write_hypernetwork(networks_of(model), self.structure, folder / OUTPUT, metadata)

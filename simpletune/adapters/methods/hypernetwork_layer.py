@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.hypernetworks.network import Network, Pair
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, base_of, outer_layers, shape_of, wrap
+from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, outer_layers, shape_of, wrap
 from simpletune.engine.tensors import all_tensors
 from simpletune.models.lora_names import context_layers
 from simpletune.system.options import UserError
@@ -79,7 +79,7 @@ def put_before(model: nn.Module, pairs: Mapping[int, Pair], adapter: str = ADAPT
 def _projections(model: nn.Module) -> dict[str, nn.Module]:
     """Return the frozen projections to keys and values, by the name of the module or of its outermost wrapper."""
     modules = dict(model.named_modules())
-    return {name: base_of(modules[name]) for name in context_layers(modules)}
+    return {name: innermost_layer(modules[name]) for name in context_layers(modules)}
 
 
 def networks_of(model: nn.Module) -> dict[int, Pair]:

@@ -59,13 +59,13 @@ class LayerMethod(TargetedMethod):
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
         import torch
 
-        from simpletune.adapters.methods.layers import shapes_of, wrap
+        from simpletune.adapters.methods.layers import layer_shapes, wrap
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        sides = shapes_of(model)
+        sides = layer_shapes(model)
         for name in self.modules({f"{name}.weight": shape for name, shape in sides.items()}):
             factors = self.initialised(*sides[name][:2])
             cast = {factor: tensor.to(dtype) for factor, tensor in factors.items()}

@@ -29,7 +29,7 @@ class UpdateLayer(nn.Module):
     def __init__(self, base_layer: nn.Module, adapter: str = ADAPTER):
         super().__init__()
         self.base_layer = base_layer
-        self.shape = shape_of(base_of(base_layer))
+        self.shape = shape_of(innermost_layer(base_layer))
         self.scaling = {adapter: 1.0}
         self.enabled = True
 
@@ -60,7 +60,7 @@ class UpdateLayer(nn.Module):
 
     def get_base_layer(self) -> nn.Module:
         """Return the frozen layer inside all wrapping layers."""
-        return base_of(self)
+        return innermost_layer(self)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Enable or disable the update."""
@@ -71,7 +71,7 @@ class UpdateLayer(nn.Module):
         return {name: tensor.detach() for name, tensor in self.named_parameters() if not name.startswith("base_layer.")}
 
 
-def base_of(layer: nn.Module) -> nn.Module:
+def innermost_layer(layer: nn.Module) -> nn.Module:
     """Return the frozen layer inside all wrapping layers."""
     while isinstance(layer, UpdateLayer | BaseTunerLayer):
         layer = layer.base_layer
@@ -90,7 +90,7 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the layers that can have an update, by name."""
     found = {name: shape_of(module) for name, module in model.named_modules()}
     return {name: shape for name, shape in found.items() if shape is not None}
@@ -143,7 +143,7 @@ def at_strength(model: nn.Module, strength: float) -> Iterator[None]:
 def detach(model: nn.Module) -> None:
     """Remove every update and put the original layers back."""
     for name, layer in outer_layers(model):
-        wrap(model, name, base_of(layer))
+        wrap(model, name, innermost_layer(layer))
     if hasattr(model, "peft_config"):
         del model.peft_config  # otherwise PEFT takes the next update for a second adapter of the same name
 
@@ -158,7 +158,7 @@ def rescale(model: nn.Module, scale: float) -> None:
 def move_updates(model: nn.Module, device: torch.device) -> None:
     """Move only the updates to a device: next to streamed weights, they are created in host memory."""
     for _, layer in outer_layers(model):
-        frozen = {id(tensor) for tensor in all_tensors(base_of(layer))}
+        frozen = {id(tensor) for tensor in all_tensors(innermost_layer(layer))}
         for tensor in all_tensors(layer):
             if id(tensor) not in frozen:
                 tensor.data = tensor.data.to(device)

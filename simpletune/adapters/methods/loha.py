@@ -45,9 +45,9 @@ class Loha(LayerMethod):
 
     def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         """As for ``LayerMethod``."""
-        from simpletune.adapters.methods.loha_layer import initialised
+        from simpletune.adapters.methods.loha_layer import initial_factors
 
-        return initialised(outputs, inputs, self.rank)
+        return initial_factors(outputs, inputs, self.rank)
 
     def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
         """As for ``LayerMethod``."""

@@ -28,7 +28,7 @@ def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return down, khatri_rao(factors["hada_w1_a"].t(), factors["hada_w2_a"].t()).t()
 
 
-def initialised(outputs: int, inputs: int, rank: int) -> dict[str, Tensor]:
+def initial_factors(outputs: int, inputs: int, rank: int) -> dict[str, Tensor]:
     """Draw factors from the global generator as LyCORIS does; ``hada_w2_a`` is zero, and so is the update."""
     import torch
 

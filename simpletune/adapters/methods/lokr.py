@@ -52,9 +52,9 @@ class Lokr(LayerMethod):
 
     def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         """As for ``LayerMethod``."""
-        from simpletune.adapters.methods.lokr_layer import initialised
+        from simpletune.adapters.methods.lokr_layer import initial_factors
 
-        return initialised(self.factor_shapes(outputs, inputs))
+        return initial_factors(self.factor_shapes(outputs, inputs))
 
     def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
         """As for ``LayerMethod``."""

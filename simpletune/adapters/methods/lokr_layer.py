@@ -21,7 +21,7 @@ from simpletune.adapters.methods.lora_product import Context
 from simpletune.engine.tensors import all_tensors
 
 
-def initialised(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
     """Draw factors from the global generator: the update is zero; the second factor has a gradient from the start."""
     found = {}
     for name, shape in shapes.items():
@@ -32,7 +32,7 @@ def initialised(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
     return found
 
 
-def whole(factors: Mapping[str, Tensor], name: str) -> Tensor:
+def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a factor, or the product of its two factors."""
     return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
@@ -57,7 +57,7 @@ class LokrLayer(UpdateLayer):
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """As for ``UpdateLayer``; never builds the product."""
         factors = self.factors
-        w1 = whole(factors, "lokr_w1")
+        w1 = full_factor(factors, "lokr_w1")
         w1 = w1 if self.strength == 1 else w1 * self.strength
         if "lokr_w2" in factors:
             before, after = sides(w1, factors["lokr_w2"])
@@ -73,7 +73,7 @@ class LokrLayer(UpdateLayer):
     def merged(self, weight: Tensor) -> Tensor:
         """As for ``UpdateLayer``."""
         factors = {name: factor.float() for name, factor in self.factors.items()}
-        delta = torch.kron(whole(factors, "lokr_w1"), whole(factors, "lokr_w2"))
+        delta = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
         return weight + self.strength * delta[self.skipped : self.skipped + len(weight)].view_as(weight)
 
     @property

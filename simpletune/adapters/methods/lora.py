@@ -80,13 +80,13 @@ class Lora(TargetedMethod):
         import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.methods.layers import shapes_of
+        from simpletune.adapters.methods.layers import layer_shapes
         from simpletune.adapters.methods.lora_layers import compute_in_output_type, drop_ranks
         from simpletune.system.rng import reseed_global
 
         model.requires_grad_(False)
         reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": shape for name, shape in shapes_of(model).items()}
+        shapes = {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.scale * self.rank,

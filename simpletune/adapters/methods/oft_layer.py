@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, base_of
+from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer
 from simpletune.engine.tensors import all_tensors, exchanged_halves
 from simpletune.models.shared.lora_names import OFT_BLOCKS, Layout
 
@@ -96,7 +96,7 @@ class OftLayer(UpdateLayer):
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add (R - I) W x; the bias is not rotated."""
-        bias = base_of(self).bias
+        bias = innermost_layer(self).bias
         turned = _turned(y if bias is None else y - bias.to(y.dtype), self.oft_triangle)  # type: ignore[operator]
         return torch.add(y, turned, alpha=self.strength)
 

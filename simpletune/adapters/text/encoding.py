@@ -17,13 +17,13 @@ from torch import Tensor
 
 from simpletune.adapters.text.files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
-from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, digest_of
-from simpletune.adapters.text.updated_encoders import ChangedTensors, add_updates, replaced_rows
+from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, embedding_digest
+from simpletune.adapters.text.updated_encoders import UpdatedT5Tensors, add_updates, replaced_rows
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import BATCH, Encoder, Prompts, pack, token_ids, unpack
+from simpletune.models.shared.prompts import BATCH, Prompts, TextEncoder, pack, token_ids, unpack
 from simpletune.models.shared.text_layers import T5, encoder_of
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,19 +57,19 @@ class TextEncoding:
             lost = [layer for layer in lora.updates if encoder_of(layer)[0] not in parts]
             own = [layer for layer in lost if encoder_of(layer)[0] != T5]
             if own:
-                raise UserError(f"{lora.name}: {shortened(own, 3)}: {model.title} has no such text encoder")
+                raise UserError(f"{lora.name}: {join_names(own, 3)}: {model.title} has no such text encoder")
 
-    def _width(self, encoder: Encoder) -> int:
+    def _width(self, encoder: TextEncoder) -> int:
         config = self.prompts.part(encoder.model).config()
         return int(config["d_model" if encoder.is_t5 else "hidden_size"])
 
-    def tokenizer(self, encoder: Encoder) -> PreTrainedTokenizerBase:
+    def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
         """An encoder's tokenizer, read once."""
         if encoder.name not in self._tokenizers:
             self._tokenizers[encoder.name] = self.prompts.tokenizer(encoder)
         return self._tokenizers[encoder.name]
 
-    def _words(self, embedding: EmbeddingFile, encoder: Encoder) -> tuple[str, ...]:
+    def _words(self, embedding: EmbeddingFile, encoder: TextEncoder) -> tuple[str, ...]:
         """The words that stand for a token in one encoder: a single-token word for each of its vectors there, if
         any."""
         vectors = embedding.vectors.get(encoder.name)
@@ -84,17 +84,17 @@ class TextEncoding:
             "positions for its vectors. Use the tokenizer that belongs to the model"
         )
 
-    def _stand_ins(self, encoder: Encoder) -> dict[str, tuple[str, ...]]:
+    def _stand_ins(self, encoder: TextEncoder) -> dict[str, tuple[str, ...]]:
         """The replacement words for every token in one encoder."""
         return {**dict(self.side.stand_ins), **{each.token: self._words(each, encoder) for each in self.embeddings}}
 
-    def expanded(self, encoder: Encoder, prompt: str) -> str:
+    def expanded(self, encoder: TextEncoder, prompt: str) -> str:
         """The prompt as an encoder reads it, with words instead of tokens."""
         for token, words in self._stand_ins(encoder).items() if self.side != PLAIN else ():
             prompt = expand(prompt, token, words)
         return prompt
 
-    def rows(self, encoder: Encoder, prompt: str, embedding: EmbeddingFile) -> list[tuple[int, int]]:
+    def rows(self, encoder: TextEncoder, prompt: str, embedding: EmbeddingFile) -> list[tuple[int, int]]:
         """The positions of an embedding's vectors in an encoder's sequence: pairs of a row and a vector's number."""
         others = {token: words for token, words in self._stand_ins(encoder).items() if token != embedding.token}
         for token, words in others.items():
@@ -105,7 +105,7 @@ class TextEncoding:
         places = positions(self.tokenizer(encoder), prompt, embedding.token, words, encoder.length)
         return [(row, number) for place in places for number, row in enumerate(place[: len(vectors)])]
 
-    def _inputs(self, encoder: Encoder, prompt: str) -> list[EmbeddingFile]:
+    def _inputs(self, encoder: TextEncoder, prompt: str) -> list[EmbeddingFile]:
         """The input embeddings of an encoder that a prompt uses."""
         return [
             each
@@ -113,7 +113,7 @@ class TextEncoding:
             if each.place == "input" and encoder.name in each.vectors and occurs(prompt, each.token)
         ]
 
-    def _updates(self, encoder: Encoder) -> LayerUpdates:
+    def _updates(self, encoder: TextEncoder) -> LayerUpdates:
         """The updates of an encoder's layers, by their names in the published checkpoint."""
         found: LayerUpdates = {}
         for lora in self.side.loras:
@@ -123,10 +123,10 @@ class TextEncoding:
                     found.setdefault(name, []).append((update, lora))
         return found
 
-    def key(self, encoder: Encoder, prompt: str) -> str:
+    def key(self, encoder: TextEncoder, prompt: str) -> str:
         """What an encoder's output depends on, apart from the encoder itself: the expanded prompt alone, unless its
         weights or inputs change."""
-        changes: list[object] = [[digest_of(each), each.token] for each in self._inputs(encoder, prompt)]
+        changes: list[object] = [[embedding_digest(each), each.token] for each in self._inputs(encoder, prompt)]
         if self._updates(encoder):
             changes += [["lora", each.digest, each.strength] for each in self.side.loras if each.strength]
         text = self.expanded(encoder, prompt)
@@ -135,7 +135,7 @@ class TextEncoding:
         return "\0" + json.dumps({"prompt": prompt, "text": text, "changes": changes}, ensure_ascii=False)
 
     def encode(
-        self, encoder: Encoder, prompts: Sequence[str], device: torch.device, batch_size: int = BATCH
+        self, encoder: TextEncoder, prompts: Sequence[str], device: torch.device, batch_size: int = BATCH
     ) -> Iterator[dict[str, Tensor]]:
         """Load one encoder, encode prompts with it, and free it.
 
@@ -161,7 +161,7 @@ class TextEncoding:
             yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
 
     def _run_clip(
-        self, encoder: Encoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
+        self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
         from accelerate import init_empty_weights
         from transformers import CLIPTextModelWithProjection
@@ -177,7 +177,7 @@ class TextEncoding:
                 yield from self.model.clip_outputs(clip, prompt, device, 1)
 
     def _run_t5(
-        self, encoder: Encoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
+        self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
         from simpletune.models.shared.t5_layers import LayeredT5, PartTensors
 
@@ -188,11 +188,11 @@ class TextEncoding:
             for row, vector in own.items():
                 ids[number, row] = size + len(table)
                 table.append(vector)
-        tensors = ChangedTensors(PartTensors(part), self._updates(encoder), table)
+        tensors = UpdatedT5Tensors(PartTensors(part), self._updates(encoder), table)
         layered = LayeredT5(part, self.dtype, device, tensors)
         return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
 
-    def finish(self, encoder: Encoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def finish(self, encoder: TextEncoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """An encoder's output for one prompt, with output embeddings inserted."""
         found = unpack(parts, self.dtype)
         for each in self.embeddings:

@@ -34,12 +34,12 @@ def export_embeddings(text: TextUpdate, folder: Path, run: str, metadata: Mappin
         return None
     vectors = {name: each.detach() for name, each in text.embeddings.items()} | text.t5_rows
     words = tuple(option.words())
-    cosines = {COSINES: json.dumps(cosines_of(text))} if text.first else {}
+    cosines = {COSINES: json.dumps(trained_cosines(text))} if text.first else {}
     embedding = EmbeddingFile(option.token, option.place, vectors, text.family.family, words, {**metadata, **cosines})
     return write_embeddings(folder / embedding_name(run, option.token), embedding)
 
 
-def cosines_of(text: TextUpdate) -> dict[str, list[float]]:
+def trained_cosines(text: TextUpdate) -> dict[str, list[float]]:
     """The cosine of every vector with its value before training, by encoder: how far it has moved from its word."""
     from torch.nn.functional import cosine_similarity
 
@@ -55,7 +55,7 @@ def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Pa
         file: the file of the denoiser's LoRA, which need not exist.
         metadata: strings for the header of a new file.
     """
-    state = lora_of(text)
+    state = text_lora_tensors(text)
     if not state:
         return None
     known: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ def export_lora(text: TextUpdate, file: Path, metadata: Mapping[str, str]) -> Pa
     return write_safetensors({**known, **state}, file, header)
 
 
-def lora_of(text: TextUpdate) -> dict[str, Tensor]:
+def text_lora_tensors(text: TextUpdate) -> dict[str, Tensor]:
     """The factors of the text encoders' updates, by their keys in the layout of the family's results.
 
     Without a tensor for alpha, the scale is folded into the second factor.
@@ -84,13 +84,13 @@ def lora_of(text: TextUpdate) -> dict[str, Tensor]:
         for factor, tensor in lora_state(text.encoders[name]).items():
             module, _, letter = factor.removesuffix(".weight").rpartition(".")
             fold = letter == "lora_B" and not layout.alpha and option.scale != 1
-            state[key_of(layout, parts[name], module, ROLES[letter])] = tensor * option.scale if fold else tensor
+            state[text_lora_key(layout, parts[name], module, ROLES[letter])] = tensor * option.scale if fold else tensor
             if layout.alpha:
-                state[key_of(layout, parts[name], module, ALPHA)] = torch.tensor(option.scale * option.rank)
+                state[text_lora_key(layout, parts[name], module, ALPHA)] = torch.tensor(option.scale * option.rank)
     return state
 
 
-def key_of(layout: Layout, part: str, module: str, role: str) -> str:
+def text_lora_key(layout: Layout, part: str, module: str, role: str) -> str:
     """The key of a text encoder's layer in a LoRA file.
 
     Args:

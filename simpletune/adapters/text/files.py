@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.models.shared.text_layers import BUNDLED
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header, require_safetensors, write_safetensors
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def keys_of(file: Path) -> tuple[Keys, ...]:
     if not any(name in KEYS for name in header):
         return ()
     if odd := [name for name in header if name not in KEYS]:
-        raise UserError(f"{file} has keys of no known embedding: {shortened(odd, 5)}. {_DAMAGED}")
+        raise UserError(f"{file} has keys of no known embedding: {join_names(odd, 5)}. {_DAMAGED}")
     return (_keys(file, metadata.get(TOKEN) or file.stem, {name: name for name in header}, header),)
 
 
@@ -234,7 +234,7 @@ def embeddings_in(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
 
 
-def cosines_of(metadata: Mapping[str, str]) -> dict[str, list[float]]:
+def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
     """Read from a header how far vectors have moved, by encoder; empty if damaged, as it is only informative."""
     try:
         found = json.loads(metadata.get(COSINES, "{}"))

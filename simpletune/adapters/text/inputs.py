@@ -16,7 +16,7 @@ from torch import Tensor
 from simpletune.adapters.text.option import Text
 from simpletune.adapters.text.placeholders import expand, positions, tokens_of
 from simpletune.models.families import Model
-from simpletune.models.shared.prompts import Encoder, Prompts, token_ids
+from simpletune.models.shared.prompts import Prompts, TextEncoder, token_ids
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
     return tuple(e.name for e in model.encoders() if text.embeddings.place == "output" or not e.is_t5)
 
 
-class Tokens:
+class PromptTokenizer:
     """Tokenizes prompts, replacing the token of ``text.embeddings`` by its words.
 
     Args:
@@ -66,7 +66,7 @@ class Tokens:
 
     def __init__(self, text: Text, model: Model, prompts: Prompts):
         self.text, self.prompts = text, prompts
-        self.encoders: dict[str, Encoder] = {encoder.name: encoder for encoder in prompts.encoders}
+        self.encoders: dict[str, TextEncoder] = {encoder.name: encoder for encoder in prompts.encoders}
         self.with_vectors, self.resident = encoders_with_vectors(text, model), text.resident(model.clip_encoders)
         self._known: dict[str, TextInputs] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}

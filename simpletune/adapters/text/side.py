@@ -69,7 +69,7 @@ class TextSide:
     @cached_property
     def key(self) -> str:
         """A digest of everything that it changes."""
-        parts = [[each.token, each.words, digest_of(each)] for each in self.embeddings]
+        parts = [[each.token, each.words, embedding_digest(each)] for each in self.embeddings]
         loras = [[each.digest, each.strength] for each in self.loras]
         return hashlib.sha256(json.dumps([parts, loras, self.stand_ins]).encode()).hexdigest()[:32]
 
@@ -77,7 +77,7 @@ class TextSide:
 PLAIN = TextSide()
 
 
-def digest_of(embedding: EmbeddingFile) -> str:
+def embedding_digest(embedding: EmbeddingFile) -> str:
     """A digest of an embedding's place and vectors."""
     digest = hashlib.sha256(embedding.place.encode())
     for encoder in sorted(embedding.vectors):

@@ -168,7 +168,7 @@ def median_norm(table: Tensor) -> Tensor:  # [n, width] -> fp32 []
     return torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float32).median()
 
 
-def text_of(model: nn.Module) -> TextUpdate | None:
+def trained_text(model: nn.Module) -> TextUpdate | None:
     """The text side that trains with a denoiser; None if there is none."""
     found = model._modules.get(NAME)
     return found if isinstance(found, TextUpdate) else None
@@ -177,7 +177,7 @@ def text_of(model: nn.Module) -> TextUpdate | None:
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
     """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
-    found = text_of(model)
+    found = trained_text(model)
     if found is None:
         yield
         return
@@ -193,7 +193,7 @@ def text_disabled(model: nn.Module) -> Iterator[None]:
     """Within this context, disable what trains on the text side: the words of ``initial`` then replace the token."""
     from simpletune.adapters.methods.layers import updates_disabled
 
-    found = text_of(model)
+    found = trained_text(model)
     if found is None:
         yield
         return

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from simpletune.adapters.text.side import AppliedText, LayerUpdate, LayerUpdates
 from simpletune.models.shared.t5_layers import EMBEDDINGS, Tensors
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 
 
-class ChangedTensors:
+class UpdatedT5Tensors:
     """A T5 encoder's tensors with updates, and with additional rows at the end of its token table.
 
     Args:
@@ -30,7 +30,7 @@ class ChangedTensors:
     ):
         self.tensors, self.updates, self.rows, self.tables = tensors, updates, rows, EMBEDDINGS
         if lost := [layer for layer in updates if f"{layer}.weight" not in tensors.shapes]:
-            raise UserError(f"T5 has no layer {shortened(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
+            raise UserError(f"T5 has no layer {join_names(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -25,7 +25,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=OVERRIDES_HELP)
 
 
-def read(args: argparse.Namespace) -> TrainConfig:
+def read_config_arguments(args: argparse.Namespace) -> TrainConfig:
     """Read the configuration that the arguments name, and print notices."""
     from simpletune.config.load import read_config
     from simpletune.system.console import note

@@ -20,18 +20,18 @@ def control(args: argparse.Namespace) -> None:
     """ask a training run for a picture, a checkpoint or to stop, after the current step"""
     from simpletune.runs.control import ask
 
-    request = request_of(args)
+    request = build_request(args)
     ask(args.run, request)
     if args.wait == 0:
         print(f"asked {args.run}: request {request.id}")
         return
-    answer = awaited(args.run, request.id, args.wait)
+    answer = wait_for_answer(args.run, request.id, args.wait)
     if answer["state"] != "done":
         raise UserError(f"{answer['state']} at step {answer['step']}: {answer.get('why', '')}")
     print(args.run / answer["file"])
 
 
-def request_of(args: argparse.Namespace) -> AnyRequest:
+def build_request(args: argparse.Namespace) -> AnyRequest:
     """Build the request that the arguments describe.
 
     Raises:
@@ -55,7 +55,7 @@ def request_of(args: argparse.Namespace) -> AnyRequest:
         raise ConfigError(problems_of(error, data, DrawRequest), "--draw") from None
 
 
-def awaited(run: Path, request: str, seconds: float) -> Json:
+def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
     """Wait for the answer to a request.
 
     Raises:

@@ -34,11 +34,11 @@ def caption(args: argparse.Namespace) -> None:
     from simpletune.system.startup import import_libraries
 
     import_libraries()
-    from simpletune.commands.caption.caption import Request, run
+    from simpletune.commands.caption.caption import CaptionRequest, run
 
     rewrite = "all" if args.replace else "ours" if args.again else "missing"
     run(
-        Request(
+        CaptionRequest(
             args.place, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
             args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
         )

@@ -28,10 +28,10 @@ def require_cards(names: Sequence[str]) -> None:
     Raises:
         UserError: a name is unknown.
     """
-    from simpletune.system.gpus import card_of
+    from simpletune.system.gpus import find_card
 
     for name in names:
-        card_of(name)
+        find_card(name)
 
 
 def estimate(args: argparse.Namespace) -> None:
@@ -92,15 +92,15 @@ def plan(args: argparse.Namespace) -> None:
         raise UserError("--device: name the card that the run must fit on, as in --device L4 or --device 8GiB")
     require_cards(names)
     _import()
-    from simpletune.estimate.plan_command import Asked, batches, plan_config
-    from simpletune.system.gpus import card_of
+    from simpletune.estimate.plan_command import PlanArguments, batches, plan_config
+    from simpletune.system.gpus import find_card
 
     if args.batches:
         print(batches(args.config, args.overrides, names, args.json))
         return
-    cards = [card_of(name) for name in names]
+    cards = [find_card(name) for name in names]
     more = {"reserve": args.reserve, "prices": args.prices, "out": args.out, "as_json": args.json}
-    print(plan_config(Asked(args.config, args.overrides, cards, args.goal, **more)))
+    print(plan_config(PlanArguments(args.config, args.overrides, cards, args.goal, **more)))
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

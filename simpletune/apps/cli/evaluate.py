@@ -23,7 +23,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def choose_step(name: Path, step: str) -> None:
     """Choose a checkpoint as the run's best, or with ``auto`` choose again by the scores; print the choice."""
-    from simpletune.runs.best_checkpoint import choose, put_choice
+    from simpletune.runs.best_checkpoint import choose_best, put_choice
     from simpletune.runs.weights_names import find_run
     from simpletune.system.console import say
 
@@ -31,13 +31,20 @@ def choose_step(name: Path, step: str) -> None:
     if step != "auto" and not step.isdecimal():
         raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
     put_choice(run, None if step == "auto" else int(step))
-    best = choose(run)
+    best = choose_best(run)
     say(f"{run}: no checkpoint" if best is None else f"best    {run}{best.suffix} by {best.by}: {best.why}")
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``evaluate``."""
-    from simpletune.apps.cli.generate_arguments import DEVICE_HELP, PRECISION_HELP, natural, positive, size, tile
+    from simpletune.apps.cli.generate_arguments import (
+        DEVICE_HELP,
+        PRECISION_HELP,
+        non_negative_int,
+        positive,
+        size,
+        tile,
+    )
 
     parser.add_argument("evaluated", type=Path, metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(
@@ -59,7 +66,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
-    parser.add_argument("--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device")
+    parser.add_argument("--resident-blocks", type=non_negative_int, metavar="N", help="keep N blocks on the device")
     parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
     parser.add_argument(
         "--choose", metavar="STEP", help="choose this step as the best without drawing; auto: by the scores"

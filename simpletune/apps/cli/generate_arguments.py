@@ -78,7 +78,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     memory.add_argument("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)
     memory.add_argument(
-        "--resident-blocks", type=natural, metavar="N", help="keep N blocks on the device and stream the others"
+        "--resident-blocks",
+        type=non_negative_int,
+        metavar="N",
+        help="keep N blocks on the device and stream the others",
     )
     memory.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
     memory.add_argument("--no-t5", action="store_true", default=None, help="do not use the T5 text encoder")
@@ -107,7 +110,7 @@ def size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def natural(text: str) -> int:
+def non_negative_int(text: str) -> int:
     """Parse a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")

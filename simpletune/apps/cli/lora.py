@@ -20,12 +20,12 @@ def inspect(args: argparse.Namespace) -> None:
     """describe a weight file and list the tools that load it"""
     import json
 
-    from simpletune.adapters.files.describe import describe, in_words
+    from simpletune.adapters.files.describe import describe, format_description
     from simpletune.runs.weights_names import weight_file
     from simpletune.system.printable import printable
 
     about = describe(weight_file(args.file), values=not args.header_only)
-    print(json.dumps(about, indent=2) if args.json else printable(in_words(about)))
+    print(json.dumps(about, indent=2) if args.json else printable(format_description(about)))
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def in_words(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Describe a file system error and its remedy."""
     return (
         f"{error.filename}: {error.strerror or type(error).__name__}. Repair or remove it, or check that this user has "
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:  # without a file, a traceback is more useful
             raise
-        print(f"error: {redact(in_words(error))}", file=sys.stderr)
+        print(f"error: {redact(describe_os_error(error))}", file=sys.stderr)
         return 2
     except Stopped as stopped:
         print(f"\n{stopped}", file=sys.stderr)

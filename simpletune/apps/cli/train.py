@@ -8,7 +8,7 @@ import shlex
 import time
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import add_config, read
+from simpletune.apps.cli.config_arguments import add_config, read_config_arguments
 from simpletune.system.signals import Stopped, listening
 from simpletune.system.startup import import_libraries
 
@@ -22,7 +22,7 @@ RESUME = (
 def train(args: argparse.Namespace) -> None:
     """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
     args.config = of_folder(args.config)
-    config = read(args)
+    config = read_config_arguments(args)
     with listening():
         try:
             import_libraries()
@@ -79,7 +79,7 @@ def check(args: argparse.Namespace) -> None:
     """explain a configuration, or list all of its problems"""
     from simpletune.config.explain import explain
 
-    print(explain(read(args)))
+    print(explain(read_config_arguments(args)))
 
 
 def schema(args: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ def schema(args: argparse.Namespace) -> None:
 
 def prepare(args: argparse.Namespace) -> None:
     """encode prompts and pictures into the cache and stop"""
-    config = read(args)
+    config = read_config_arguments(args)
     with listening():
         import_libraries()
         from simpletune.training.loop import prepare_only

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from simpletune.apps.serve.headers import HEADERS, UNKNOWN_HOST, has_known_host, with_headers
 from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.apps.serve.requests import Capabilities, RequestError, read_requests
-from simpletune.apps.serve.worker import FAILED, STOPPING, Job, Worker
+from simpletune.apps.serve.worker import FAILED, STOPPING, GenerationJob, Worker
 from simpletune.system.printable import printable
 
 PAGE = Path(__file__).parent / "page"
@@ -148,7 +148,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def finished(request: Request, worker: Worker, job: Job) -> list[str]:
+async def finished(request: Request, worker: Worker, job: GenerationJob) -> list[str]:
     """Wait for a job's images in base64; cancel the job if the client leaves or the deadline passes.
 
     Raises:

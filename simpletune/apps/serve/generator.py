@@ -22,7 +22,7 @@ from simpletune.models.families import Model
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Embeddings, Sampler, draw
+from simpletune.stages.sample import Embeddings, Sampler, generate_pictures
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
 MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
@@ -128,7 +128,9 @@ class ImageGenerator:
         try:
             config = self.config
             sampler = Sampler(transformer, config.model, config.precision, modulation, objective=config.objective)
-            pictures = draw(sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side))
+            pictures = generate_pictures(
+                sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side)
+            )
         finally:
             self._check_cancelled = lambda: None
         return to_png(pictures[0], image, self.config, self.served)

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from simpletune.adapters.files.attach import load_lora
-from simpletune.adapters.methods.layers import ADAPTER, base_of, move_updates, outer_layers, wrap
+from simpletune.adapters.methods.layers import ADAPTER, innermost_layer, move_updates, outer_layers, wrap
 from simpletune.apps.serve.requests import BASE
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
 from simpletune.runs.weights import Embedding, Weights, load_weights
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.modulation_plan import Modulation
+from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import GIB
@@ -98,7 +98,7 @@ class Adapters:
         layers: list[LoraLayer] = []
         for path, layer in outer_layers(self.transformer):
             layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
-            self._base[path] = base_of(layer)
+            self._base[path] = innermost_layer(layer)
             wrap(self.transformer, path, self._base[path])
         if hasattr(self.transformer, "peft_config"):
             del self.transformer.peft_config  # PEFT's record of the adapter; the next one has the same name
@@ -121,11 +121,11 @@ class Adapters:
             layer.scaling[ADAPTER] = own * scale
 
 
-class LoadedModel(NamedTuple):
+class ResidentModel(NamedTuple):
     """A transformer in memory, its modulation if detached, and its LoRAs."""
 
-    transformer: Transformer
-    modulation: Modulation | None
+    transformer: Denoiser
+    modulation: DetachedModulation | None
     adapters: Adapters
 
 
@@ -153,13 +153,13 @@ class Models:
     ):
         self.config, self.served, self.device, self.side = config, served, device, side
         self._before_step = before_step
-        self._loaded: dict[str, LoadedModel] = {}
+        self._loaded: dict[str, ResidentModel] = {}
         self._by_turns = False
         first = self._get(BASE)
         if served.tuned is None:
             return
         size = sum(each.nbytes for each in _tensors(first.transformer).values() if each.device.type == device.type)
-        free = free_bytes(device)
+        free = free_model_bytes(device)
         self._by_turns = free < ROOM * size
         if self._by_turns:
             say(
@@ -172,7 +172,7 @@ class Models:
         if not self._by_turns and config.memory.resident_blocks is None:
             share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
 
-    def use(self, name: str, scale: float) -> tuple[Transformer, Modulation | None]:
+    def use(self, name: str, scale: float) -> tuple[Denoiser, DetachedModulation | None]:
         """Return a served name's transformer, and its modulation if detached.
 
         Args:
@@ -184,7 +184,7 @@ class Models:
         model.adapters.use(name if name in self.served.loras else BASE, scale)
         return model.transformer, model.modulation
 
-    def _get(self, name: str) -> LoadedModel:
+    def _get(self, name: str) -> ResidentModel:
         if name not in self._loaded:
             if self._by_turns:
                 self._loaded.clear()
@@ -192,7 +192,7 @@ class Models:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def _load(self, name: str) -> LoadedModel:
+    def _load(self, name: str) -> ResidentModel:
         weights, loras = BASE_WEIGHTS, self.served.loras
         if name != BASE:
             assert self.served.tuned is not None
@@ -206,10 +206,10 @@ class Models:
             remedy = "memory.modulation=plan detached the modulation: for a LoRA on it use --modulation resident"
             raise UserError(f"{error}. {remedy}") from error
         transformer.register_forward_pre_hook(lambda module, inputs: self._before_step())
-        return LoadedModel(transformer, modulation, adapters)
+        return ResidentModel(transformer, modulation, adapters)
 
 
-def free_bytes(device: torch.device) -> int:
+def free_model_bytes(device: torch.device) -> int:
     """Return the memory available to a second model: of the GPU or of the host."""
     if device.type == "cuda":
         free_memory(device)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system import strict_json
 from simpletune.system.options import Option, Problem
 from simpletune.system.strict_json import JsonError, JsonValue
@@ -56,7 +56,7 @@ class ImageRequest:
         scale: strength of the LoRA.
     """
 
-    request: Request
+    request: PictureRequest
     lora: str = BASE
     scale: float = 1.0
 
@@ -73,7 +73,7 @@ class Capabilities:
     """
 
     loras: tuple[str, ...]
-    defaults: Request
+    defaults: PictureRequest
     limits: Limits
     tuned: str | None = None
 

@@ -24,11 +24,11 @@ from simpletune.apps.serve.models import ServedModels
 from simpletune.apps.serve.protocol import TimedProtocol
 from simpletune.apps.serve.requests import BASE, STEP, Capabilities
 from simpletune.apps.serve.worker import SupportsGenerate, Worker
-from simpletune.commands.generate.generate import InferenceSession, open_session
+from simpletune.commands.generate.generate import GenerationSession, open_session
 from simpletune.runs.text_side import embedding_of
-from simpletune.runs.weights import Embedding, result_of
+from simpletune.runs.weights import Embedding, run_result
 from simpletune.runs.weights_names import find_lora
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.startup import freeze
@@ -48,7 +48,7 @@ class Service:
         capabilities: what the server offers.
     """
 
-    server: Server
+    server: ImageServer
     worker: Worker
     socket: socket.socket
     capabilities: Capabilities
@@ -72,7 +72,7 @@ class Service:
             raise self.worker.failure
 
 
-class Server(uvicorn.Server):
+class ImageServer(uvicorn.Server):
     """A server that ends after its worker; until then it answers, if only with errors.
 
     Args:
@@ -165,7 +165,7 @@ def service(
         app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
         proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
     )  # fmt: skip
-    return Service(Server(config, worker), worker, bound, capabilities)
+    return Service(ImageServer(config, worker), worker, bound, capabilities)
 
 
 def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -185,7 +185,7 @@ def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ..
     return tuple(dict.fromkeys((own, path)))
 
 
-def _served_models(session: InferenceSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
+def _served_models(session: GenerationSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
     """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
     option.
 
@@ -194,7 +194,7 @@ def _served_models(session: InferenceSession, given: list[str], common: Sequence
     """
     loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
-        result = result_of(session.run, step=session.step)
+        result = run_result(session.run, step=session.step)
         name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
         own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]
         own = own if own not in ("", BASE) else "run"
@@ -220,7 +220,7 @@ def _served_models(session: InferenceSession, given: list[str], common: Sequence
     return ServedModels(loras, tuned, embeddings, tuple(embedding_of(text) for text in common))
 
 
-def _max_side(session: InferenceSession, given: int | None) -> int:
+def _max_side(session: GenerationSession, given: int | None) -> int:
     """Return width and height of the largest picture: as given, or 1024, bounded by the model's positions."""
     most = session.config.model.largest_side
     side = min(Limits.side, most) if given is None else given
@@ -229,9 +229,9 @@ def _max_side(session: InferenceSession, given: int | None) -> int:
     return side
 
 
-def _defaults(session: InferenceSession, limits: Limits) -> Request:
+def _defaults(session: GenerationSession, limits: Limits) -> PictureRequest:
     """Return the defaults for a request: the settings of the run's validation pictures, within the limits."""
     option = session.config.validation
     width, height = (min(side, limits.side) for side in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    return Request("", option.seed, option.negative_prompt, width, height, steps, guidance)
+    return PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)

@@ -37,7 +37,7 @@ class JobCancelled(Exception):
     """The client left, or the deadline passed."""
 
 
-class Job:
+class GenerationJob:
     """The images of one HTTP request.
 
     Args:
@@ -81,8 +81,8 @@ class Worker:
         self.failure: BaseException | None = None
         self._load = load
         self._generator: SupportsGenerate | None = None
-        self._waiting: deque[Job] = deque()
-        self._current: Job | None = None
+        self._waiting: deque[GenerationJob] = deque()
+        self._current: GenerationJob | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="simpletune-worker", daemon=True)
 
@@ -112,7 +112,7 @@ class Worker:
         if self.state != "ready":
             raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
-    def submit(self, images: Sequence[ImageRequest]) -> Job:
+    def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
         """Append a job to the queue.
 
         Raises:
@@ -125,12 +125,12 @@ class Worker:
                 wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
                 message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
                 raise RequestError(429, message, headers={"Retry-After": str(wait)})
-            job = Job(images, self.limits.seconds)
+            job = GenerationJob(images, self.limits.seconds)
             self._waiting.append(job)
             self._changed.notify()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerationJob) -> None:
         """Cancel a job and free its place in the queue."""
         job.cancel()
         with self._changed:
@@ -173,7 +173,7 @@ class Worker:
         finally:
             self.state = "ended"
 
-    def _next(self) -> Job | None:
+    def _next(self) -> GenerationJob | None:
         """Wait for the next job; None: the worker is stopping."""
         with self._changed:
             self._current = None
@@ -181,7 +181,7 @@ class Worker:
             self._current = self._waiting.popleft() if self._waiting else None
             return self._current
 
-    def _run_job(self, generator: SupportsGenerate, job: Job) -> None:
+    def _run_job(self, generator: SupportsGenerate, job: GenerationJob) -> None:
         """Generate a job's images; an error ends this job only."""
         try:
             job.started = time.monotonic()
@@ -204,7 +204,7 @@ class Worker:
             )
             job.done.set_exception(RequestError(503 if full else 500, message))
 
-    def _ahead(self, job: Job) -> list[ImageRequest]:
+    def _ahead(self, job: GenerationJob) -> list[ImageRequest]:
         """Return a job's images and some of the waiting jobs', so that the encoders load once for all their prompts."""
         with self._changed:
             others = [image for waiting in self._waiting for image in waiting.images]

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.apps.web import data_page, run_page, runs_page, start
-from simpletune.apps.web.events import Watch, changes, events
+from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.guard import Access, Guard
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.templates import SHARED, TEMPLATES, render
@@ -39,7 +39,7 @@ class Web:
     """
 
     app: ASGIApp
-    watch: Watch
+    watch: FileWatcher
 
 
 def make_app(roots: Roots, access: Access) -> Web:
@@ -62,7 +62,7 @@ def make_app(roots: Roots, access: Access) -> Web:
         runs = [(folder, is_held(folder)) for folder in roots.all_runs()]
         return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
 
-    app.state.roots, app.state.watch = roots, Watch(look)
+    app.state.roots, app.state.watch = roots, FileWatcher(look)
     return Web(Guard(app, access), app.state.watch)
 
 

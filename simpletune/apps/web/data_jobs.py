@@ -160,7 +160,7 @@ async def stop_captioning(request: Request) -> Response:
 
 def _stop_captioning(request: Request, form: Mapping[str, str]) -> Response:
     found, roots = _asked(request, form), request.app.state.roots
-    process = processes.find(roots, CAPTION + found.key)
+    process = processes.find_process(roots, CAPTION + found.key)
     if process is not None:
         process.signal(signal.SIGTERM)
     return _captioning_part(request, found)

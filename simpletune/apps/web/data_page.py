@@ -11,7 +11,16 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import data_jobs
-from simpletune.apps.web.data_set import PAGE, SHOWN, DataSet, card_id, cards_of, chosen, open_data_set, suggestions
+from simpletune.apps.web.data_set import (
+    PAGE,
+    SHOWN,
+    DataSet,
+    card_id,
+    open_data_set,
+    picture_tiles,
+    select_pictures,
+    suggestions,
+)
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
 from simpletune.apps.web.templates import read_form, render
@@ -74,10 +83,10 @@ def gallery(request: Request) -> Response:
 def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     number = request.query_params.get("page", "1")
-    entries = chosen(found, show if show in SHOWN else "all", text)
+    entries = select_pictures(found, show if show in SHOWN else "all", text)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
-    cards = cards_of(found, entries[(page - 1) * PAGE : page * PAGE])
+    cards = picture_tiles(found, entries[(page - 1) * PAGE : page * PAGE])
     shown: Json = {"show": show if show in SHOWN else "all", "text": text, "number": page, "pages": pages}
     return {"cards": cards, "count": len(entries), **shown}
 
@@ -141,7 +150,7 @@ def _write(request: Request, form: Form) -> Response:
         except UserError as reason:
             said, kept = str(reason), typed
     values: Json = {"typed": typed if changed else kept, "said": said, "changed": changed}
-    (card,) = cards_of(found, [found.entry(entry.name)])
+    (card,) = picture_tiles(found, [found.entry(entry.name)])
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
     response.headers["hx-trigger"] = CHANGED
     return response

@@ -14,7 +14,7 @@ from simpletune.apps.web.roots import Roots
 from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
 from simpletune.commands.init.defaults import TINY, TINY_SIDE
-from simpletune.commands.inspect_data.caption_edits import Entry, entries_of, pictures_of
+from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, picture_files, read_captions
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.commands.inspect_data.thumbnails import bucket_of_size
 from simpletune.config.load import read_config, validate
@@ -66,11 +66,11 @@ class DataSet:
         """The query string that names it."""
         return urlencode({"place": str(self.place), "source": self.index})
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CaptionedPicture]:
         """All pictures with their captions."""
-        return entries_of(self.folder, pictures_of(self.folder, self.source))
+        return read_captions(self.folder, picture_files(self.folder, self.source))
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> CaptionedPicture:
         """One picture.
 
         Raises:
@@ -79,7 +79,7 @@ class DataSet:
         file = self.picture(name)
         if file is None:
             raise UserError(f"{name}: the folder no longer has this picture. Reload the page")
-        return entries_of(self.folder, [file])[0]
+        return read_captions(self.folder, [file])[0]
 
     def picture(self, name: str) -> Path | None:
         """The file of a picture; None if there is none, or a link leads out of the folder."""
@@ -145,7 +145,7 @@ def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
 
 
 @dataclass(frozen=True)
-class Card:
+class PictureTile:
     """What the page shows about a picture.
 
     Args:
@@ -160,7 +160,7 @@ class Card:
         made: whether a model wrote the caption.
     """
 
-    entry: Entry
+    entry: CaptionedPicture
     version: str
     size: Size | None
     bucket: Size | None
@@ -181,7 +181,7 @@ def card_id(name: str) -> str:
     return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def cards_of(data: DataSet, entries: Sequence[Entry]) -> list[Card]:
+def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[PictureTile]:
     """Make the cards of pictures and captions.
 
     Args:
@@ -195,7 +195,7 @@ def cards_of(data: DataSet, entries: Sequence[Entry]) -> list[Card]:
     ]
 
 
-def _card(data: DataSet, entry: Entry, prompt: str, cuts: Sequence[Cut], record: Record) -> Card:
+def _card(data: DataSet, entry: CaptionedPicture, prompt: str, cuts: Sequence[Cut], record: Record) -> PictureTile:
     version, size, bucket, problem = "", None, None, entry.problem
     try:
         version = str(entry.file.stat().st_mtime_ns)
@@ -208,10 +208,10 @@ def _card(data: DataSet, entry: Entry, prompt: str, cuts: Sequence[Cut], record:
         problem = str(reason)
     place = min((cut.place for cut in cuts), default=len(prompt))
     made = entry.caption is not None and record.of(entry.caption) is not None
-    return Card(entry, version, size, bucket, problem, cuts, prompt[:place], prompt[place:], made)
+    return PictureTile(entry, version, size, bucket, problem, cuts, prompt[:place], prompt[place:], made)
 
 
-def chosen(data: DataSet, show: str, query: str) -> list[Entry]:
+def select_pictures(data: DataSet, show: str, query: str) -> list[CaptionedPicture]:
     """The pictures that the user asked for.
 
     Args:

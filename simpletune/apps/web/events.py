@@ -23,7 +23,7 @@ Look = Callable[[], Mapping[str, Hashable]]
 """Returns a stamp for each topic; a topic has changed when its stamp differs, or when it appears or disappears."""
 
 
-class Watch:
+class FileWatcher:
     """Watch files while somebody listens, and report which topics have changed.
 
     Args:
@@ -105,7 +105,7 @@ def _changed(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> l
 
 async def events(request: Request) -> Response:
     """GET /events: the stream."""
-    watch: Watch = request.app.state.watch
+    watch: FileWatcher = request.app.state.watch
     return StreamingResponse(watch.stream(), media_type="text/event-stream")
 
 

@@ -30,7 +30,7 @@ KEPT = 2000  # predictions
 
 
 @dataclass(frozen=True)
-class Wish:
+class EstimateRequest:
     """A prediction that a form is waiting for.
 
     Args:
@@ -44,7 +44,7 @@ class Wish:
     device: str | None
 
 
-def wish(config: TrainConfig, data: Json, card: Card | None) -> Wish:
+def wish(config: TrainConfig, data: Json, card: Card | None) -> EstimateRequest:
     """Describe what to predict.
 
     Args:
@@ -56,10 +56,10 @@ def wish(config: TrainConfig, data: Json, card: Card | None) -> Wish:
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
     about = [options, device, [_changed(source.path) for source in config.data.members], __version__, version("torch")]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    return Wish(key, data, device)
+    return EstimateRequest(key, data, device)
 
 
-def kept(roots: Roots, key: str) -> Json | None:
+def cached_estimate(roots: Roots, key: str) -> Json | None:
     """Return a cached prediction: ``estimate --json``'s output, or ``{"error": words}``; None if there is none."""
     return read_json_or_none(_file(roots, key)) if key.isalnum() else None
 
@@ -79,11 +79,11 @@ class Estimator:
     def __init__(self, roots: Roots):
         self.roots = roots
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, Wish] = OrderedDict()
+        self._waiting: OrderedDict[str, EstimateRequest] = OrderedDict()
         self._running: tuple[str, str, subprocess.Popen[str]] | None = None  # form, key, process
         self._thread: threading.Thread | None = None
 
-    def want(self, form: str, wish: Wish) -> None:
+    def want(self, form: str, wish: EstimateRequest) -> None:
         """Predict for a form, and drop what it wanted before."""
         with self._lock:
             self._waiting.pop(form, None)
@@ -111,7 +111,7 @@ class Estimator:
             if process is not None:
                 self._finish(wish, process)
 
-    def _begin(self, wish: Wish) -> subprocess.Popen[str]:
+    def _begin(self, wish: EstimateRequest) -> subprocess.Popen[str]:
         folder = self.roots.own / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / f"{wish.key}.config.json"
@@ -122,7 +122,7 @@ class Estimator:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def _finish(self, wish: Wish, process: subprocess.Popen[str]) -> None:
+    def _finish(self, wish: EstimateRequest, process: subprocess.Popen[str]) -> None:
         out, err = process.communicate()
         with self._lock:
             self._running = None

@@ -36,7 +36,7 @@ _unreaped: set[Path] = set()  # logs of this process's children whose end is not
 
 
 @dataclass(frozen=True)
-class Process:
+class VerbProcess:
     """A started process.
 
     Args:
@@ -61,7 +61,7 @@ class Process:
                 os.kill(self.pid, number)
 
 
-def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> Process:
+def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> VerbProcess:
     """Start a verb in the first root, where the page's relative paths begin.
 
     Args:
@@ -73,7 +73,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
     Raises:
         UserError: a process with this name is running, or the system refuses to start one.
     """
-    log = log_of(roots, log_name)
+    log = log_file(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with _starting, log.open("ab") as opened:
         if log in _unreaped or not _locked(opened.fileno()):
@@ -92,45 +92,45 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
         _unreaped.add(log)
         write_json(_record_of(log), record, shared=True)
     threading.Thread(target=_reap, args=(child, log, record), daemon=True).start()
-    return Process(child.pid, record["started"] or 0, log)
+    return VerbProcess(child.pid, record["started"] or 0, log)
 
 
 def running(roots: Roots, log_name: str) -> bool:
     """Return whether the process with this name is running, whoever started it."""
-    log = log_of(roots, log_name)
+    log = log_file(roots, log_name)
     try:
         with _starting, log.open("rb") as opened:
             free = _locked(opened.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    return not free or log in _unreaped or find(roots, log_name) is not None
+    return not free or log in _unreaped or find_process(roots, log_name) is not None
 
 
-def find(roots: Roots, log_name: str) -> Process | None:
+def find_process(roots: Roots, log_name: str) -> VerbProcess | None:
     """Return the running process with this name, to send it a signal."""
-    log = log_of(roots, log_name)
+    log = log_file(roots, log_name)
     record = _read(log)
     if record.get("boot") != _boot() or not isinstance(record.get("pid"), int):
         return None
-    process = Process(record["pid"], record.get("started") or 0, log)
+    process = VerbProcess(record["pid"], record.get("started") or 0, log)
     return process if process.alive else None
 
 
-def words_of(roots: Roots, log_name: str) -> list[str]:
+def last_words(roots: Roots, log_name: str) -> list[str]:
     """Return the verb and arguments of the last process with this name."""
-    return list(_read(log_of(roots, log_name)).get("words") or [])
+    return list(_read(log_file(roots, log_name)).get("words") or [])
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
     """Return the exit code of the last process with this name; None while it runs, or if no page saw it end."""
-    code = _read(log_of(roots, log_name)).get("code")
+    code = _read(log_file(roots, log_name)).get("code")
     return code if isinstance(code, int) else None
 
 
 def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
     """Return the last lines of a log; empty if there is none. For a progress bar, returns only its last state."""
     try:
-        with log_of(roots, log_name).open("rb") as opened:
+        with log_file(roots, log_name).open("rb") as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL))
             text = opened.read().decode(errors="replace")
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-lines:] if text else []
 
 
-def log_of(roots: Roots, log_name: str) -> Path:
+def log_file(roots: Roots, log_name: str) -> Path:
     """Return the log of a name.
 
     Raises:

@@ -30,7 +30,7 @@ CPU, GPU = "cpu", "gpu"
 State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
 
 
-class Entry(BaseModel):
+class QueueEntry(BaseModel):
     """A run in the queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -51,7 +51,7 @@ class Entry(BaseModel):
     """Why it failed."""
 
 
-_ENTRIES = TypeAdapter(list[Entry])
+_ENTRIES = TypeAdapter(list[QueueEntry])
 
 
 def log_name(name: str) -> str:
@@ -59,7 +59,7 @@ def log_name(name: str) -> str:
     return f"run-{name}"
 
 
-def read(roots: Roots) -> list[Entry]:
+def read_queue(roots: Roots) -> list[QueueEntry]:
     """Return all entries in order, including ended ones.
 
     Raises:
@@ -77,7 +77,7 @@ def read(roots: Roots) -> list[Entry]:
         ) from None
 
 
-def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
+def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> list[QueueEntry]:
     """Replace the entries by the result of ``to``, while no other process changes them.
 
     Raises:
@@ -86,7 +86,7 @@ def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry
     roots.own.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
         try:
-            entries = read(roots)
+            entries = read_queue(roots)
         except UserError:
             quarantine(roots.own / FILE)
             entries = []
@@ -96,24 +96,24 @@ def change(roots: Roots, to: Callable[[list[Entry]], list[Entry]]) -> list[Entry
         return changed
 
 
-def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> Entry:
+def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> QueueEntry:
     """Append a run to the queue, and make sure that a runner processes the queue.
 
     Args:
         roots: the page's roots.
         name: the run's name.
         config: its configuration file, which must exist until the run has begun.
-        device: the result of ``device_of``.
+        device: the result of ``queue_device``.
         resume: whether to continue the run with this name.
 
     Raises:
         UserError: the queue is full.
     """
-    entry = Entry(
+    entry = QueueEntry(
         id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
     )
 
-    def with_it(entries: list[Entry]) -> list[Entry]:
+    def with_it(entries: list[QueueEntry]) -> list[QueueEntry]:
         if sum(each.state == "waiting" for each in entries) >= MOST:
             raise UserError(f"{MOST} runs are waiting. Remove some from the queue")
         return [*entries, entry]
@@ -131,7 +131,7 @@ def remove(roots: Roots, which: str) -> None:
 def move_up(roots: Roots, which: str) -> None:
     """Swap an entry with the waiting one before it."""
 
-    def moved(entries: list[Entry]) -> list[Entry]:
+    def moved(entries: list[QueueEntry]) -> list[QueueEntry]:
         waiting = [at for at, each in enumerate(entries) if each.state == "waiting"]
         here = next((at for at in waiting if entries[at].id == which), None)
         before = [at for at in waiting if here is not None and at < here]
@@ -146,8 +146,8 @@ def move_up(roots: Roots, which: str) -> None:
 
 def stop(roots: Roots, which: str) -> None:
     """Ask a running entry to finish its step, save and stop."""
-    entry = next((each for each in read(roots) if each.id == which and each.state == "running"), None)
-    process = processes.find(roots, log_name(entry.name)) if entry else None
+    entry = next((each for each in read_queue(roots) if each.id == which and each.state == "running"), None)
+    process = processes.find_process(roots, log_name(entry.name)) if entry else None
     if process is not None:
         process.signal(signal.SIGTERM)
 
@@ -167,13 +167,13 @@ def _failed_just_now(roots: Roots) -> bool:
     """Return whether a runner has just failed, as on a full disk; another one would fail, too."""
     if processes.exit_code(roots, RUNNER) in (0, None):
         return False
-    return time.time() - processes.log_of(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
+    return time.time() - processes.log_file(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
 
 
 def is_open(roots: Roots) -> bool:
     """Return whether an entry is waiting or running."""
     try:
-        return any(each.state in ("waiting", "running") for each in read(roots))
+        return any(each.state in ("waiting", "running") for each in read_queue(roots))
     except UserError:
         return False
 
@@ -183,7 +183,7 @@ def stamp(roots: Roots) -> Hashable:
     return file_stamp(roots.own / FILE)
 
 
-def device_of(settings: Json) -> str:
+def queue_device(settings: Json) -> str:
     """Return which device a configuration trains on: ``cpu`` or ``gpu``."""
     model = settings.get("model")
     is_demo = isinstance(model, dict) and str(model.get("pretrained", "")).startswith("demo:")
@@ -191,7 +191,7 @@ def device_of(settings: Json) -> str:
     return CPU if on_cpu else GPU
 
 
-def _without_old(entries: list[Entry]) -> list[Entry]:
+def _without_old(entries: list[QueueEntry]) -> list[QueueEntry]:
     ended = [each.id for each in entries if each.state not in ("waiting", "running")]
     old = set(ended[:-ENDED_KEPT])
     return [each for each in entries if each.id not in old]

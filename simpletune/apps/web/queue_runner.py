@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.apps.web import processes, queue
-from simpletune.apps.web.queue import CPU, GPU, Entry, State, log_name
+from simpletune.apps.web.queue import CPU, GPU, QueueEntry, State, log_name
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.run_state import state_of
 from simpletune.runs.attempts import attempts_of
@@ -39,7 +39,7 @@ def run(roots: Roots) -> None:
 
 def step(roots: Roots) -> None:
     """Look at the queue once."""
-    ended = {each.id: outcome(roots, each) for each in queue.read(roots) if each.state == "running"}
+    ended = {each.id: run_outcome(roots, each) for each in queue.read_queue(roots) if each.state == "running"}
     known = {which: found for which, found in ended.items() if found is not None}
     if known:
         queue.change(roots, lambda entries: [_ended(each, known) for each in entries])
@@ -47,20 +47,20 @@ def step(roots: Roots) -> None:
             say(f"{state} {reason}")
     queue.change(roots, lambda entries: [_adopted(roots, each) for each in entries])
     busy = busy_devices(roots)
-    for entry in queue.read(roots):
+    for entry in queue.read_queue(roots):
         if entry.state == "waiting" and entry.device not in busy and not _is_taken(roots, entry):
             busy.add(entry.device)
             begin(roots, entry)
 
 
-def begin(roots: Roots, entry: Entry) -> None:
+def begin(roots: Roots, entry: QueueEntry) -> None:
     """Start an entry's run, unless a page has removed the entry meanwhile."""
-    started: list[Entry] = []
+    started: list[QueueEntry] = []
 
-    def mark(entries: list[Entry]) -> list[Entry]:
+    def mark(entries: list[QueueEntry]) -> list[QueueEntry]:
         started[:] = [each for each in entries if each.id == entry.id and each.state == "waiting"]
         if started:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
-            processes.start(roots, words_of(entry), log_name(entry.name))
+            processes.start(roots, train_words(entry), log_name(entry.name))
         return [_with(each, "running") if each in started else each for each in entries]
 
     try:
@@ -73,11 +73,11 @@ def begin(roots: Roots, entry: Entry) -> None:
 
 def busy_devices(roots: Roots) -> set[str]:
     """Return the devices on which runs are training, whoever started them."""
-    busy = {each.device for each in queue.read(roots) if each.state == "running"}
+    busy = {each.device for each in queue.read_queue(roots) if each.state == "running"}
     return busy | {_device_of_run(folder) for folder in roots.all_runs() if is_held(folder)}
 
 
-def outcome(roots: Roots, entry: Entry) -> tuple[State, str] | None:
+def run_outcome(roots: Roots, entry: QueueEntry) -> tuple[State, str] | None:
     """Return how a started run ended, and why; None while it is running."""
     if processes.running(roots, log_name(entry.name)):
         return None
@@ -86,35 +86,35 @@ def outcome(roots: Roots, entry: Entry) -> tuple[State, str] | None:
         folder = roots.run(entry.name)
         found = state_of(folder) if folder is not None else None
         word = ENDINGS.get(found.word, "killed") if found is not None else "killed"
-        return word, reason_of(roots, entry) if word in ("failed", "killed") else ""
+        return word, last_error(roots, entry) if word in ("failed", "killed") else ""
     if code == 0:
         return "finished", ""
     if code in STOPPED:
         return "stopped", ""
-    return ("killed", f"signal {-code}") if code < 0 else ("failed", reason_of(roots, entry))
+    return ("killed", f"signal {-code}") if code < 0 else ("failed", last_error(roots, entry))
 
 
-def reason_of(roots: Roots, entry: Entry) -> str:
+def last_error(roots: Roots, entry: QueueEntry) -> str:
     """Return the error that a run printed last, or its last line."""
     lines = [line for line in processes.tail(roots, log_name(entry.name), 60) if line.strip()]
     at = next((at for at in range(len(lines) - 1, -1, -1) if lines[at].startswith("error: ")), len(lines) - 1)
     return "\n".join(lines[at:])[:REASON].removeprefix("error: ") if lines else ""
 
 
-def words_of(entry: Entry) -> list[str]:
+def train_words(entry: QueueEntry) -> list[str]:
     """Return the command of an entry's run."""
     return ["train", entry.config, *(["--resume", "auto"] if entry.resume else [])]
 
 
-def _adopted(roots: Roots, entry: Entry) -> Entry:
+def _adopted(roots: Roots, entry: QueueEntry) -> QueueEntry:
     """Mark an entry as running if a runner started its run but was killed before recording it."""
     name = log_name(entry.name)
-    if entry.state != "waiting" or processes.words_of(roots, name) != words_of(entry):
+    if entry.state != "waiting" or processes.last_words(roots, name) != train_words(entry):
         return entry
     return _with(entry, "running") if processes.running(roots, name) else entry
 
 
-def _is_taken(roots: Roots, entry: Entry) -> bool:
+def _is_taken(roots: Roots, entry: QueueEntry) -> bool:
     """Return whether a run with this name is training, or its log is still being written."""
     return is_held(roots.runs / entry.name) or processes.running(roots, log_name(entry.name))
 
@@ -124,14 +124,14 @@ def _device_of_run(folder: Path) -> str:
     attempts = attempts_of(folder)
     if attempts:
         return CPU if attempts[-1].device.startswith("cpu") else GPU
-    return queue.device_of(state_of(folder).settings)
+    return queue.queue_device(state_of(folder).settings)
 
 
-def _ended(entry: Entry, known: Mapping[str, tuple[State, str]]) -> Entry:
+def _ended(entry: QueueEntry, known: Mapping[str, tuple[State, str]]) -> QueueEntry:
     return _with(entry, *known[entry.id]) if entry.id in known else entry
 
 
-def _with(entry: Entry, state: State, reason: str = "") -> Entry:
+def _with(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:
     return entry.model_copy(update={"state": state, "reason": reason})
 
 

@@ -56,7 +56,7 @@ class Roots:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
         folder = self.runs / name
-        return folder if is_run(folder) and folder.resolve().parent == self.runs else None
+        return folder if may_be_run(folder) and folder.resolve().parent == self.runs else None
 
     def all_runs(self) -> Iterator[Path]:
         """Yield the folders of all runs, by name."""
@@ -72,7 +72,7 @@ class Roots:
             return None
 
 
-def is_run(folder: Path) -> bool:
+def may_be_run(folder: Path) -> bool:
     """Return whether a folder is a run's, finished or not."""
     return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
 

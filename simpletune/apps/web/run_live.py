@@ -65,7 +65,7 @@ JOB_LINES = 12  # of another log
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A process started from a run's page.
 
     Args:
@@ -98,13 +98,13 @@ def begin(roots: Roots, kind: str, run: str, words: Sequence[str]) -> None:
     start(roots, words, job_name(kind, run))
 
 
-def job_of(roots: Roots, kind: str, run: str) -> Job | None:
+def job_of(roots: Roots, kind: str, run: str) -> RunJob | None:
     """Return the last process of a kind for a run; None if there was none."""
     name = job_name(kind, run)
     lines, runs = tail(roots, name, JOB_LINES), is_running(roots, name)
     if not lines and not runs:
         return None
-    return Job(kind, runs, not runs and exit_code(roots, name) not in (0, None), lines)
+    return RunJob(kind, runs, not runs and exit_code(roots, name) not in (0, None), lines)
 
 
 def routes() -> list[Route]:
@@ -158,7 +158,7 @@ def now(request: Request) -> Response:
 def form(request: Request) -> Response:
     """GET /run/NAME/form: the form for requests to the run, if it is training."""
     folder = run_of(request)
-    return render(request, "run_ask.html", name=folder.name, run=progress_of(folder), drawing=drawing_defaults(folder))
+    return render(request, "run_ask.html", name=folder.name, run=run_progress(folder), drawing=drawing_defaults(folder))
 
 
 def pictures(request: Request) -> Response:
@@ -170,26 +170,26 @@ def pictures(request: Request) -> Response:
 def requests(request: Request) -> Response:
     """GET /run/NAME/requests: requests and their outcomes."""
     folder = run_of(request)
-    return render(request, "run_requests.html", name=folder.name, **requests_of(folder))
+    return render(request, "run_requests.html", name=folder.name, **list_requests(folder))
 
 
 def log(request: Request) -> Response:
     """GET /run/NAME/log: the end of the log."""
-    return render(request, "run_log.html", **log_of(request, run_of(request)))
+    return render(request, "run_log.html", **log_lines(request, run_of(request)))
 
 
-def progress_of(folder: Path) -> Progress:
+def run_progress(folder: Path) -> Progress:
     """Read a run's progress."""
-    return progress.progress_of(folder, state_of(folder))
+    return progress.read_progress(folder, state_of(folder))
 
 
 def now_of(folder: Path) -> Json:
     """The values for a run's progress and charts."""
-    found = progress_of(folder)
+    found = run_progress(folder)
     return {"name": folder.name, "run": found, "charts": charts_of(folder, found.steps)}
 
 
-def requests_of(folder: Path) -> Json:
+def list_requests(folder: Path) -> Json:
     """A run's waiting requests, answers and requested pictures, newest first."""
     answers = read_answers(folder)
     answered = {answer["id"] for answer in answers}
@@ -205,14 +205,14 @@ def requests_of(folder: Path) -> Json:
     }  # fmt: skip
 
 
-def log_of(request: Request, folder: Path) -> Json:
+def log_lines(request: Request, folder: Path) -> Json:
     """The end of the log, for a run that a page started."""
     return {"lines": tail(request.app.state.roots, job_name(TRAIN, folder.name), LINES)}
 
 
 def drawing_defaults(folder: Path) -> Json:
     """The defaults of the picture form: the settings of the run's validation."""
-    settings = progress_of(folder).state.settings
+    settings = run_progress(folder).state.settings
     validation, data = settings.get("validation"), settings.get("data")
     option: Json = validation if isinstance(validation, dict) else {}
     side = data.get("resolution", "") if isinstance(data, dict) else ""

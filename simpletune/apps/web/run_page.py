@@ -18,25 +18,25 @@ from simpletune.apps.web.files import file_response
 from simpletune.apps.web.processes import LOGS
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.comparisons import COMPARE, comparisons_of
-from simpletune.apps.web.run.form_values import STRENGTHS, plain_text, strengths_of, whole
+from simpletune.apps.web.run.form_values import STRENGTHS, plain_text, strengths_of, whole_number
 from simpletune.apps.web.run.pictures import matrix_of
 from simpletune.apps.web.run.progress import Progress
 from simpletune.apps.web.run_live import (
     TRAIN,
-    Job,
+    RunJob,
     begin,
     drawing_defaults,
     job_name,
     job_of,
-    log_of,
+    list_requests,
+    log_lines,
     now_of,
-    progress_of,
-    requests_of,
     run_of,
+    run_progress,
 )
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.apps.web.templates import read_fields, render
-from simpletune.runs.best_checkpoint import Choice, choose
+from simpletune.runs.best_checkpoint import BestCheckpoint, choose_best
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
 from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
 from simpletune.system.atomic import write_json
@@ -77,7 +77,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def page(request: Request) -> Response:
     """GET /run/NAME: the page."""
     folder = run_of(request)
-    values = {**after_of(request, folder), **now_of(folder), **requests_of(folder), **log_of(request, folder)}
+    values = {**after_of(request, folder), **now_of(folder), **list_requests(folder), **log_lines(request, folder)}
     return render(
         request, "run.html", matrix=matrix_of(folder), drawing=drawing_defaults(folder), jobs=jobs_of(request, folder),
         comparisons=comparisons_of(folder), **values,
@@ -125,7 +125,7 @@ def comparisons(request: Request) -> Response:
     return render(request, "run_comparisons.html", name=folder.name, comparisons=comparisons_of(folder))
 
 
-def jobs_of(request: Request, folder: Path) -> list[Job]:
+def jobs_of(request: Request, folder: Path) -> list[RunJob]:
     """The processes that the page has started for a run, besides its training."""
     found = (job_of(request.app.state.roots, kind, folder.name) for kind in JOBS)
     return [job for job in found if job is not None]
@@ -134,7 +134,7 @@ def jobs_of(request: Request, folder: Path) -> list[Job]:
 def after_of(request: Request, folder: Path) -> Json:
     """The values for the part with what the page offers for a run."""
     roots: Roots = request.app.state.roots
-    progress, summary, best = progress_of(folder), json_object(folder / SUMMARY), best_of(folder)
+    progress, summary, best = run_progress(folder), json_object(folder / SUMMARY), best_of(folder)
     exports = exports_of(roots, folder.name)
     files = sorted(file.name for file in exports.glob("*.safetensors")) if exports.is_dir() else []
     saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
@@ -148,10 +148,10 @@ def after_of(request: Request, folder: Path) -> Json:
     }  # fmt: skip
 
 
-def best_of(folder: Path) -> Choice | None:
+def best_of(folder: Path) -> BestCheckpoint | None:
     """The best checkpoint; None if there is none, or a file about it is damaged."""
     try:
-        return choose(folder)
+        return choose_best(folder)
     except (UserError, KeyError, TypeError):
         return None
 
@@ -172,10 +172,10 @@ async def compare(request: Request) -> Response:
     """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
     folder, form = run_of(request), await read_fields(request)
     prompt = plain_text(form.get("prompt", ""), "prompt")
-    seed = whole(form.get("seed") or "0", "seed")
-    source = named(folder, form.get("step", ""))
+    seed = whole_number(form.get("seed") or "0", "seed")
+    source = weights_argument(folder, form.get("step", ""))
     models = [source]
-    if has_strength(progress_of(folder)):
+    if has_strength(run_progress(folder)):
         models = [f"{source}:{strength:g}" for strength in strengths_of(form.get("strengths", STRENGTHS))]
     words = ["compare", *models, "--run", source, f"--prompt={prompt}", f"--seed={seed}", "--predict"]
     return await _begun(request, folder, COMPARE, words)
@@ -185,7 +185,7 @@ async def choose_step(request: Request) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
     folder, form = run_of(request), await read_fields(request)
     step = form.get("step", "auto")
-    chosen = "auto" if step == "auto" else str(whole(step, "step"))
+    chosen = "auto" if step == "auto" else str(whole_number(step, "step"))
     return await _begun(request, folder, "choose", ["evaluate", str(folder), "--choose", chosen])
 
 
@@ -197,8 +197,8 @@ async def export(request: Request) -> Response:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
     place = exports_of(request.app.state.roots, folder.name)
     place.mkdir(parents=True, exist_ok=True)
-    source = named(folder, step)
-    at = f"-{whole(step, 'step')}" if step else ""
+    source = weights_argument(folder, step)
+    at = f"-{whole_number(step, 'step')}" if step else ""
     target = place / f"{job_name('lora', folder.name)}{at}-{layout}.safetensors"
     words = ["export", source, "--format", layout, "--out", str(target), "--overwrite"]
     return await _begun(request, folder, "export", words)
@@ -213,14 +213,14 @@ async def report(request: Request) -> Response:
 async def finish(request: Request) -> Response:
     """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
     folder, form = run_of(request), await read_fields(request)
-    return await _begun(request, folder, "finish", ["finish", named(folder, form.get("step", ""))])
+    return await _begun(request, folder, "finish", ["finish", weights_argument(folder, form.get("step", ""))])
 
 
 async def go_on(request: Request) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
     folder, form = run_of(request), await read_fields(request)
-    steps = whole(form.get("steps", ""), "steps")
-    progress = progress_of(folder)
+    steps = whole_number(form.get("steps", ""), "steps")
+    progress = run_progress(folder)
     if progress.running:
         raise UserError(f"{folder.name} is training already")
     if steps <= progress.state.done and progress.state.word == "finished":
@@ -242,12 +242,12 @@ def _queued(roots: Roots, name: str, settings: Json) -> None:
     config = roots.own / "configs" / f"{job_name(TRAIN, name)}-goes-on.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     write_json(config, settings, shared=True)
-    queue.add(roots, name, config, queue.device_of(settings), resume=True)
+    queue.add(roots, name, config, queue.queue_device(settings), resume=True)
 
 
-def named(folder: Path, step: str) -> str:
+def weights_argument(folder: Path, step: str) -> str:
     """Name a run's result, or one of its checkpoints, for a command."""
-    return f"{folder}@{whole(step, 'step')}" if step else str(folder)
+    return f"{folder}@{whole_number(step, 'step')}" if step else str(folder)
 
 
 async def _begun(request: Request, folder: Path, kind: str, words: list[str]) -> Response:

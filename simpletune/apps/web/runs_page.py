@@ -34,7 +34,7 @@ Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class Known:
+class RunEntries:
     """A run's entries in the table that do not depend on other runs.
 
     Args:
@@ -140,18 +140,18 @@ def rows(roots: Roots) -> list[Row]:
     Args:
         roots: the page's roots.
     """
-    found = [(known(folder, stamp(folder, is_held(folder))), _age(folder)) for folder in roots.all_runs()]
+    found = [(run_entries(folder, stamp(folder, is_held(folder))), _age(folder)) for folder in roots.all_runs()]
     found.sort(key=lambda pair: (pair[0].state.word != "running", -pair[1]))
     differing = differences([each.settings for each, _ in found])
     return [
-        {"state": each.state, "differs": own, "best": each.best, "peak": each.peak, "time": in_words(each.seconds),
-         "picture": each.picture}
+        {"state": each.state, "differs": own, "best": each.best, "peak": each.peak,
+         "time": format_seconds(each.seconds), "picture": each.picture}
         for (each, _), own in zip(found, differing, strict=True)
     ]  # fmt: skip
 
 
 @lru_cache(maxsize=CACHED)
-def known(folder: Path, stamp: Hashable) -> Known:
+def run_entries(folder: Path, stamp: Hashable) -> RunEntries:
     """Read a run; cached until its stamp changes.
 
     Args:
@@ -166,7 +166,7 @@ def known(folder: Path, stamp: Hashable) -> Known:
         picture = str((folder / state.picture).stat().st_mtime_ns)
     peak = summary.get("peak_allocated_gib")
     settings = {path: text for path, text in flat(state.settings).items() if path.partition(".")[0] not in SAME}
-    return Known(state, settings, _best(summary), peak if isinstance(peak, float) else None, seconds, picture)
+    return RunEntries(state, settings, _best(summary), peak if isinstance(peak, float) else None, seconds, picture)
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[list[str]]:
@@ -201,7 +201,7 @@ def flat(settings: Json, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format a time for the table."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
@@ -226,6 +226,6 @@ def _age(folder: Path) -> float:
 def _queue(roots: Roots) -> dict[str, object]:
     """Return the values for the queue's part of the page."""
     try:
-        return {"entries": queue.read(roots), "damaged": ""}
+        return {"entries": queue.read_queue(roots), "damaged": ""}
     except UserError as error:
         return {"entries": [], "damaged": str(error)}

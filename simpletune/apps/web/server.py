@@ -17,7 +17,7 @@ from simpletune.apps.web.roots import make_roots
 from simpletune.system.console import say
 
 
-class Server(uvicorn.Server):
+class PageServer(uvicorn.Server):
     """A server that ends its event streams when it stops; otherwise open pages would keep it running forever.
 
     Args:
@@ -58,4 +58,4 @@ def run(args: argparse.Namespace) -> None:
     if not local:
         say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
     say(f"open {url_of(bound)}{f'?{TOKEN}={token}' if token else ''}")
-    Server(config, web).run(sockets=[bound])
+    PageServer(config, web).run(sockets=[bound])

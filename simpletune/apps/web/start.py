@@ -14,9 +14,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import live, processes, queue
-from simpletune.apps.web.form.filled_form import Asked, Filled, fill
+from simpletune.apps.web.form.filled_form import FilledForm, FormRequest, fill_form
 from simpletune.apps.web.form.presets import HERE, card_here, cards
-from simpletune.apps.web.queue import Entry
+from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
 from simpletune.apps.web.templates import read_form, render
@@ -54,8 +54,8 @@ def page(request: Request) -> Response:
     query = request.query_params
     base = f"run:{query['from']}" if "from" in query else f"file:{query['file']}" if "file" in query else PRESET
     folder = {"data.path": query["folder"]} if query.get("folder") else {}
-    asked = Asked(base, HERE, "", folder, {}, folder)
-    return _whole(request, fill(request.app.state.roots, asked), secrets.token_hex(6), None)
+    asked = FormRequest(base, HERE, "", folder, {}, folder)
+    return _whole(request, fill_form(request.app.state.roots, asked), secrets.token_hex(6), None)
 
 
 async def change(request: Request) -> Response:
@@ -66,7 +66,7 @@ async def change(request: Request) -> Response:
 
 def _change(request: Request, form: Mapping[str, list[str]]) -> Response:
     asked, state = _asked(form)
-    filled = fill(request.app.state.roots, asked)
+    filled = fill_form(request.app.state.roots, asked)
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
     fields = filled.edited.fields()
     anew = [each for each in filled.edited.sections if {f.path for f in each.fields()} - set(shown)
@@ -93,20 +93,20 @@ async def begin(request: Request) -> Response:
 def _begin(request: Request, form: Mapping[str, list[str]]) -> Response:
     roots: Roots = request.app.state.roots
     asked, state = _asked(form)
-    filled = fill(roots, asked)
+    filled = fill_form(roots, asked)
     if filled.problems or filled.config is None:
         return _whole(request, filled, str(state.get("form", "")), state.get("live"), 422)
     file = _free_file(roots, filled.config.name)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, filled.data)
-    entry = queue.add(roots, filled.config.name, file, queue.device_of(filled.data))
+    entry = queue.add(roots, filled.config.name, file, queue.queue_device(filled.data))
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 
 async def download(request: Request) -> Response:
     """POST /start/config.json: the configuration as a file."""
     form = await read_form(request)
-    filled = await run_in_threadpool(lambda: fill(request.app.state.roots, _asked(form)[0]))
+    filled = await run_in_threadpool(lambda: fill_form(request.app.state.roots, _asked(form)[0]))
     name = filled.config.name if filled.config else "config"
     headers = {"content-disposition": f'attachment; filename="{name}.json"'}
     return Response(json.dumps(filled.data, indent=2, ensure_ascii=False) + "\n", 200, headers, "application/json")
@@ -128,15 +128,15 @@ def queued_part(request: Request) -> Response:
     return render(request, "queued_part.html", 200, **_waiting(request, entry))
 
 
-def _entry(request: Request) -> Entry:
+def _entry(request: Request) -> QueueEntry:
     which = request.path_params["id"]
-    found = next((each for each in queue.read(request.app.state.roots) if each.id == which), None)
+    found = next((each for each in queue.read_queue(request.app.state.roots) if each.id == which), None)
     if found is None:
         raise HTTPException(404, "This run is no longer in the queue")
     return found
 
 
-def _run_page(roots: Roots, entry: Entry) -> str | None:
+def _run_page(roots: Roots, entry: QueueEntry) -> str | None:
     """Return the address of a run that has begun; while it prepares, an older run may still have its name."""
     log = "\n".join(processes.tail(roots, queue.log_name(entry.name), 1000))
     begun = entry.state in ("running", "finished", "stopped") and roots.run(entry.name) is not None
@@ -144,9 +144,9 @@ def _run_page(roots: Roots, entry: Entry) -> str | None:
     return f"/run/{entry.name}" if begun and prepared else None
 
 
-def _waiting(request: Request, entry: Entry) -> dict[str, object]:
+def _waiting(request: Request, entry: QueueEntry) -> dict[str, object]:
     roots = request.app.state.roots
-    entries = queue.read(roots)
+    entries = queue.read_queue(roots)
     before = [
         each for each in entries[: entries.index(entry)] if each.state == "waiting" and each.device == entry.device
     ]
@@ -154,7 +154,7 @@ def _waiting(request: Request, entry: Entry) -> dict[str, object]:
     return {"entry": entry, "before": len(before), "lines": lines}
 
 
-def _asked(form: Mapping[str, list[str]]) -> tuple[Asked, dict[str, object]]:
+def _asked(form: Mapping[str, list[str]]) -> tuple[FormRequest, dict[str, object]]:
     """Read the form: the request, and the state that the page carries along."""
     texts = {name: values[-1] for name, values in form.items()}
     try:
@@ -165,11 +165,11 @@ def _asked(form: Mapping[str, list[str]]) -> tuple[Asked, dict[str, object]]:
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise HTTPException(400, "The form is damaged. Reload the page") from None
     base, card, trigger = (texts.pop(name, "") for name in ("base", "card", "trigger"))
-    asked = Asked(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine)
+    asked = FormRequest(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine)
     return asked, state
 
 
-def _whole(request: Request, filled: Filled, form: str, last: object, status: int = 200) -> Response:
+def _whole(request: Request, filled: FilledForm, form: str, last: object, status: int = 200) -> Response:
     roots: Roots = request.app.state.roots
     values = _values(request, filled, form, last)
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
@@ -179,7 +179,7 @@ def _whole(request: Request, filled: Filled, form: str, last: object, status: in
     )  # fmt: skip
 
 
-def _values(request: Request, filled: Filled, form: str, last: object) -> dict[str, object]:
+def _values(request: Request, filled: FilledForm, form: str, last: object) -> dict[str, object]:
     """Return the values common to the page and its parts."""
     roots: Roots = request.app.state.roots
     key = None
@@ -188,7 +188,7 @@ def _values(request: Request, filled: Filled, form: str, last: object) -> dict[s
             filled.planned, {**filled.data, "data": filled.planned.data.model_dump(mode="json")}, filled.card
         )
         key = wish.key
-        if live.kept(roots, key) is None:
+        if live.cached_estimate(roots, key) is None:
             live.estimator(roots).want(form, wish)
     why = "" if filled.planned else "no prediction until the problems are fixed"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
@@ -206,8 +206,8 @@ def _values(request: Request, filled: Filled, form: str, last: object) -> dict[s
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:
     """Return the live line: the prediction, or, while a new one is made, the last one, greyed out."""
-    found = live.kept(roots, key) if key else None
-    old = live.kept(roots, last) if last and found is None else None
+    found = live.cached_estimate(roots, key) if key else None
+    old = live.cached_estimate(roots, last) if last and found is None else None
     figures = found or old or {}
     return {
         "key": key,
@@ -219,27 +219,29 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
     }
 
 
-def _warnings(roots: Roots, filled: Filled) -> list[str]:
+def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
     """Warn what Start will do to older runs with this name, and where it cannot work."""
     name = filled.config.name if filled.config else ""
     found = []
     older = roots.run(name) if name else None
     number = next(n for n in range(1, 10**6) if not (roots.runs / f"{name}.{n}").exists())
     waits = (
-        any(each.name == name and each.state in ("waiting", "running") for each in queue.read(roots)) if name else False
+        any(each.name == name and each.state in ("waiting", "running") for each in queue.read_queue(roots))
+        if name
+        else False
     )
     if waits:
         found.append(f"{name} is already in the queue: this run waits until it ends and moves it to {name}.{number}")
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
-    if filled.config is not None and card_here() is None and queue.device_of(filled.data) == queue.GPU:
+    if filled.config is not None and card_here() is None and queue.queue_device(filled.data) == queue.GPU:
         found.append("This machine has no graphics card, where this run would fail: download the configuration instead")
     return found
 
 
 def _free_file(roots: Roots, name: str) -> Path:
     """Return a file name for a configuration that no run in the queue still needs."""
-    needed = {each.config for each in queue.read(roots) if each.state in ("waiting", "running")}
+    needed = {each.config for each in queue.read_queue(roots) if each.state in ("waiting", "running")}
     folder = roots.own / CONFIGS
     names = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
     return next(file for file in names if str(file) not in needed)

@@ -22,7 +22,7 @@ SHARED = Path(__file__).resolve().parent.parent / "serve" / "page"  # base.css
 
 
 @functools.cache
-def environment() -> Environment:
+def jinja_environment() -> Environment:
     """Load the templates of ``assets/web``."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -43,7 +43,7 @@ def render(request: Request, template: str, status: int = 200, **values: object)
         status: the response's status.
         values: the template's variables.
     """
-    text = environment().get_template(template).render(path=request.url.path, **values)
+    text = jinja_environment().get_template(template).render(path=request.url.path, **values)
     return HTMLResponse(text, status)
 
 

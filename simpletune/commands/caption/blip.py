@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, Shape, processor_in
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.options import Json
 
@@ -40,14 +40,14 @@ class Blip(Captioner):
         return processor_in(place, BlipImageProcessorPil)
 
     @staticmethod
-    def shape(model: PreTrainedModel) -> Shape:
+    def shape(model: PreTrainedModel) -> CaptionerSizes:
         """Return the sizes at the configured picture size. Each decoder layer caches keys and values of the picture;
         vision layers materialise all attention weights."""
         vision, text = model.config.vision_config, model.config.text_config
         patches = (vision.image_size // vision.patch_size) ** 2 + 1
         cached = 4 * text.num_hidden_layers * text.hidden_size
         widest = 4 * vision.hidden_size + max(2 * vision.intermediate_size, 3 * vision.num_attention_heads * patches)
-        return Shape(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
+        return CaptionerSizes(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Return pixels and the beginning of the caption; the model replaces the first token and drops the last."""

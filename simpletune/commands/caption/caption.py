@@ -14,31 +14,31 @@ from PIL import Image
 from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.loading import (
     PRECISIONS,
-    Described,
-    Prediction,
+    CaptionerInfo,
+    CaptionerMemory,
+    estimate_memory,
     find_captioner,
     load_captioner,
-    predict,
 )
-from simpletune.commands.caption.pictures import Wanted, Work, find_work, sources_of
-from simpletune.data.sources.caption_files import ChangedCaption, digest_of, plain_line, write_caption
+from simpletune.commands.caption.pictures import CaptionWork, UncaptionedPicture, find_work, sources_of
+from simpletune.data.sources.caption_files import ChangedCaption, plain_line, sha256, write_caption
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import printable, read_regular
+from simpletune.data.sources.walk import printable_name, read_regular
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.estimate.job_estimate import MIB, needed
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
-from simpletune.system.options import UserError, first_lines, plural, shortened
+from simpletune.system.options import UserError, first_lines, join_names, plural
 
 LISTED = 20  # pictures without a caption to list on the screen
 OUT_OF_MEMORY = 5  # exit code
 
 
 @dataclass(frozen=True)
-class Request:
+class CaptionRequest:
     """What to caption, and how.
 
     Args:
@@ -76,7 +76,7 @@ class Request:
 
 
 @dataclass
-class Outcome:
+class CaptionOutcome:
     """What happened.
 
     Args:
@@ -90,7 +90,7 @@ class Outcome:
     failed: list[str]
 
 
-def run(request: Request) -> Outcome:
+def run(request: CaptionRequest) -> CaptionOutcome:
     """Caption pictures. Captions already written stay if a later one fails.
 
     Raises:
@@ -102,16 +102,16 @@ def run(request: Request) -> Outcome:
     _say_work(work)
     precision = PRECISIONS[request.precision]
     device = _device(request)
-    prediction = predict(about, precision, request.batch, request.length)
+    prediction = estimate_memory(about, precision, request.batch, request.length)
     _require_room(request, prediction, device)
     failed = [f"{each.name}: {each.reason}" for each in work.rejected]
-    outcome = Outcome(0, 0, failed)
+    outcome = CaptionOutcome(0, 0, failed)
     if work.wanted and not request.only_predict:
         _caption_all(request, about, work.wanted, (precision, device), outcome)
     return _ended(outcome, work)
 
 
-def _device(request: Request) -> torch.device:
+def _device(request: CaptionRequest) -> torch.device:
     """Choose the device, and print the choice.
 
     Raises:
@@ -132,15 +132,15 @@ def _device(request: Request) -> torch.device:
     return device
 
 
-def _say_work(work: Work) -> None:
+def _say_work(work: CaptionWork) -> None:
     kept = f", {plural(work.kept, 'picture')} with a caption that is kept" if work.kept else ""
     say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
     if work.sharing:
-        names = shortened([printable(name) for name in work.sharing], 3)
+        names = join_names([printable_name(name) for name in work.sharing], 3)
         say(f"note    {names}: the same name as another picture, so they share its caption file")
 
 
-def _require_room(request: Request, prediction: Prediction, device: torch.device) -> None:
+def _require_room(request: CaptionRequest, prediction: CaptionerMemory, device: torch.device) -> None:
     """Print the prediction, and refuse a model that does not fit on a card.
 
     Raises:
@@ -164,11 +164,11 @@ def _require_room(request: Request, prediction: Prediction, device: torch.device
 
 
 def _caption_all(
-    request: Request,
-    about: Described,
-    wanted: Sequence[Wanted],
+    request: CaptionRequest,
+    about: CaptionerInfo,
+    wanted: Sequence[UncaptionedPicture],
     on: tuple[WeightPrecision, torch.device],
-    outcome: Outcome,
+    outcome: CaptionOutcome,
 ) -> None:
     for folder in {one.picture.parent for one in wanted}:
         remove_stale(folder)  # left by a run that was killed
@@ -177,13 +177,15 @@ def _caption_all(
         for start in range(0, len(wanted), request.batch):
             batch = list(_decoded(wanted[start : start + request.batch], outcome.failed))
             for one, caption, cut in _captions(captioner, batch, request.length, outcome.failed):
-                _write(one, finished(caption, request.prefix, request.trigger), about, request, outcome)
+                _write(one, add_prefixes(caption, request.prefix, request.trigger), about, request, outcome)
                 outcome.cut += cut
             for _ in wanted[start : start + request.batch]:
                 advance()
 
 
-def _decoded(wanted: Sequence[Wanted], failed: list[str]) -> Iterator[tuple[Wanted, Image.Image]]:
+def _decoded(
+    wanted: Sequence[UncaptionedPicture], failed: list[str]
+) -> Iterator[tuple[UncaptionedPicture, Image.Image]]:
     """Yield the readable pictures of a batch as training sees them: rotated by EXIF, on white, in sRGB."""
     for one in wanted:
         try:
@@ -193,8 +195,8 @@ def _decoded(wanted: Sequence[Wanted], failed: list[str]) -> Iterator[tuple[Want
 
 
 def _captions(
-    captioner: Captioner, batch: Sequence[tuple[Wanted, Image.Image]], length: int, failed: list[str]
-) -> Iterator[tuple[Wanted, str, bool]]:
+    captioner: Captioner, batch: Sequence[tuple[UncaptionedPicture, Image.Image]], length: int, failed: list[str]
+) -> Iterator[tuple[UncaptionedPicture, str, bool]]:
     """Caption a batch; if the model rejects one of its pictures, caption them one by one.
 
     Raises:
@@ -221,7 +223,7 @@ def _captions(
         yield one, caption, is_cut
 
 
-def finished(caption: str, prefix: str, trigger: str) -> str:
+def add_prefixes(caption: str, prefix: str, trigger: str) -> str:
     """Put prefix and trigger before a caption; empty if the model wrote nothing.
 
     Args:
@@ -238,11 +240,13 @@ def finished(caption: str, prefix: str, trigger: str) -> str:
     return f"{wanted}, {text}" if wanted and any(words[word] == 0 for word in wanted.split()) else text
 
 
-def _write(one: Wanted, caption: str, about: Described, request: Request, outcome: Outcome) -> None:
+def _write(
+    one: UncaptionedPicture, caption: str, about: CaptionerInfo, request: CaptionRequest, outcome: CaptionOutcome
+) -> None:
     if not caption:
         outcome.failed.append(f"{one.name}: the model wrote nothing about it")
         return
-    one.record.add(one.before, digest_of(f"{caption}\n".encode()), about.digest, request.settings())
+    one.record.add(one.before, sha256(f"{caption}\n".encode()), about.digest, request.settings())
     try:
         write_caption(one.before, caption)
     except ChangedCaption as error:
@@ -251,7 +255,7 @@ def _write(one: Wanted, caption: str, about: Described, request: Request, outcom
     outcome.written += 1
 
 
-def _ended(outcome: Outcome, work: Work) -> Outcome:
+def _ended(outcome: CaptionOutcome, work: CaptionWork) -> CaptionOutcome:
     """Print the outcome.
 
     Raises:
@@ -262,7 +266,7 @@ def _ended(outcome: Outcome, work: Work) -> Outcome:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
         say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
     if outcome.failed:
-        lines = first_lines([f"  {printable(line)}" for line in outcome.failed], LISTED)
+        lines = first_lines([f"  {printable_name(line)}" for line in outcome.failed], LISTED)
         without = plural(len(outcome.failed), "entry has", "entries have")
         raise UserError(
             "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CaptionerSizes:
     """Sizes that decide how much memory a model takes besides its weights.
 
     Args:
@@ -77,7 +77,7 @@ class Captioner(ABC):
 
     @staticmethod
     @abstractmethod
-    def shape(model: PreTrainedModel) -> Shape:
+    def shape(model: PreTrainedModel) -> CaptionerSizes:
         """Return the sizes for the largest picture that the model is given."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, Shape, processor_in
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.options import Json, UserError
 
@@ -62,14 +62,14 @@ class Florence(Captioner):
         return processor_in(place, CLIPImageProcessorPil)
 
     @staticmethod
-    def shape(model: PreTrainedModel) -> Shape:
+    def shape(model: PreTrainedModel) -> CaptionerSizes:
         """Return the sizes at 768 px, the size of all Florence-2 models."""
         vision, text = model.config.vision_config, model.config.text_config
         side, stride = 768, vision.patch_stride[0]
         tokens = picture_tokens(model.config, side) + PROMPT_TOKENS
         cached = 2 * text.decoder_layers * text.d_model * 2  # keys and values of its own tokens and of the picture's
         widest = int(vision.embed_dim[0] * (2 * vision.mlp_ratio + 14))  # attention copies its windows
-        return Shape((side // stride) ** 2, widest, tokens, 6 * text.encoder_ffn_dim, cached, text.vocab_size)
+        return CaptionerSizes((side // stride) ** 2, widest, tokens, 6 * text.encoder_ffn_dim, cached, text.vocab_size)
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Return the picture's tokens, then the task's sentence between the begin and end tokens."""

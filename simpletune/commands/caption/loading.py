@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simpletune.commands.caption.blip import Blip
-from simpletune.commands.caption.captioner import Captioner, Shape
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes
 from simpletune.commands.caption.florence import Florence
 from simpletune.commands.caption.qwen import Qwen
 from simpletune.engine.quant.int8 import Int8
@@ -42,7 +42,7 @@ the next token."""
 
 
 @dataclass(frozen=True)
-class Described:
+class CaptionerInfo:
     """Model that is not loaded yet.
 
     Args:
@@ -57,7 +57,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CaptionerMemory:
     """Predicted bytes on the device.
 
     Args:
@@ -75,7 +75,7 @@ class Prediction:
         return self.weights + self.work
 
 
-def find_captioner(name: str) -> Described:
+def find_captioner(name: str) -> CaptionerInfo:
     """Find a model and read its configuration; load no weights.
 
     Raises:
@@ -87,10 +87,10 @@ def find_captioner(name: str) -> Described:
         known = ", ".join(KINDS)
         raise UserError(f"--model: {place.folder} is a {found} model. Use one of {known}, such as {EXAMPLES}")
     place.refuse_pickles()
-    return Described(place, KINDS[found], fingerprint(place.folder))
+    return CaptionerInfo(place, KINDS[found], fingerprint(place.folder))
 
 
-def predict(about: Described, precision: WeightPrecision, batch: int, length: int) -> Prediction:
+def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int, length: int) -> CaptionerMemory:
     """Predict memory from the configuration alone.
 
     Args:
@@ -107,14 +107,14 @@ def predict(about: Described, precision: WeightPrecision, batch: int, length: in
     model.tie_weights()
     _cast(model, precision.base_dtype())
     largest = 0
-    for name in quantised(model, precision):
+    for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
         largest = max(largest, _bytes(layer))
         put_module(model, name, precision.convert(name, layer))
     weights = sum({id(each): each.nbytes for each in all_tensors(model)}.values())
     beams = max(1, getattr(model.generation_config, "num_beams", None) or 1)
     work = work_bytes(about.kind.shape(model), precision.base_dtype().itemsize, batch, beams, length)
-    return Prediction(weights, work + largest)
+    return CaptionerMemory(weights, work + largest)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -125,7 +125,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.to(dtype)
 
 
-def work_bytes(shape: Shape, itemsize: int, batch: int, beams: int, length: int) -> int:
+def work_bytes(shape: CaptionerSizes, itemsize: int, batch: int, beams: int, length: int) -> int:
     """Return the bytes that a batch takes besides the weights: activations of the larger tower, cache and scores.
 
     Args:
@@ -141,7 +141,9 @@ def work_bytes(shape: Shape, itemsize: int, batch: int, beams: int, length: int)
     return batch * (itemsize * (towers + kept) + 4 * scores)
 
 
-def load_captioner(about: Described, precision: WeightPrecision, device: torch.device, prompt: str | None) -> Captioner:
+def load_captioner(
+    about: CaptionerInfo, precision: WeightPrecision, device: torch.device, prompt: str | None
+) -> Captioner:
     """Load a model layer by layer; quantise each linear layer on the device as soon as it arrives.
 
     Raises:
@@ -155,14 +157,14 @@ def load_captioner(about: Described, precision: WeightPrecision, device: torch.d
 
 
 def _place(model: PreTrainedModel, precision: WeightPrecision, device: torch.device) -> None:
-    for name in quantised(model, precision):
+    for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
         move_own_tensors(layer, device)
         put_module(model, name, precision.convert(name, layer))
     model.to(device)
 
 
-def quantised(model: nn.Module, precision: WeightPrecision) -> list[str]:
+def quantised_layers(model: nn.Module, precision: WeightPrecision) -> list[str]:
     """List the linear layers that a precision quantises: all but those that pick the next token."""
     return list(_quantised(model, precision))
 

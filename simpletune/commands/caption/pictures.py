@@ -13,7 +13,7 @@ from simpletune.data.sources.caption_files import CaptionFile, caption_file
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import without_masks
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.sources.walk import is_text, readable, walk
 from simpletune.system.console import note
 from simpletune.system.options import UserError
@@ -23,7 +23,7 @@ REWRITES = ("missing", "ours", "all")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class UncaptionedPicture:
     """A picture that gets a caption.
 
     Args:
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass
-class Work:
+class CaptionWork:
     """Pictures of all folders, by what happens to them.
 
     Args:
@@ -50,10 +50,10 @@ class Work:
         rejected: entries that cannot get a caption, and why.
     """
 
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[UncaptionedPicture] = field(default_factory=list)
     kept: int = 0
     sharing: list[str] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedEntry] = field(default_factory=list)
 
 
 def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
@@ -93,7 +93,7 @@ def require_text_captions(source: Folder, field: str) -> Folder:
     return source
 
 
-def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> Work:
+def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> CaptionWork:
     """Examine every picture's caption without opening pictures.
 
     Args:
@@ -102,7 +102,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
         model: fingerprint of the model's folder.
         settings: this run's settings in the form of the record; captions made with them are kept.
     """
-    work = Work()
+    work = CaptionWork()
     for source in sources:
         root = Path(source.path)
         record = Record(root)
@@ -123,19 +123,19 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
     return work
 
 
-def _readable(root: Path, files: Sequence[Path], record: Record, work: Work) -> Iterator[Wanted]:
+def _readable(root: Path, files: Sequence[Path], record: Record, work: CaptionWork) -> Iterator[UncaptionedPicture]:
     """Yield the pictures whose caption file can be read or does not exist yet."""
     for file in files:
         name = file.relative_to(root).as_posix()
         try:
             if not is_text(name):
                 raise UnusablePicture("its file name is not UTF-8 text. Rename it")
-            yield Wanted(name, file, caption_file(root, file), record)
+            yield UncaptionedPicture(name, file, caption_file(root, file), record)
         except UnusablePicture as reason:
-            work.rejected.append(Rejected(readable(name), str(reason)))
+            work.rejected.append(RejectedEntry(readable(name), str(reason)))
 
 
-def _is_wanted(wanted: Wanted, rewrite: str, model: str, settings: str) -> bool:
+def _is_wanted(wanted: UncaptionedPicture, rewrite: str, model: str, settings: str) -> bool:
     """Whether to write a caption; an empty file counts as no caption."""
     if not wanted.before.text or rewrite == "all":
         return True

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, Shape, processor_in
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system import strict_json
 from simpletune.system.options import Json, UserError
@@ -57,7 +57,7 @@ class Qwen(Captioner):
         return processor
 
     @staticmethod
-    def shape(model: PreTrainedModel) -> Shape:
+    def shape(model: PreTrainedModel) -> CaptionerSizes:
         """Return the sizes for a picture of ``MAX_PIXELS``."""
         vision, text = model.config.vision_config, model.config.text_config
         patches = MAX_PIXELS // vision.patch_size**2
@@ -66,7 +66,7 @@ class Qwen(Captioner):
         tokens = patches // vision.spatial_merge_size**2 + PROMPT_TOKENS
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head
-        return Shape(
+        return CaptionerSizes(
             patches, 4 * inner + 5 * hidden, tokens, 3 * text.intermediate_size + 4 * text.hidden_size, cached,
             text.vocab_size,
         )  # fmt: skip

@@ -24,7 +24,7 @@ MAX_BYTES = 2**28  # of a record; a line takes about 400
 
 
 @dataclass(frozen=True)
-class Made:
+class WrittenCaption:
     """Record of one caption that a model wrote.
 
     Args:
@@ -54,7 +54,7 @@ class Record:
         self.folder, self.place = folder, folder / RECORD
         self._made = {made.file: made for made in self._lines()}
 
-    def of(self, caption: CaptionFile) -> Made | None:
+    def of(self, caption: CaptionFile) -> WrittenCaption | None:
         """Return the record of a caption; None if a person wrote or edited it, or there is none."""
         made = self._made.get(self._name(caption))
         return made if made is not None and caption.text and made.sha256 == caption.digest else None
@@ -71,7 +71,7 @@ class Record:
         Raises:
             DiskFull: the disk is full; a partial line is ignored later.
         """
-        made = Made(self._name(caption), digest, model, settings)
+        made = WrittenCaption(self._name(caption), digest, model, settings)
         with room_for(f"writing {RECORD}", self.folder, None, lambda: None):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with os.fdopen(os.open(self.place, flags, 0o666), "rb+", buffering=0) as stream:
@@ -82,7 +82,7 @@ class Record:
     def _name(self, caption: CaptionFile) -> str:
         return caption.file.relative_to(self.folder).as_posix()
 
-    def _lines(self) -> list[Made]:
+    def _lines(self) -> list[WrittenCaption]:
         """Read the complete lines; the last may be cut off."""
         if not os.path.lexists(self.place):
             return []
@@ -95,15 +95,15 @@ class Record:
         return [made for line in lines if (made := _made(line)) is not None]
 
 
-def _made(line: str) -> Made | None:
+def _made(line: str) -> WrittenCaption | None:
     try:
         found = strict_json.parse(line)
     except strict_json.JsonError:
         return None
-    if not isinstance(found, dict) or set(found) != set(Made.__dataclass_fields__):
+    if not isinstance(found, dict) or set(found) != set(WrittenCaption.__dataclass_fields__):
         return None
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
-    return Made(**texts) if len(texts) == len(found) else None
+    return WrittenCaption(**texts) if len(texts) == len(found) else None
 
 
 def _ends_a_line(handle: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding
 from simpletune.commands.doctor.machine import Machine
 from simpletune.system.devices import BF16_FROM, CUDA_13_FROM, sm
-from simpletune.system.disk import in_words
+from simpletune.system.disk import format_bytes
 
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
@@ -79,7 +79,7 @@ def card(machine: Machine) -> Iterator[Finding]:
         return
     first = devices[0]
     free, total = first["free"], first["total"]
-    value = f"{first['name']}, {sm(first['capability'])}, {in_words(free)} of {in_words(total)} free"
+    value = f"{first['name']}, {sm(first['capability'])}, {format_bytes(free)} of {format_bytes(total)} free"
     if len(devices) > 1:
         value += f"; {len(devices)} cards, of which simpletune uses this one (choose with CUDA_VISIBLE_DEVICES)"
     if free >= LITTLE_FREE * total:

@@ -15,7 +15,7 @@ from simpletune import __version__
 from simpletune.commands.doctor import card_checks, hub_checks, step_checks, system_checks
 from simpletune.commands.doctor.finding import PROBLEM, WARNING, Check, Finding, examine
 from simpletune.commands.doctor.machine import Machine
-from simpletune.commands.doctor.probe import Probe
+from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.console import say
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.options import UserError, plural
@@ -42,7 +42,7 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     Raises:
         UserError: there are problems, with exit code 1; or the file cannot be written.
     """
-    probe = Probe()
+    probe = ProbeProcess()
     findings = []
     try:
         for finding in found(Machine(probe), steps if train else 0):

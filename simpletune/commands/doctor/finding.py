@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 Level = Literal["ok", "warning", "problem"]
 OK: Level = "ok"
@@ -55,5 +55,5 @@ def examine(name: str, check: Check) -> Iterator[Finding]:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-        yield Finding(name, PROBLEM, f"the check failed: {reason_of(error)} ({where})", "Its answer is unknown",
-                      "Report it with this file attached")  # fmt: skip
+        said = f"the check failed: {describe_exception(error)} ({where})"
+        yield Finding(name, PROBLEM, said, "Its answer is unknown", "Report it with this file attached")

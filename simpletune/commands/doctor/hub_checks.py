@@ -43,7 +43,7 @@ def access(name: str, title: str = "") -> Iterator[Finding]:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 
-    from simpletune.system.hub.errors import clear_errors
+    from simpletune.system.hub.errors import explain_hub_errors
     from simpletune.system.hub.repository import Repository
     from simpletune.system.options import UserError
 
@@ -55,7 +55,7 @@ def access(name: str, title: str = "") -> Iterator[Finding]:
         return
     gated = False
     try:
-        with clear_errors(repository):
+        with explain_hub_errors(repository):
             try:
                 get_hf_file_metadata(hf_hub_url(name, FILE), timeout=SECONDS)
             except GatedRepoError:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from simpletune.commands.doctor.probe import Probe
-from simpletune.system.disk import existing, free_bytes
+from simpletune.commands.doctor.probe import ProbeProcess
+from simpletune.system.disk import existing, free_disk_bytes
 from simpletune.system.options import Json
 
 SECONDS = 20  # timeout of nvidia-smi
@@ -32,7 +32,7 @@ class Machine:
         folders: folders that simpletune writes to, by name.
     """
 
-    probe: Probe
+    probe: ProbeProcess
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folders: Mapping[str, Path] = field(default_factory=lambda: written_folders())
 
@@ -84,7 +84,7 @@ class Machine:
 
     def free(self, folder: Path) -> tuple[int, int]:
         """Return the device number of a folder's disk, and its free bytes."""
-        return existing(folder).stat().st_dev, free_bytes(folder)
+        return existing(folder).stat().st_dev, free_disk_bytes(folder)
 
     def require_writable(self, folder: Path) -> None:
         """Write a file to a folder, or to the existing folder in which it would be created.

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import IO
 
 from simpletune.system.options import Json
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 MARK = "@doctor "
 COMMAND = (sys.executable, "-m", "simpletune.commands.doctor.probe")
@@ -27,7 +27,7 @@ SECONDS = 120.0  # timeout for an answer
 PINNED = 256 * 2**20
 
 
-class Probe:
+class ProbeProcess:
     """Child process that answers questions; started at the first question, and again after it has died.
 
     Args:
@@ -177,7 +177,7 @@ def answer(question: str) -> Json:
         return take_steps(weights, int(count))
     except Exception as error:
         traceback.print_exc()
-        return {"error": reason_of(error)}
+        return {"error": describe_exception(error)}
 
 
 def main() -> None:

@@ -17,14 +17,14 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.load import load_base
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
-from simpletune.stages.step.train_step import StepCore, assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json
 
 MIB = 2**20
 
 
-def config_of(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
+def probe_config(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
     """Return the demo's configuration in one precision.
 
     Args:
@@ -48,7 +48,7 @@ def take_steps(weights: str, count: int) -> Json:
     """
     device = choose_device("auto", "fp32", is_demo=True)[0]
     capability = capability_of(device)
-    config = config_of(weights, capability)
+    config = probe_config(weights, capability)
     found: Json = {"compute": config.precision.compute}
     if capability:
         found["predicted_mib"] = simulate(config, capability=capability).peak.bytes / MIB
@@ -67,7 +67,7 @@ def take_steps(weights: str, count: int) -> Json:
     return found
 
 
-def _losses(core: StepCore, synthetic: SyntheticBatches, count: int) -> tuple[list[float], list[float]]:
+def _losses(core: TrainStep, synthetic: SyntheticBatches, count: int) -> tuple[list[float], list[float]]:
     """Take the steps; return their losses and seconds."""
     torch.manual_seed(0)
     losses, seconds = [], []

@@ -27,10 +27,10 @@ def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
         yield Finding(name, PROBLEM, answer["error"], f"Training with precision.weights={weights} fails here",
                       "See the checks above; report it with this file attached")  # fmt: skip
     else:
-        yield judged(name, answer)
+        yield judge_steps(name, answer)
 
 
-def judged(name: str, answer: Json) -> Finding:
+def judge_steps(name: str, answer: Json) -> Finding:
     """Judge the steps by their losses and memory."""
     losses = answer["losses"]
     value = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding
 from simpletune.commands.doctor.machine import Machine
 from simpletune.system.devices import ALLOCATOR
-from simpletune.system.disk import in_words
+from simpletune.system.disk import format_bytes
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -53,14 +53,14 @@ def memory(machine: Machine) -> Iterator[Finding]:
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
     limits = [text.strip() for text in map(machine.read, LIMITS) if text]
     limit = min((int(text) for text in limits if text.isdecimal()), default=total)
-    value = f"{in_words(total)}, {in_words(free)} of it free"
+    value = f"{format_bytes(total)}, {format_bytes(free)} of it free"
     if limit < total:
-        value += f"; this container may use {in_words(limit)}"
+        value += f"; this container may use {format_bytes(limit)}"
     usable = min(total, limit)
     why = "Levers that save device memory move weights to host memory (docs/memory.md)"
     remedy = "Prefer settings that keep weights on the card; `simpletune estimate CONFIG` shows the host memory of each"
     if usable < LEAST_MEMORY:
-        remedy = f"Use a machine or container with at least {in_words(LEAST_MEMORY)}"
+        remedy = f"Use a machine or container with at least {format_bytes(LEAST_MEMORY)}"
         yield Finding("host memory", PROBLEM, value, "Importing torch and loading a model take gigabytes", remedy)
     else:
         yield Finding("host memory", WARNING if usable < LITTLE_MEMORY else OK, value, why, remedy)
@@ -69,7 +69,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def pinned_memory(machine: Machine) -> Iterator[Finding]:
     """Check whether host memory can be pinned, if there is a card."""
     limit = machine.locked_limit()
-    shown = "ulimit -l unlimited" if limit is None else f"ulimit -l {in_words(limit)}"
+    shown = "ulimit -l unlimited" if limit is None else f"ulimit -l {format_bytes(limit)}"
     if not machine.ask("torch").get("devices"):
         yield Finding("pinned memory", OK, f"not tried without a card; {shown}")
         return
@@ -80,7 +80,7 @@ def pinned_memory(machine: Machine) -> Iterator[Finding]:
                       "Raise the limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1) or free host memory",
                       )  # fmt: skip
     else:
-        yield Finding("pinned memory", OK, f"{in_words(answer['pinned'])} pinned; {shown}")
+        yield Finding("pinned memory", OK, f"{format_bytes(answer['pinned'])} pinned; {shown}")
 
 
 def disks(machine: Machine) -> Iterator[Finding]:
@@ -91,12 +91,12 @@ def disks(machine: Machine) -> Iterator[Finding]:
         disk, free[disk] = machine.free(folder)
         names.setdefault(disk, []).append(name)
     for disk, on_it in names.items():
-        room, value = free[disk], f"{in_words(free[disk])} free for {', '.join(on_it)}"
+        room, value = free[disk], f"{format_bytes(free[disk])} free for {', '.join(on_it)}"
         if room < LEAST_DISK:
             yield Finding("disk", PROBLEM, value, "A run could not write its checkpoints and its result",
                           "Free some space, or set output.runs and output.cache to another disk")  # fmt: skip
         elif "hub cache" in on_it and room < MODEL:
-            yield Finding("disk", WARNING, value, f"SD3 Medium's download takes {in_words(MODEL)}",
+            yield Finding("disk", WARNING, value, f"SD3 Medium's download takes {format_bytes(MODEL)}",
                           "Set HF_HOME to a larger disk, or leave T5 out: model.t5=false (saves 9.5 GB)")  # fmt: skip
         else:
             yield Finding("disk", WARNING if room < LITTLE_DISK else OK, value, "A full run's checkpoints take GiB",

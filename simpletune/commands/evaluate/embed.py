@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from simpletune.commands.evaluate.encoders.encoder import About, Encoder
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
 from simpletune.commands.evaluate.encoders.loading import class_of, load_encoder
 from simpletune.commands.evaluate.generate import Gallery
-from simpletune.commands.evaluate.plan import Plan, Point, opened
+from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, open_picture
 from simpletune.commands.evaluate.scores import Array
 from simpletune.data.cache.cache import Cache
 from simpletune.stages.latent_cache import free_memory
@@ -27,7 +27,7 @@ EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True)
-class Embedded:
+class PictureEmbeddings:
     """Embeddings of an evaluation by one encoder.
 
     Args:
@@ -37,13 +37,13 @@ class Embedded:
         prompts: embeddings of the scored prompts, one row each; None if the encoder reads pictures only.
     """
 
-    about: About
-    drawn: Mapping[Point, Array]
+    about: EncoderInfo
+    drawn: Mapping[EvaluatedWeights, Array]
     real: Array
     prompts: Array | None
 
 
-def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
+def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> PictureEmbeddings:
     """Embed everything with one encoder; load it only if something is missing.
 
     Raises:
@@ -53,16 +53,16 @@ def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
     device = plan.session.device
     drawn = {point: [plan.key(point, shot) for shot in plan.shots] for point in plan.points}
     jobs: dict[str, Callable[[], Image.Image]] = {}
-    names: dict[Point, list[str]] = {}
+    names: dict[EvaluatedWeights, list[str]] = {}
     for point, keys in drawn.items():
         # The name includes a hash of the bytes, so that a redrawn picture is embedded again.
         names[point] = [f"picture {key} {sha256_of(gallery.file(key))}" for key in keys]
         jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
     real = [f"real {picture.digest}" for picture in plan.real]
-    jobs |= {name: partial(opened, picture) for name, picture in zip(real, plan.real, strict=True)}
+    jobs |= {name: partial(open_picture, picture) for name, picture in zip(real, plan.real, strict=True)}
     texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts]
     missing = store.lacking([*jobs, *texts])
-    encoder: Encoder | None = None
+    encoder: ImageEncoder | None = None
     if any(name in jobs for name in missing) or (missing and reads_prompts(about)):
         with plan.session.stages.stage(f"load {about.title}"):
             encoder = load_encoder(about, device)
@@ -73,7 +73,7 @@ def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
                 store.save(name, {"of": encoder.of_prompts([name.removeprefix("prompt ")])[0]})
         del encoder
         free_memory(device)
-    return Embedded(
+    return PictureEmbeddings(
         about,
         {point: _stacked(store, own) for point, own in names.items()},
         _stacked(store, real),
@@ -81,12 +81,12 @@ def embed(plan: Plan, gallery: Gallery, about: About) -> Embedded:
     )
 
 
-def reads_prompts(about: About) -> bool:
+def reads_prompts(about: EncoderInfo) -> bool:
     """Whether an encoder reads prompts, without loading it."""
     return class_of(about).reads_prompts
 
 
-def _fill(store: Cache, encoder: Encoder, jobs: Mapping[str, Callable[[], Image.Image]]) -> None:
+def _fill(store: Cache, encoder: ImageEncoder, jobs: Mapping[str, Callable[[], Image.Image]]) -> None:
     """Embed pictures one at a time: in a batch the last bits of an embedding would depend on its neighbours."""
     if not jobs:
         return

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import torch
 
-from simpletune.commands.evaluate.encoders.encoder import About
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
 from simpletune.commands.evaluate.encoders.loading import class_of
-from simpletune.commands.evaluate.plan import Plan
+from simpletune.commands.evaluate.plan import EvaluationPlan
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
-from simpletune.estimate.generate_memory import decoding_bytes, drawing_bytes
+from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
 from simpletune.estimate.job_estimate import MIB, needed
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.run_estimate import card_at_hand
-from simpletune.estimate.simulate.simulate_stages import SIMULATED, predict_stage
+from simpletune.estimate.simulate.simulate_stages import SIMULATED, simulate_stage
 from simpletune.estimate.simulate.simulate_text import Recorders, accounting_of
-from simpletune.estimate.timing.constants import file_of, read
+from simpletune.estimate.timing.constants import constants_file, read_constants
 from simpletune.estimate.timing.probe_calls import forget_values
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.speeds import MeasuredSpeeds, Speeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
 from simpletune.models.shared.prompts import BATCH
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
@@ -41,7 +41,7 @@ CAPABILITY = (8, 9)  # without a card: an L4's
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageEstimate:
     """Memory and time of a stage.
 
     Args:
@@ -57,7 +57,7 @@ class Stage:
         return {"peak_mib": round(self.bytes / MIB, 1), "seconds": round(self.seconds, 1)}
 
 
-def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, Stage]:
+def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undrawn: int) -> dict[str, StageEstimate]:
     """Predict every stage, print the prediction, and refuse what does not fit on a card.
 
     Args:
@@ -73,22 +73,22 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     on_card = device.type == "cuda"
     card = card_at_hand(device) if on_card else None
     speeds, source = speeds_at_hand(config.output.cache_folder, card[0] if card else None)
-    recorders, stages = Recorders(on_card), dict[str, Stage]()
+    recorders, stages = Recorders(on_card), dict[str, StageEstimate]()
     if undrawn:
         capability = card[0].capability if card else CAPABILITY
         stages["text"] = text_stage(config, plan, capability, recorders, speeds)
         drawing, precision = Recorder(on_card), precision_of(config, plan.points[-1].weights)
-        size = drawing_bytes(config, first, precision, batch_of(plan), drawing)
+        size = generation_bytes(config, first, precision, batch_of(plan), drawing)
         steps = first.steps / min(SIMULATED, first.steps) / batch_of(plan)
-        stages["draw"] = Stage(size, undrawn * steps * alone(drawing.sections, speeds))
+        stages["draw"] = StageEstimate(size, undrawn * steps * alone(drawing.sections, speeds))
         decoding = Recorder(on_card)
         size = decoding_bytes(config, first, decoding)
-        stages["decode"] = Stage(size, undrawn * alone(decoding.sections, speeds))
+        stages["decode"] = StageEstimate(size, undrawn * alone(decoding.sections, speeds))
     pictures = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)
         size = encoding(about, seen)
-        stages[about.title] = Stage(size, pictures * alone(seen.sections, speeds))
+        stages[about.title] = StageEstimate(size, pictures * alone(seen.sections, speeds))
     forget_values()
     say(f"predict by speeds {source}")
     for name, stage in stages.items():
@@ -98,7 +98,7 @@ def predict(plan: Plan, encoders: Sequence[About], undrawn: int) -> dict[str, St
     return stages
 
 
-def require_room(stages: dict[str, Stage], free: int, name: str) -> None:
+def require_room(stages: dict[str, StageEstimate], free: int, name: str) -> None:
     """Refuse stages that do not fit on a card.
 
     Raises:
@@ -126,31 +126,31 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
     if card is not None:
         speeds, _, source = speeds_of(card, cache)
         return speeds, source
-    file = file_of(cache, cpu_name(), torch.get_num_threads(), "cpu")
+    file = constants_file(cache, cpu_name(), torch.get_num_threads(), "cpu")
     if file.exists():
-        constants = read(file)
-        return MeasuredSpeeds(constants), f"calibrated on {constants.device}, {constants.date}"
-    from simpletune.estimate.timing.cpu_speed import speeds_of_moment
+        constants = read_constants(file)
+        return CalibratedSpeeds(constants), f"calibrated on {constants.device}, {constants.date}"
+    from simpletune.estimate.timing.cpu_speed import current_cpu_speeds
 
-    return speeds_of_moment(), "measured on this CPU now"
+    return current_cpu_speeds(), "measured on this CPU now"
 
 
 def text_stage(
-    config: TrainConfig, plan: Plan, capability: tuple[int, int], recorders: Recorders, speeds: Speeds
-) -> Stage:
+    config: TrainConfig, plan: EvaluationPlan, capability: tuple[int, int], recorders: Recorders, speeds: Speeds
+) -> StageEstimate:
     """Predict the encoding of all prompts, none of them cached."""
-    taken = predict_stage(config, "text", capability, recorders).bytes
+    taken = simulate_stage(config, "text", capability, recorders).bytes
     prompts = len({text for shot in plan.shots for text in (shot.request.prompt, shot.request.negative_prompt)})
     once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
-    return Stage(taken, prompts / (2 * BATCH) * once)
+    return StageEstimate(taken, prompts / (2 * BATCH) * once)
 
 
-def batch_of(plan: Plan) -> int:
+def batch_of(plan: EvaluationPlan) -> int:
     """Return how many pictures are drawn together."""
     return min(plan.session.speed.batch_size, len(plan.shots))
 
 
-def encoding(about: About, recorder: Recorder) -> int:
+def encoding(about: EncoderInfo, recorder: Recorder) -> int:
     """Return the peak memory of one picture in an encoder; record the operations."""
     kind = class_of(about)
     with fake_tensors(), without_collection(), silent():

@@ -8,20 +8,20 @@ from pathlib import Path
 
 from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed, reads_prompts
-from simpletune.commands.evaluate.encoders.encoder import About
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
 from simpletune.commands.evaluate.encoders.loading import class_of, find_encoder
-from simpletune.commands.evaluate.estimate import Stage, predict
-from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, draw_missing
+from simpletune.commands.evaluate.estimate import StageEstimate, estimate_stages
+from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
-from simpletune.commands.evaluate.plan import FIRST_SEED, Plan, points_of, real_pictures, shots_of
-from simpletune.commands.evaluate.prompts import prompts_of, words_of
+from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_pictures, shots_of
+from simpletune.commands.evaluate.prompts import find_prompts, subject_words
 from simpletune.commands.evaluate.table import VERSION, lines, main_encoders
-from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
+from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
-from simpletune.runs.best_checkpoint import choose
+from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
 from simpletune.runs.weights_names import find_run, run_config
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.locks import exclusive
@@ -52,12 +52,12 @@ def evaluate(args: argparse.Namespace) -> Path:
             f"evaluate {plural(len(plan.points), 'model')} x {plural(len(plan.shots), 'picture')} "
             f"({plan.prompts.name}), {undrawn} to draw, on {session.reason}"
         )
-        stages = predict(plan, encoders, undrawn)
+        stages = estimate_stages(plan, encoders, undrawn)
         if args.predict:
             return args.run / SCORES
-        drawn = draw_missing(plan, gallery)
+        drawn = generate_missing(plan, gallery)
         embedded = [embed(plan, gallery, about) for about in encoders]
-        result = result_of(plan, encoders, gallery)
+        result = evaluation_record(plan, encoders, gallery)
         for entry, found in zip(result["points"], measure(plan, embedded).values(), strict=True):
             entry["scores"] = found
         result["cost"] = cost_of(session, stages, drawn)
@@ -65,13 +65,13 @@ def evaluate(args: argparse.Namespace) -> Path:
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
     say(f"{args.run / SCORES}: every score with its interval{memory}")
-    best = choose(args.run)
+    best = choose_best(args.run)
     if best is not None:
         say(f"best    {args.run}{best.suffix} by {best.by}: {best.why}")
     return args.run / SCORES
 
 
-def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:
+def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[EncoderInfo]:
     """Find the encoders; for a run of the demo model, its own two by default.
 
     Raises:
@@ -90,24 +90,26 @@ def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[About]:
     return found
 
 
-def plan_of(session: InferenceSession, args: argparse.Namespace) -> Plan:
+def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationPlan:
     """Gather points, prompts, requests and real pictures."""
     config, option = session.config, session.config.validation
     real, everything = real_pictures(config, args.run)
     written = run_config(args.run)  # its data may be the demo's, by name
-    words = words_of(written, args.token, args.kind)
-    prompts = prompts_of(args.prompts, written, words, [picture.caption for picture in real])
+    words = subject_words(written, args.token, args.kind)
+    prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
     width, height = args.size or config.picture_size()
     asked = given_arguments(args, "steps", "guidance")
-    first = Request(
+    first = PictureRequest(
         "", FIRST_SEED if args.seed is None else args.seed, option.negative_prompt, width, height,
         asked.get("steps", option.steps), asked.get("guidance", option.guidance),
     )  # fmt: skip
     shots = shots_of(first, prompts.prompts, args.seeds)
-    return Plan(session, tuple(points_of(args.run, args.strengths)), prompts, tuple(shots), tuple(real), everything)
+    return EvaluationPlan(
+        session, tuple(evaluated_weights(args.run, args.strengths)), prompts, tuple(shots), tuple(real), everything
+    )
 
 
-def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
+def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gallery: Gallery) -> Json:
     """Return everything in ``evaluation.json`` but scores and cost."""
     session, first = plan.session, plan.shots[0].request
     known = [
@@ -144,7 +146,7 @@ def result_of(plan: Plan, encoders: Sequence[About], gallery: Gallery) -> Json:
     }  # fmt: skip
 
 
-def cost_of(session: InferenceSession, stages: dict[str, Stage], drawn: int) -> Json:
+def cost_of(session: GenerationSession, stages: dict[str, StageEstimate], drawn: int) -> Json:
     """Return predicted and measured cost; a resumed call measures only its own part."""
     return {
         "drawn": drawn,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.commands.evaluate.plan import Plan, Point, Shot, readable
+from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot, readable
 from simpletune.commands.generate.generate import made_with
 from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.data.cache.cache import Cache
@@ -61,7 +61,7 @@ class Gallery:
         return image
 
 
-def draw_missing(plan: Plan, gallery: Gallery) -> int:
+def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
     """Draw what is missing: first all latents, each stored at once, then the pictures. Text encoders, transformer and
     autoencoder are never in memory together.
 
@@ -74,7 +74,7 @@ def draw_missing(plan: Plan, gallery: Gallery) -> int:
         return 0
     undrawn = set(gallery.latents.lacking(missing))
     if undrawn:
-        draw_latents(plan, gallery, undrawn)
+        generate_latents(plan, gallery, undrawn)
     session = plan.session
     with session.stages.stage("decode"), progress("decode", len(missing), "pictures") as advance:
         vae = session.autoencoder()
@@ -91,10 +91,10 @@ def draw_missing(plan: Plan, gallery: Gallery) -> int:
     return len(missing)
 
 
-def draw_latents(plan: Plan, gallery: Gallery, undrawn: set[str]) -> None:
+def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) -> None:
     """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
     session, config = plan.session, plan.session.config
-    wanted: dict[Point, list[list[Shot]]] = {}
+    wanted: dict[EvaluatedWeights, list[list[Shot]]] = {}
     for point in plan.points:
         groups = [group for group in plan.groups() if any(plan.key(point, shot) in undrawn for shot in group)]
         if groups:

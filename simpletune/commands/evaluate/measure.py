@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.embed import Embedded
-from simpletune.commands.evaluate.plan import Plan, Point
+from simpletune.commands.evaluate.embed import PictureEmbeddings
+from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
 from simpletune.commands.evaluate.statistics import mean_over_prompts, over_sets
 from simpletune.system.options import Json
@@ -22,16 +22,18 @@ Scores = dict[str, dict[str, Json]]
 """Values by score and title of the encoder."""
 
 
-def measure(plan: Plan, embedded: Sequence[Embedded]) -> dict[Point, Scores]:
+def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict[EvaluatedWeights, Scores]:
     """Compute every score of every point by every encoder."""
-    found: dict[Point, Scores] = {point: {} for point in plan.points}
+    found: dict[EvaluatedWeights, Scores] = {point: {} for point in plan.points}
     base = plan.points[0]
     for one in embedded:
         means = {point: means_of(plan, one, one.drawn[point]) for point in plan.points}
         for point in plan.points:
             for score, values in means[point].items():
                 other = None if point is base else means[base][score]
-                found[point].setdefault(score, {})[one.about.title] = described(values, other, pictures_of(plan, score))
+                found[point].setdefault(score, {})[one.about.title] = mean_with_interval(
+                    values, other, count_pictures(plan, score)
+                )
             for score, statistic in SETS.items():
                 value = of_sets(plan, one, point, statistic)
                 if value is not None:
@@ -39,7 +41,7 @@ def measure(plan: Plan, embedded: Sequence[Embedded]) -> dict[Point, Scores]:
     return found
 
 
-def means_of(plan: Plan, one: Embedded, drawn: Array) -> dict[str, ByPrompt]:
+def means_of(plan: EvaluationPlan, one: PictureEmbeddings, drawn: Array) -> dict[str, ByPrompt]:
     """Compute the scores that are means over pictures, by prompt.
 
     Args:
@@ -50,17 +52,17 @@ def means_of(plan: Plan, one: Embedded, drawn: Array) -> dict[str, ByPrompt]:
     rows, of_class = rows_by_prompt(plan, of_class=False), rows_by_prompt(plan, of_class=True)
     about_subject = {number: rows[number] for number in subject_prompts(plan)}
     fidelity = scores.subject_fidelity(drawn, one.real)
-    found = {"subject_fidelity": averaged(fidelity, about_subject)}
+    found = {"subject_fidelity": mean_by_prompt(fidelity, about_subject)}
     if one.prompts is not None:
         asked = one.prompts[[shot.prompt for shot in plan.shots]]
-        found["prompt_fidelity"] = averaged(scores.prompt_fidelity(drawn, asked), rows)
+        found["prompt_fidelity"] = mean_by_prompt(scores.prompt_fidelity(drawn, asked), rows)
     if all(len(own) > 1 for own in rows.values()):
         found["diversity"] = {number: scores.diversity(drawn[own]) for number, own in rows.items()}
     if of_class:
-        found["pres"] = averaged(fidelity, of_class)
-    found["nearest"] = averaged(scores.nearest(drawn, one.real), about_subject)
+        found["pres"] = mean_by_prompt(fidelity, of_class)
+    found["nearest"] = mean_by_prompt(scores.nearest(drawn, one.real), about_subject)
     if len(one.real) > 1:
-        found["copying"] = averaged(scores.copied(drawn, one.real), about_subject)
+        found["copying"] = mean_by_prompt(scores.find_copies(drawn, one.real), about_subject)
     return found
 
 
@@ -68,7 +70,9 @@ SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid
 """Distances between the sets of drawn and real pictures."""
 
 
-def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array, Array], float]) -> Json | None:
+def of_sets(
+    plan: EvaluationPlan, one: PictureEmbeddings, point: EvaluatedWeights, statistic: Callable[[Array, Array], float]
+) -> Json | None:
     """Compute the distance of a point's pictures of the subject from the real ones; None for fewer than 2 of either."""
     rows = rows_by_prompt(plan, of_class=False)
     prompts, drawn = subject_prompts(plan), one.drawn[point]
@@ -84,7 +88,7 @@ def of_sets(plan: Plan, one: Embedded, point: Point, statistic: Callable[[Array,
     return {**measured.as_json(), "n": count, "prompts": len(prompts)}
 
 
-def described(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
+def mean_with_interval(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
     """Return a mean with its interval, sample size and paired difference from the base."""
     found = mean_over_prompts(list(values.values())).as_json()
     found |= {"n": pictures, "prompts": len(values), "by_prompt": [round(value, 6) for value in values.values()]}
@@ -93,7 +97,7 @@ def described(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
     return found
 
 
-def rows_by_prompt(plan: Plan, of_class: bool) -> dict[int, list[int]]:
+def rows_by_prompt(plan: EvaluationPlan, of_class: bool) -> dict[int, list[int]]:
     """Return the rows of each prompt's pictures."""
     rows: dict[int, list[int]] = {}
     for row, shot in enumerate(plan.shots):
@@ -102,13 +106,13 @@ def rows_by_prompt(plan: Plan, of_class: bool) -> dict[int, list[int]]:
     return rows
 
 
-def subject_prompts(plan: Plan) -> list[int]:
+def subject_prompts(plan: EvaluationPlan) -> list[int]:
     """Return the prompts that name the subject; all of them if none is known to."""
     named = [number for number, prompt in enumerate(plan.prompts.prompts) if prompt.has_token]
     return named or list(range(len(plan.prompts.prompts)))
 
 
-def pictures_of(plan: Plan, score: str) -> int:
+def count_pictures(plan: EvaluationPlan, score: str) -> int:
     """Count the pictures that a score is computed from."""
     if score == "pres":
         return sum(shot.of_class for shot in plan.shots)
@@ -119,6 +123,6 @@ def pictures_of(plan: Plan, score: str) -> int:
     return sum(shot.prompt in named for shot in own)
 
 
-def averaged(values: Array, rows: Mapping[int, Sequence[int]]) -> ByPrompt:
+def mean_by_prompt(values: Array, rows: Mapping[int, Sequence[int]]) -> ByPrompt:
     """Average the values of each prompt's pictures."""
     return {number: float(values[list(own)].mean()) for number, own in rows.items()}

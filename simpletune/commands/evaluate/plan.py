@@ -13,19 +13,19 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.commands.evaluate.prompts import Prompt, PromptSet
-from simpletune.commands.generate.session import InferenceSession
+from simpletune.commands.generate.session import GenerationSession
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, read_json_or_none, read_summary
-from simpletune.runs.weights import BASE, Weights, precision_of, weights_of
-from simpletune.runs.weights_names import RunName, find_in_run, is_unfinished
-from simpletune.stages.sample import Request
+from simpletune.runs.weights import BASE, Weights, find_weights, precision_of
+from simpletune.runs.weights_names import CheckpointRef, find_in_run, is_unfinished
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.checksums import sha256_of
 from simpletune.system.model_folder import fingerprint
-from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.options import Json, UserError, join_names, plural
 
 REAL = 1000
 """Maximum number of training pictures to compare with, evenly chosen."""
@@ -34,7 +34,7 @@ FIRST_SEED = 10_000
 
 
 @dataclass(frozen=True)
-class Point:
+class EvaluatedWeights:
     """Weights to evaluate.
 
     Args:
@@ -71,13 +71,13 @@ class Shot:
         of_class: whether it shows another member of the class, for PRES.
     """
 
-    request: Request
+    request: PictureRequest
     prompt: int
     of_class: bool = False
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """An evaluation.
 
     Args:
@@ -89,14 +89,14 @@ class Plan:
         all_real: total number of training pictures.
     """
 
-    session: InferenceSession
-    points: tuple[Point, ...]
+    session: GenerationSession
+    points: tuple[EvaluatedWeights, ...]
     prompts: PromptSet
     shots: tuple[Shot, ...]
     real: tuple[Picture, ...]
     all_real: int
 
-    def key(self, point: Point, shot: Shot) -> str:
+    def key(self, point: EvaluatedWeights, shot: Shot) -> str:
         """Return the name of a picture, a hash of everything that it depends on."""
         how: Json = {
             **self._common,
@@ -137,7 +137,7 @@ def identity(weights: Weights) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
+def evaluated_weights(run: Path, strengths: Sequence[float] | None) -> list[EvaluatedWeights]:
     """List the base, every kept checkpoint at every strength, and the result if it is none of these.
 
     Args:
@@ -153,18 +153,20 @@ def points_of(run: Path, strengths: Sequence[float] | None) -> list[Point]:
         steps.append(None)
     if not steps:
         raise UserError(f"{run} has no checkpoint and no result. Continue training it, or name another run")
-    points = [Point(None, None, BASE)]
+    points = [EvaluatedWeights(None, None, BASE)]
     for step in steps:
-        named = find_in_run(RunName(run, step))
+        named = find_in_run(CheckpointRef(run, step))
         number = step if step is not None else (summary or {})["steps"]
         if named.lora is None and strengths and list(strengths) != [1.0]:
             raise UserError("--strengths: a full model has no strength. Leave them out")
         scales = [None] if named.lora is None else list(dict.fromkeys(strengths or [1.0]))
-        points += [Point(number, scale, weights_of(named, 1.0 if scale is None else scale)) for scale in scales]
+        points += [
+            EvaluatedWeights(number, scale, find_weights(named, 1.0 if scale is None else scale)) for scale in scales
+        ]
     return points
 
 
-def shots_of(first: Request, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
+def shots_of(first: PictureRequest, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
     """List the shots: every prompt with its own seeds, then one picture of every class prompt.
 
     Args:
@@ -204,7 +206,7 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
     if lacking:
         raise UserError(
             f"{config.data.place}: {plural(len(lacking), 'training picture')} missing or changed since the run "
-            f"({shortened(lacking, 4)}). Put them back; what is drawn already stays"
+            f"({join_names(lacking, 4)}). Put them back; what is drawn already stays"
         )
     different = {there[key].digest: there[key] for key in sorted(rows or there)}  # a folder may be listed twice
     found = list(different.values())
@@ -214,7 +216,7 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
     return chosen, len(found)
 
 
-def opened(picture: Picture) -> Image.Image:
+def open_picture(picture: Picture) -> Image.Image:
     """Read a training picture.
 
     Raises:

@@ -84,14 +84,14 @@ class Words:
     kind: str
 
 
-def words_of(config: TrainConfig, token: str | None, kind: str | None) -> Words:
+def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> Words:
     """Take the words that the user gave, or the demo's own."""
     own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:pictures": (pictures.STYLE_TRIGGER, "")}
     known = own.get(config.data.place, ("", ""))
     return Words(known[0] if token is None else token, known[1] if kind is None else kind)
 
 
-def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Sequence[str]) -> PromptSet:
+def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: Sequence[str]) -> PromptSet:
     """Find the prompts of an evaluation.
 
     Args:
@@ -106,7 +106,7 @@ def prompts_of(name: str | None, config: TrainConfig, words: Words, captions: Se
     if name is None:
         name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
     if name in DREAMBOOTH:
-        return PromptSet(name, tuple(filled(template, words, name) for template in dreambooth(name)))
+        return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:
         return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(demo_prompts(config, words)))
     if name == RUN:
@@ -125,9 +125,9 @@ def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
     scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
     if config.data.place == "demo:subject":
         template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
-        return [filled(template.format(**vars(scene)), words, DEMO) for scene in scenes]
+        return [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
     texts = [pictures.caption(scene, 0, words.token or None) for scene in scenes]
-    return [Prompt(text, without(text, words.token)) for text in texts]
+    return [Prompt(text, remove_token(text, words.token)) for text in texts]
 
 
 def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> list[Prompt]:
@@ -141,7 +141,7 @@ def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> l
         raise UserError(
             f"--prompts: the run has no prompts and no captions. Give a file, or one of {', '.join(DREAMBOOTH)}"
         )
-    return [Prompt(text, without(text, words.token)) for text in dict.fromkeys(texts)]
+    return [Prompt(text, remove_token(text, words.token)) for text in dict.fromkeys(texts)]
 
 
 def from_file(file: Path, words: Words) -> PromptSet:
@@ -159,10 +159,12 @@ def from_file(file: Path, words: Words) -> PromptSet:
     if faults or not lines:
         shown = "\n  ".join(first_lines(faults, 8))
         raise UserError(f"--prompts: {file}: {plural(len(faults), 'problem')}\n  {shown or 'it is empty'}")
-    return PromptSet(f"{file.name}, {plural(len(lines), 'prompt')}", tuple(filled(x, words, str(file)) for x in lines))
+    return PromptSet(
+        f"{file.name}, {plural(len(lines), 'prompt')}", tuple(fill_template(x, words, str(file)) for x in lines)
+    )
 
 
-def filled(template: str, words: Words, source: str) -> Prompt:
+def fill_template(template: str, words: Words, source: str) -> Prompt:
     """Fill in a template.
 
     Raises:
@@ -175,11 +177,11 @@ def filled(template: str, words: Words, source: str) -> Prompt:
         raise UserError(f"--prompts: {source} needs {' and '.join(lacking)}, as in --token sks --class dog")
     text = _tidy(template.format(**{"token": words.token, "class": words.kind}))
     if not needed:
-        return Prompt(text, without(text, words.token))
-    return Prompt(text, without(_tidy(template.format(**{"token": "", "class": words.kind})), words.token))
+        return Prompt(text, remove_token(text, words.token))
+    return Prompt(text, remove_token(_tidy(template.format(**{"token": "", "class": words.kind})), words.token))
 
 
-def without(text: str, token: str) -> str:
+def remove_token(text: str, token: str) -> str:
     """Remove every occurrence of a token, as a whole word."""
     return _tidy(re.sub(rf"(?<!\w){re.escape(token)}(?!\w)", "", text)) if token else text
 

@@ -71,7 +71,7 @@ def own_nearest(real: Array) -> float:  # [m, d]
     return float(cosines.max())
 
 
-def copied(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
+def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
     """Return whether each generated picture is more similar to a real one than any two real pictures are to each other.
 
     Raises:

@@ -21,7 +21,7 @@ NORMAL = 1.959964
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScoreInterval:
     """A value with its uncertainty over prompts.
 
     Args:
@@ -48,7 +48,7 @@ def resamples(prompts: int) -> NDArray[np.int64]:  # [RESAMPLES, prompts]
     return np.random.default_rng([SEED, prompts]).integers(0, prompts, (RESAMPLES, prompts))
 
 
-def mean_over_prompts(values: Sequence[float] | Array) -> Measured:  # one mean for each prompt
+def mean_over_prompts(values: Sequence[float] | Array) -> ScoreInterval:  # one mean for each prompt
     """Bootstrap the mean of prompts: a percentile interval, and the standard error of the mean.
 
     Raises:
@@ -58,13 +58,13 @@ def mean_over_prompts(values: Sequence[float] | Array) -> Measured:  # one mean 
     if not len(each):
         raise ValueError("a mean of no prompts")
     if len(each) == 1:
-        return Measured(float(each[0]), None, None, None)
+        return ScoreInterval(float(each[0]), None, None, None)
     means = each[resamples(len(each))].mean(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Measured(float(each.mean()), float(low), float(high), float(each.std(ddof=1) / np.sqrt(len(each))))
+    return ScoreInterval(float(each.mean()), float(low), float(high), float(each.std(ddof=1) / np.sqrt(len(each))))
 
 
-def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> Measured:
+def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
     """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
 
     A bootstrap would repeat pictures, and duplicates change a distance between sets.
@@ -77,7 +77,7 @@ def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interva
     everyone = range(prompts)
     value = statistic(everyone)
     if prompts < 3 or not interval:
-        return Measured(value, None, None, None)
+        return ScoreInterval(value, None, None, None)
     without = np.array([statistic([other for other in everyone if other != left]) for left in everyone])
     error = float(np.sqrt((prompts - 1) / prompts * ((without - without.mean()) ** 2).sum()))
-    return Measured(value, value - NORMAL * error, value + NORMAL * error, error)
+    return ScoreInterval(value, value - NORMAL * error, value + NORMAL * error, error)

@@ -37,14 +37,14 @@ def lines(result: Json) -> list[str]:
         found.append(f"{title} ({encoder['kind']}), {result['prompts']['slice']}")
         found.append(f"  {'':<{width}}" + "".join(f"{name:>16}" for _, name in shown))
         for point in result["points"]:
-            cells = [cell(point["scores"][score][title]) for score, _ in shown]
+            cells = [format_interval(point["scores"][score][title]) for score, _ in shown]
             found.append(f"  {point['title']:<{width}}" + "".join(f"{each:>16}" for each in cells))
         counts = {name: result["points"][0]["scores"][score][title]["n"] for score, name in shown}
         found.append(f"  {'n':<{width}}" + "".join(f"{count:>16}" for count in counts.values()))
     return found
 
 
-def cell(value: Json) -> str:
+def format_interval(value: Json) -> str:
     """Format a value with its 95% interval: ``0.712 ±0.021``."""
     shown = f"{value['value']:.3f}"
     return shown if value["low"] is None else f"{shown} ±{(value['high'] - value['low']) / 2:.3f}"

@@ -11,13 +11,13 @@ import numpy as np
 from simpletune.commands.generate.compare_page import write_latest, write_page
 from simpletune.commands.generate.estimate import require_memory
 from simpletune.commands.generate.generate import (
-    InferenceSession,
+    GenerationSession,
+    build_requests,
     given_embeddings,
     made_with,
     open_session,
-    requests_of,
 )
-from simpletune.commands.generate.image_scores import Likeness, ModelFigures, latent_distance, pixel_difference
+from simpletune.commands.generate.image_scores import ImageScores, ModelFigures, latent_distance, pixel_difference
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.runs.checkpoint_folders import list_checkpoints
@@ -27,15 +27,15 @@ from simpletune.runs.weights import (
     BASE,
     Weights,
     checkpoints_of,
+    find_weights,
     lora_weights,
     precision_of,
-    result_of,
-    weights_of,
+    run_result,
 )
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -45,7 +45,7 @@ SCALES = (0.5, 1.0)
 PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
-def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> list[Weights]:
+def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> list[Weights]:
     """Return the base, then the models that the arguments name, or the run's result; each once.
 
     Raises:
@@ -53,7 +53,7 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
     """
     scales = args.scale or SCALES
     wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
-    models = [BASE, *(weights for name in wanted for weights in named(name))]
+    models = [BASE, *(weights for name in wanted for weights in resolve_weights(name))]
     models += [lora_weights(text, scale, "--lora: ") for text in args.lora or () for scale in scales]
     if args.checkpoints:
         runs = [Path(name) for name in args.models if list_checkpoints(Path(name))]
@@ -67,7 +67,7 @@ def models_to_compare(session: InferenceSession, args: argparse.Namespace) -> li
     if len(models) == 1 and not args.models:
         if session.run is None:
             raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or name a model to compare")
-        models += dict.fromkeys(result_of(session.run, scale, session.step) for scale in scales)
+        models += dict.fromkeys(run_result(session.run, scale, session.step) for scale in scales)
     given = given_embeddings(args)
     return without_twins([models[0], *(with_embeddings(weights, given) for weights in models[1:])])
 
@@ -82,7 +82,7 @@ def first_run(args: argparse.Namespace) -> str | None:
     return None
 
 
-def named(text: str) -> list[Weights]:
+def resolve_weights(text: str) -> list[Weights]:
     """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows.
 
     Raises:
@@ -95,7 +95,7 @@ def named(text: str) -> list[Weights]:
         raise UserError(f"{text}: embeddings have no strength. Leave out :{found.scale:g}")
     if found.scale is not None and found.lora is None:
         raise UserError(f"{text}: a full model has no strength. Leave out :{found.scale:g}")
-    return [weights_of(found)]
+    return [find_weights(found)]
 
 
 def compare(args: argparse.Namespace) -> Path:
@@ -110,7 +110,7 @@ def compare(args: argparse.Namespace) -> Path:
     args.run = args.run or first_run(args)
     session = open_session(args)
     models = models_to_compare(session, args)
-    requests = requests_of(session, args, session.config.validation.prompts or (None,))
+    requests = build_requests(session, args, session.config.validation.prompts or (None,))
     if args.output:
         require_new(args.output, overwrite=False, folder=True)
     if session.run is not None:
@@ -149,7 +149,7 @@ def compare(args: argparse.Namespace) -> Path:
     return sheet
 
 
-def figures_of(session: InferenceSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
+def figures_of(session: GenerationSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
     """Compute one model's times, and the distance of its pictures from the base's."""
     return {
         "weights": column.weights.label,
@@ -163,16 +163,16 @@ def figures_of(session: InferenceSession, column: GeneratedImages, base: Generat
 
 
 def add_scores(
-    session: InferenceSession,
+    session: GenerationSession,
     args: argparse.Namespace,
     columns: Sequence[GeneratedImages],
-    requests: Sequence[Request],
+    requests: Sequence[PictureRequest],
     figures: Sequence[ModelFigures],
 ) -> None:
     """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
-            clip = Likeness("--clip", args.clip, session.device)
+            clip = ImageScores("--clip", args.clip, session.device)
             prompts = clip.of_prompts([request.prompt for request in requests])
             seen = [clip.of_pictures(column.pictures) for column in columns]
             del clip
@@ -182,7 +182,7 @@ def add_scores(
             figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
     if args.dino:
         with session.stages.stage("dino"):
-            dino = Likeness("--dino", args.dino, session.device)
+            dino = ImageScores("--dino", args.dino, session.device)
             seen = [dino.of_pictures(column.pictures) for column in columns]
             del dino
             free_memory(session.device)
@@ -191,7 +191,7 @@ def add_scores(
 
 
 def save_pictures(
-    folder: Path, column: GeneratedImages, requests: Sequence[Request], made: Mapping[str, object]
+    folder: Path, column: GeneratedImages, requests: Sequence[PictureRequest], made: Mapping[str, object]
 ) -> None:
     """Save the PNGs of one model, each with metadata on how it was made."""
     for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
@@ -207,6 +207,6 @@ def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
         say("  full models are not quantised; --precision bf16 uses one precision for all")
 
 
-def caption(request: Request) -> str:
+def caption(request: PictureRequest) -> str:
     """Caption a request."""
     return f"{request.prompt}  (seed {request.seed})"

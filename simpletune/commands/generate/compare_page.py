@@ -13,7 +13,7 @@ from PIL import Image
 from simpletune.commands.generate.image_scores import Measure, ModelFigures
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.runs.report.templates import page_template
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural
 
@@ -39,7 +39,7 @@ MEASURES: dict[Measure, tuple[str, str]] = {
 def write_page(
     file: Path,
     columns: Sequence[GeneratedImages],
-    requests: Sequence[Request],
+    requests: Sequence[PictureRequest],
     figures: Sequence[ModelFigures],
     about: Mapping[str, object],
 ) -> Path:
@@ -61,7 +61,7 @@ def write_page(
             "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
             "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
             "negative": request.negative_prompt,
-            "cells": [embedded(column.pictures[number]) for column in columns],
+            "cells": [picture_data_uri(column.pictures[number]) for column in columns],
             "away": [figure["difference_from_base"][number] for figure in figures],
         }
         for number, request in enumerate(requests)
@@ -92,7 +92,7 @@ def write_latest(folder: Path, page: Path) -> Path:
     return folder / LATEST
 
 
-def embedded(image: Image.Image) -> str:
+def picture_data_uri(image: Image.Image) -> str:
     """Encode a picture as a data URI: small ones losslessly, large ones as WebP."""
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS

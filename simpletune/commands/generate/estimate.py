@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simpletune.commands.generate.session import InferenceSession
-from simpletune.estimate.generate_memory import decoding_bytes, drawing_bytes
+from simpletune.commands.generate.session import GenerationSession
+from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
 from simpletune.estimate.job_estimate import MIB, needed
 from simpletune.estimate.run_estimate import WITHOUT_GPU, card_at_hand
-from simpletune.estimate.simulate.simulate_stages import predict_stage
+from simpletune.estimate.simulate.simulate_stages import simulate_stage
 from simpletune.runs.weights import Weights, precision_of
-from simpletune.stages.sample import Request
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 
 
-def require_memory(session: InferenceSession, models: Sequence[Weights], requests: Sequence[Request]) -> None:
+def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> None:
     """Predict and print the memory of every stage; on the CPU nothing is refused.
 
     Text encoders, transformer and autoencoder are never in memory together.
@@ -34,8 +34,8 @@ def require_memory(session: InferenceSession, models: Sequence[Weights], request
     precisions = {precision_of(config, weights).weights: precision_of(config, weights) for weights in models}
     batch = min(session.speed.batch_size, len(requests))
     stages = {
-        "text": predict_stage(config, "text", WITHOUT_GPU if card is None else card.capability).bytes,
-        "draw": max(drawing_bytes(config, largest, precision, batch) for precision in precisions.values()),
+        "text": simulate_stage(config, "text", WITHOUT_GPU if card is None else card.capability).bytes,
+        "draw": max(generation_bytes(config, largest, precision, batch) for precision in precisions.values()),
         "decode": decoding_bytes(config, largest),
     }
     for name, size in stages.items():

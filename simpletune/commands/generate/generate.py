@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.adapters.text.files import read_embeddings
-from simpletune.commands.generate.session import InferenceSession, given_arguments, open_session
+from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.sources.multi_source import example_prompt
 from simpletune.runs.folder import CHECKPOINTS
 from simpletune.runs.outputs import require_new, write_numbered
@@ -23,22 +23,22 @@ from simpletune.runs.weights import (
     full_model_of,
     lora_weights,
     precision_of,
-    result_of,
+    run_result,
 )
 from simpletune.runs.weights_names import DENOISERS, LORA_FILE
-from simpletune.stages.png import drawn_as, save_png
-from simpletune.stages.sample import Request
+from simpletune.stages.png import generation_parameters, save_png
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 
 
-def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str | None) -> Request:
+def build_request(session: GenerationSession, args: argparse.Namespace, prompt: str | None) -> PictureRequest:
     """Build a request with the settings of the run's validation pictures, changed by the arguments."""
     option = session.config.validation
     width, height = args.size or session.config.picture_size()
     prompt = default_prompt(session) if prompt is None else prompt
-    request = Request(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    request = PictureRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
     request = replace(
         request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
     )
@@ -47,20 +47,20 @@ def request_of(session: InferenceSession, args: argparse.Namespace, prompt: str 
     return request
 
 
-def requests_of(
-    session: InferenceSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
-) -> list[Request]:
+def build_requests(
+    session: GenerationSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
+) -> list[PictureRequest]:
     """Combine every prompt with every seed.
 
     Args:
         default: prompts if none are given; None stands for the run's first.
     """
     prompts = args.prompt or default
-    first = [request_of(session, args, prompt) for prompt in prompts]
+    first = [build_request(session, args, prompt) for prompt in prompts]
     return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
 
 
-def default_prompt(session: InferenceSession) -> str:
+def default_prompt(session: GenerationSession) -> str:
     """Return the run's first validation prompt, or the caption that it used instead."""
     if session.config.validation.prompts:
         return session.config.validation.prompts[0]
@@ -68,13 +68,13 @@ def default_prompt(session: InferenceSession) -> str:
         raise UserError('--prompt is missing. Describe what to draw, as in --prompt "a lighthouse at dusk"')
     for file in sorted((session.run / "samples" / "base").glob("*.png")):
         try:
-            return str(drawn_as(file)["prompt"])
+            return str(generation_parameters(file)["prompt"])
         except (OSError, ValueError, SyntaxError, KeyError):
             raise UserError(f"--prompt: {file} is damaged, so the run's prompt is not known. Give a prompt") from None
     return example_prompt(session.config.data, session.config.train.seed)
 
 
-def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str, Weights]:
+def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tuple[str, Weights]:
     """Return the kind of weights that the arguments choose, used in file names, and the weights.
 
     Raises:
@@ -92,7 +92,7 @@ def weights_of(session: InferenceSession, args: argparse.Namespace) -> tuple[str
         raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, --embedding FILE, or --base")
     if args.full:
         return "full", with_embeddings(full_model_of(session.run, session.step), given)
-    weights = with_embeddings(result_of(session.run, args.scale, session.step), given)
+    weights = with_embeddings(run_result(session.run, args.scale, session.step), given)
     alone = weights.transformer is None and weights.trained is None
     return ("lora" if weights.lora else "embeddings" if alone else "full"), _fused(session, args, weights)
 
@@ -102,7 +102,7 @@ def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
     return [embedding_of(text) for text in vars(args).get("embedding") or ()]
 
 
-def _fused(session: InferenceSession, args: argparse.Namespace, weights: Weights) -> Weights:
+def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weights) -> Weights:
     """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time.
 
     Raises:
@@ -129,8 +129,8 @@ def generate(args: argparse.Namespace) -> Path:
         The first PNG.
     """
     session = open_session(args)
-    name, weights = weights_of(session, args)
-    requests = requests_of(session, args)
+    name, weights = choose_weights(session, args)
+    requests = build_requests(session, args)
     outputs = output_files(args.output, len(requests), args.overwrite) if args.output else []
     (drawn,) = session.draw_all([weights], requests)
     precision = precision_of(session.config, weights).weights
@@ -138,7 +138,7 @@ def generate(args: argparse.Namespace) -> Path:
     files: list[Path] = []
     for number, (picture, request) in enumerate(zip(drawn.pictures, requests, strict=True)):
 
-        def save(file: Path, picture: Image.Image = picture, request: Request = request) -> None:
+        def save(file: Path, picture: Image.Image = picture, request: PictureRequest = request) -> None:
             save_png(picture, file, request, **more)
 
         files.append(write_picture(save, outputs[number] if outputs else None, f"{name}-seed{request.seed}", session))
@@ -169,7 +169,7 @@ def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
     return files
 
 
-def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: InferenceSession) -> Path:
+def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: GenerationSession) -> Path:
     """Write a picture to the given file, or under the next number in the run's ``inference/``."""
     if file is None:
         folder = session.run / "inference" if session.run else Path("inference-out")
@@ -180,7 +180,7 @@ def write_picture(save: Callable[[Path], object], file: Path | None, name: str, 
     return file
 
 
-def made_with(session: InferenceSession, weights: Weights) -> dict[str, object]:
+def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:
     """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
     own = weights.transformer or weights.trained
     model = _name_of(own) if own else session.config.model.weights_from

@@ -47,7 +47,7 @@ def latent_distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).square().mean().sqrt())
 
 
-class Likeness:
+class ImageScores:
     """Cosines between pictures, and between pictures and prompts, by one encoder.
 
     Args:

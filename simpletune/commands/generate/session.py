@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from simpletune.commands.generate.shared_base import SharedBase
-from simpletune.config.compute import compute_to_draw
+from simpletune.config.compute import compute_to_generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -24,10 +24,10 @@ from simpletune.models.recognise import family_of
 from simpletune.runs.folder import newest_run
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of
-from simpletune.runs.weights_names import RunName, find_run, run_config
+from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prompt_store import PromptStore
-from simpletune.stages.sample import Request, Sampler, decode, encode_starts
+from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
@@ -37,7 +37,7 @@ MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 
 @dataclass(frozen=True)
-class DrawingSpeed:
+class GenerationSpeed:
     """Settings that may make drawing faster.
 
     Args:
@@ -77,7 +77,7 @@ class GeneratedImages:
 
 
 @dataclass
-class InferenceSession:
+class GenerationSession:
     """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
 
     Args:
@@ -95,10 +95,10 @@ class InferenceSession:
     device: torch.device
     reason: str
     stages: StageTimer
-    speed: DrawingSpeed = DrawingSpeed()
+    speed: GenerationSpeed = GenerationSpeed()
     step: int | None = None
 
-    def draw(self, weights: Weights, requests: Sequence[Request]) -> tuple[list[Image.Image], float]:
+    def draw(self, weights: Weights, requests: Sequence[PictureRequest]) -> tuple[list[Image.Image], float]:
         """Draw pictures with one model.
 
         Returns:
@@ -107,7 +107,7 @@ class InferenceSession:
         (drawn,) = self.draw_all([weights], requests)
         return drawn.pictures, drawn.denoise + drawn.decode
 
-    def draw_all(self, models: Sequence[Weights], requests: Sequence[Request]) -> list[GeneratedImages]:
+    def draw_all(self, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> list[GeneratedImages]:
         """Draw the same requests with several models, from the same noise.
 
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
@@ -154,7 +154,7 @@ class InferenceSession:
                 found[weights] = stores[side.key]
         return found
 
-    def _starts(self, requests: Sequence[Request]) -> list[Tensor | None]:
+    def _starts(self, requests: Sequence[PictureRequest]) -> list[Tensor | None]:
         if all(request.image is None for request in requests):
             return [None] * len(requests)
         with self.stages.stage("encode"):
@@ -191,17 +191,17 @@ class InferenceSession:
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
-def open_session(args: argparse.Namespace) -> InferenceSession:
+def open_session(args: argparse.Namespace) -> GenerationSession:
     """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run.
 
     Raises:
         UserError: there is no run, or no usable device.
     """
-    run: RunName | None = None
+    run: CheckpointRef | None = None
     if args.run:
         run = find_run(str(args.run), "--run: ")
     elif not args.model:
-        run = RunName(newest_run(args.runs))
+        run = CheckpointRef(newest_run(args.runs))
     if run is None:
         family = family_of(args.model)
         model = {"family": family.family} if family else {}
@@ -211,10 +211,10 @@ def open_session(args: argparse.Namespace) -> InferenceSession:
         config = run_config(run.folder, "--run: " if args.run else "")
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, "auto", config.is_demo)
-    config = resolve_folders(compute_to_draw(config, capability_of(device)))
+    config = resolve_folders(compute_to_generate(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
     use_threads(threads)
-    session = InferenceSession(
+    session = GenerationSession(
         config,
         run.folder if run else None,
         device,
@@ -255,7 +255,7 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     return changes
 
 
-def speed_of(args: argparse.Namespace) -> DrawingSpeed:
+def speed_of(args: argparse.Namespace) -> GenerationSpeed:
     """Read the speed settings from the arguments."""
     asked = given_arguments(args, "batch_size", "reuse_guidance")
     if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
@@ -263,7 +263,7 @@ def speed_of(args: argparse.Namespace) -> DrawingSpeed:
             "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
             "one of the two"
         )
-    return DrawingSpeed(**asked, compiled=bool(vars(args).get("compile")))
+    return GenerationSpeed(**asked, compiled=bool(vars(args).get("compile")))
 
 
 def _require_streamable(config: TrainConfig) -> None:
@@ -280,7 +280,7 @@ def _require_streamable(config: TrainConfig) -> None:
             f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
             f"Use 0 to {blocks - 1}"
         )
-    if not config.precision.streamable:
+    if not config.precision.can_offload:
         raise UserError(
             f"--resident-blocks: {config.precision.weights} weights cannot be streamed block by block. Use "
             "another --precision"

@@ -12,10 +12,10 @@ from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.weights import BASE, Weights, load_weights
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.modulation_plan import Modulation
+from simpletune.stages.modulation_plan import DetachedModulation
 
 
 class SharedBase:
@@ -34,12 +34,12 @@ class SharedBase:
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
         self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
-        self._transformer: Transformer | None = None
-        self._modulation: Modulation | None = None
+        self._transformer: Denoiser | None = None
+        self._modulation: DetachedModulation | None = None
         self._loaded: Weights | None = None
         self._active: Weights = BASE
 
-    def use(self, weights: Weights) -> tuple[Transformer, Modulation | None]:
+    def use(self, weights: Weights) -> tuple[Denoiser, DetachedModulation | None]:
         """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
         earlier call then has these weights too, or is freed."""
         base = self.base_of(weights)
@@ -77,7 +77,7 @@ class SharedBase:
         is_conditioning = self.config.model.is_conditioning
         return any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
 
-    def _apply(self, transformer: Transformer, weights: Weights) -> None:
+    def _apply(self, transformer: Denoiser, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
             return  # use() loaded these weights with their LoRAs
         if weights.lora == self._active.lora and not (weights.more or self._active.more):

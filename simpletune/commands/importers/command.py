@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from simpletune.commands.importers.importing import Imported, import_file
+from simpletune.commands.importers.importing import ImportResult, import_file
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.options import ConfigError, UserError, plural
@@ -46,7 +46,7 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
         raise ConfigError(found.problems, str(out or "the result"))
 
 
-def report(found: Imported) -> Iterator[str]:
+def report(found: ImportResult) -> Iterator[str]:
     """Yield lines of text: what was taken; what was changed, and why; what was left out, and what it did; what is
     missing here."""
     yield f"{'from':<10} {found.tool}"

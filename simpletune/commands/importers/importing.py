@@ -17,7 +17,7 @@ from simpletune.commands.importers import (
     simpletuner_table,
 )
 from simpletune.commands.importers.files import found_beside, read_any
-from simpletune.commands.importers.translation import Line, Translation
+from simpletune.commands.importers.translation import KeyOutcome, Translation
 from simpletune.config.load import validate
 from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
@@ -28,7 +28,7 @@ ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read"
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """Another trainer's configuration, translated.
 
     Args:
@@ -41,12 +41,12 @@ class Imported:
 
     tool: str
     config: Json
-    lines: list[Line]
+    lines: list[KeyOutcome]
     problems: list[Problem] = field(default_factory=list)
     missing: list[Problem] = field(default_factory=list)
 
 
-def import_file(file: Path, data: Path | None = None) -> Imported:
+def import_file(file: Path, data: Path | None = None) -> ImportResult:
     """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer.
 
     Args:
@@ -73,25 +73,25 @@ def import_file(file: Path, data: Path | None = None) -> Imported:
         raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
     config = _assembled(general, sources, file)
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
-    return Imported(tool, config, lines, *_problems(config, file))
+    return ImportResult(tool, config, lines, *_problems(config, file))
 
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
-    keys = set(simpletuner.normalised(settings))
+    keys = set(simpletuner.strip_dashes(settings))
     if kohya_data.is_dataset(settings):
         return kohya.TITLE
     scores = {
         simpletuner.TITLE: len(keys & simpletuner_table.KEYS),
         onetrainer.TITLE: len(keys & onetrainer_table.KEYS),
-        kohya.TITLE: len(set(kohya.flattened(settings)) & kohya_table.KEYS),
+        kohya.TITLE: len(set(kohya.flatten_sections(settings)) & kohya_table.KEYS),
     }
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
 
 
 def _simpletuner(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
-    named = simpletuner.normalised(settings).get("data_backend_config")
+    named = simpletuner.strip_dashes(settings).get("data_backend_config")
     general = simpletuner.translate(settings, folder)
     entries = _data(folder, data, named)
     if entries is None:
@@ -103,7 +103,7 @@ def _simpletuner(settings: Json, folder: Path, data: Path | None) -> tuple[Trans
 
 def _kohya(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
     own = settings if kohya_data.is_dataset(settings) else None
-    options = kohya.flattened({} if own is not None else settings)
+    options = kohya.flatten_sections({} if own is not None else settings)
     general = kohya.translate(options, folder)
     content = own if own is not None else _data(folder, data, options.get("dataset_config"))
     general.seen("dataset_config")
@@ -151,7 +151,7 @@ def _assembled(general: Translation, sources: list[Translation], file: Path) -> 
     config = dict(general.config)
     if not sources:
         general.lines.append(
-            Line(
+            KeyOutcome(
                 "changed",
                 "the data",
                 "not found",
@@ -174,7 +174,7 @@ def _assembled(general: Translation, sources: list[Translation], file: Path) -> 
     return {key: config[key] for key in order if key in config}
 
 
-def _single(line: Line) -> Line:
+def _single(line: KeyOutcome) -> KeyOutcome:
     return replace(line, path=line.path.replace("data.sources.0.", "data."))
 
 

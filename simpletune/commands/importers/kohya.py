@@ -6,11 +6,19 @@ import tomllib
 from pathlib import Path
 
 from simpletune.commands.importers.files import found_beside
-from simpletune.commands.importers.kohya_prompts import prompts_of
+from simpletune.commands.importers.kohya_prompts import take_prompts
 from simpletune.commands.importers.kohya_table import BLOCKS, DEFAULTS, DENSITIES, ROWS
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.commands.importers.translation import Row, Translation, boolean, number, pairs, text, whole_number
+from simpletune.commands.importers.translation import (
+    KeyRule,
+    Translation,
+    as_text,
+    boolean,
+    number,
+    pairs,
+    whole_number,
+)
 from simpletune.commands.importers.unsupported_keys import KOHYA
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
@@ -18,12 +26,12 @@ from simpletune.system.options import Json
 TITLE = "kohya's scripts"
 
 
-def flattened(settings: Json) -> Json:
+def flatten_sections(settings: Json) -> Json:
     """Return the options without their sections, which have no meaning."""
     flat: Json = {}
     for key, value in settings.items():
         if isinstance(value, dict):
-            flat |= flattened(value)
+            flat |= flatten_sections(value)
         else:
             flat[key] = value
     return flat
@@ -70,7 +78,7 @@ def _family(found: Translation) -> bool:
 
 
 def _adapter(found: Translation, is_sd3: bool) -> str:
-    module = found.read("network_module", text)
+    module = found.read("network_module", as_text)
     arguments = found.read("network_args", pairs) or {}
     if module is None:
         found.change("network_module", "adapter.method", "full", "without a network, everything trains")
@@ -106,7 +114,7 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
         elif alpha is not None:
             found.take("network_alpha", "adapter.alpha", alpha)
     if found.get("adapter.method") in ("lora", "dora"):
-        found.by_table([Row("network_dropout", "adapter.dropout", number)])
+        found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
         _network_arguments(found, arguments)
     return str(found.get("adapter.method"))
 
@@ -132,7 +140,7 @@ def _network_arguments(found: Translation, arguments: dict[str, str]) -> None:
 
 
 def _precision(found: Translation, method: str) -> None:
-    compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", text) or "no", "auto")
+    compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", as_text) or "no", "auto")
     full = found.read("full_bf16", boolean)
     if found.read("fp8_base", boolean):
         found.change("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
@@ -146,7 +154,7 @@ def _precision(found: Translation, method: str) -> None:
 
 
 def _optimizer(found: Translation) -> None:
-    name = found.read("optimizer_type", text) or "AdamW"
+    name = found.read("optimizer_type", as_text) or "AdamW"
     take_optimizer(found, "optimizer_type", name)
     take_arguments(found, "optimizer_args", found.read("optimizer_args", pairs) or {})
     rate, own = found.read("learning_rate", number), found.read("unet_lr", number)
@@ -156,14 +164,14 @@ def _optimizer(found: Translation) -> None:
             found.leave("learning_rate", "unet_lr decides")
     elif rate is not None:
         found.take("learning_rate", "optimizer.lr", rate)
-    schedule = take_schedule(found, "lr_scheduler", found.read("lr_scheduler", text) or "constant")
+    schedule = take_schedule(found, "lr_scheduler", found.read("lr_scheduler", as_text) or "constant")
     for key, path, of, needed in (
         ("lr_scheduler_power", "schedule.power", number, "polynomial"),
         ("lr_scheduler_num_cycles", "schedule.cycles", whole_number, "cosine_with_restarts"),
         ("lr_scheduler_min_lr_ratio", "schedule.end", number, "polynomial"),
     ):
         if schedule == needed:
-            found.by_table([Row(key, path, of)])
+            found.by_table([KeyRule(key, path, of)])
         elif found.has(key):
             found.leave(key, f"schedule {schedule} has no such option")
 
@@ -192,7 +200,9 @@ def _length(found: Translation) -> None:
 
 
 def _memory(found: Translation, method: str) -> None:
-    found.by_table([Row("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})])
+    found.by_table(
+        [KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})]
+    )
     swapped = found.read("blocks_to_swap", whole_number)
     if swapped:
         found.change(
@@ -211,7 +221,7 @@ def _memory(found: Translation, method: str) -> None:
 
 def _objective(found: Translation, is_sd3: bool) -> None:
     if is_sd3:
-        scheme = found.read("weighting_scheme", text) or "uniform"
+        scheme = found.read("weighting_scheme", as_text) or "uniform"
         if scheme in ("none", "sigma_sqrt"):
             why = (
                 "it weights the loss by 1 / sigma^2, which simpletune does not do"
@@ -225,10 +235,10 @@ def _objective(found: Translation, is_sd3: bool) -> None:
             found.leave("weighting_scheme", f"simpletune has {', '.join(dict.fromkeys(DENSITIES.values()))}")
         found.by_table(
             [
-                Row("logit_mean", "objective.logit_mean", number),
-                Row("logit_std", "objective.logit_std", number),
-                Row("mode_scale", "objective.mode_scale", number),
-                Row("training_shift", "objective.shift", number),
+                KeyRule("logit_mean", "objective.logit_mean", number),
+                KeyRule("logit_std", "objective.logit_std", number),
+                KeyRule("mode_scale", "objective.mode_scale", number),
+                KeyRule("training_shift", "objective.shift", number),
             ]
         )
     elif found.read("v_parameterization", boolean):
@@ -242,7 +252,11 @@ def _objective(found: Translation, is_sd3: bool) -> None:
             found.change(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
-    loss, c, schedule = found.read("loss_type", text), found.read("huber_c", number), found.read("huber_schedule", text)
+    loss, c, schedule = (
+        found.read("loss_type", as_text),
+        found.read("huber_c", number),
+        found.read("huber_schedule", as_text),
+    )
     if loss in ("huber", "smooth_l1"):
         found.change(
             "loss_type",
@@ -253,21 +267,21 @@ def _objective(found: Translation, is_sd3: bool) -> None:
 
 
 def _samples(found: Translation, folder: Path) -> None:
-    name = found.read("sample_prompts", text)
+    name = found.read("sample_prompts", as_text)
     file = None if name is None else found_beside(folder, name)
     if name is not None and file is None:
         return found.leave("sample_prompts", "the file is not here. Set validation.prompts")
     if file is not None:
         try:
-            prompts_of(found, "sample_prompts", file)
+            take_prompts(found, "sample_prompts", file)
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError):
             found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
 
 
 def _places(found: Translation) -> None:
-    if (name := found.read("output_name", text)) is not None:
+    if (name := found.read("output_name", as_text)) is not None:
         found.take("output_name", "name", run_name(name))
-    tracker = found.read("log_with", text)
+    tracker = found.read("log_with", as_text)
     if tracker is not None:
         found.take("log_with", "tracking.tensorboard", tracker in ("tensorboard", "all"))
         if tracker in ("wandb", "all"):

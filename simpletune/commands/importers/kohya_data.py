@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 
 from simpletune.commands.importers.translation import (
-    Row,
+    KeyRule,
     Translation,
+    as_text,
     boolean,
     multiple,
     number,
     side_of_area,
-    text,
     whole_number,
 )
 from simpletune.commands.importers.unsupported_keys import KOHYA_DATA
@@ -59,18 +59,20 @@ SIZES = (
     "validation_seed",
 )
 ROWS = (
-    Row("num_repeats", "repeats", whole_number),
-    Row("flip_aug", "flip", boolean),
-    Row("random_crop", "crop", boolean, {"true": "random", "false": "center"}),
-    Row("shuffle_caption", "shuffle_tags", boolean),
-    Row("keep_tokens", "keep_tags", whole_number),
-    Row("caption_separator", "tag_separator", text),
-    Row("caption_prefix", "caption_prefix", text),
-    Row("caption_suffix", "caption_suffix", text),
-    Row("caption_dropout_rate", "caption_dropout", number),
-    Row("caption_tag_dropout_rate", "tag_dropout", number),
-    Row("alpha_mask", "mask", boolean, {"true": "alpha", "false": None}),
-    Row("caption_extension", "captions", text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}),
+    KeyRule("num_repeats", "repeats", whole_number),
+    KeyRule("flip_aug", "flip", boolean),
+    KeyRule("random_crop", "crop", boolean, {"true": "random", "false": "center"}),
+    KeyRule("shuffle_caption", "shuffle_tags", boolean),
+    KeyRule("keep_tokens", "keep_tags", whole_number),
+    KeyRule("caption_separator", "tag_separator", as_text),
+    KeyRule("caption_prefix", "caption_prefix", as_text),
+    KeyRule("caption_suffix", "caption_suffix", as_text),
+    KeyRule("caption_dropout_rate", "caption_dropout", number),
+    KeyRule("caption_tag_dropout_rate", "tag_dropout", number),
+    KeyRule("alpha_mask", "mask", boolean, {"true": "alpha", "false": None}),
+    KeyRule(
+        "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
+    ),
 )
 
 
@@ -127,7 +129,7 @@ def from_folders(general: Translation) -> list[Translation]:
     given = _given(general)
     found: list[Translation] = []
     for key, regularization in (("train_data_dir", False), ("reg_data_dir", True)):
-        path = general.read(key, text)
+        path = general.read(key, as_text)
         if path is None:
             continue
         defaults = {"resolution": [512, 512], "enable_bucket": False}
@@ -139,14 +141,14 @@ def from_folders(general: Translation) -> list[Translation]:
         _translate_one(source, general)
         found.append(source)
     general.seen(*INHERITED, *SIZES)
-    general.by_table([Row("train_batch_size", "train.batch_size", whole_number)])
+    general.by_table([KeyRule("train_batch_size", "train.batch_size", whole_number)])
     return found
 
 
 def _translate_one(source: Translation, general: Translation) -> None:
     source.set("path", "")
     source.seen("batch_size")
-    source.by_table([Row("image_dir", "path", text)])
+    source.by_table([KeyRule("image_dir", "path", as_text)])
     _captions(source)
     source.by_table(ROWS)
     if source.read("is_reg", boolean):
@@ -168,7 +170,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
 
 def _captions(source: Translation) -> None:
     """Translate captions: class_tokens replace missing ones, but a source here has either captions or one prompt."""
-    words = source.read("class_tokens", text)
+    words = source.read("class_tokens", as_text)
     if words is None:
         return
     if source.has("caption_extension") or source.get("folder_names") == "kohya":
@@ -178,7 +180,7 @@ def _captions(source: Translation) -> None:
 
 
 def _masks(source: Translation, general: Translation) -> None:
-    folder = source.read("conditioning_data_dir", text)
+    folder = source.read("conditioning_data_dir", as_text)
     if folder is None:
         return
     source.take("conditioning_data_dir", "mask", "files")

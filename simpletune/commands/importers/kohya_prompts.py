@@ -23,7 +23,7 @@ KINDS = {"guidance": number, "negative_prompt": str}
 STEP = 16  # px
 
 
-def prompts_of(found: Translation, key: str, file: Path) -> None:
+def take_prompts(found: Translation, key: str, file: Path) -> None:
     """Take a file's prompts, and size, seed, steps and guidance of the first.
 
     Args:

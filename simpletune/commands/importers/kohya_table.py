@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.commands.importers.translation import Row, boolean, number, text, whole_number
+from simpletune.commands.importers.translation import KeyRule, as_text, boolean, number, whole_number
 
 KEYS = {
     "network_module",
@@ -33,19 +33,19 @@ DENSITIES = {
 }
 
 ROWS = (
-    Row("pretrained_model_name_or_path", "model.pretrained", text),
-    Row("vae", "model.vae", text),
-    Row("t5xxl_max_token_length", "model.t5_length", whole_number),
-    Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
-    Row("seed", "train.seed", whole_number),
-    Row("scale_weight_norms", "adapter.max_norm", number),
-    Row("min_snr_gamma", "objective.min_snr_gamma", number),
-    Row("noise_offset", "objective.offset_noise", number),
-    Row("zero_terminal_snr", "objective.zero_terminal_snr", boolean),
-    Row("save_every_n_steps", "checkpoint.every", whole_number),
-    Row("sample_every_n_steps", "validation.every", whole_number),
-    Row("output_dir", "output.runs", text, why={"*": "a run gets its own folder in it"}),
-    Row("logging_dir", "output.profiles", text),
-    Row("log_tracker_name", "tracking.wandb_project", text),
-    Row("torch_compile", "speed.compile", boolean),
+    KeyRule("pretrained_model_name_or_path", "model.pretrained", as_text),
+    KeyRule("vae", "model.vae", as_text),
+    KeyRule("t5xxl_max_token_length", "model.t5_length", whole_number),
+    KeyRule("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
+    KeyRule("seed", "train.seed", whole_number),
+    KeyRule("scale_weight_norms", "adapter.max_norm", number),
+    KeyRule("min_snr_gamma", "objective.min_snr_gamma", number),
+    KeyRule("noise_offset", "objective.offset_noise", number),
+    KeyRule("zero_terminal_snr", "objective.zero_terminal_snr", boolean),
+    KeyRule("save_every_n_steps", "checkpoint.every", whole_number),
+    KeyRule("sample_every_n_steps", "validation.every", whole_number),
+    KeyRule("output_dir", "output.runs", as_text, why={"*": "a run gets its own folder in it"}),
+    KeyRule("logging_dir", "output.profiles", as_text),
+    KeyRule("log_tracker_name", "tracking.wandb_project", as_text),
+    KeyRule("torch_compile", "speed.compile", boolean),
 )

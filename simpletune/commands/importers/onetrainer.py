@@ -16,7 +16,7 @@ from simpletune.commands.importers.onetrainer_table import (
     WHY,
 )
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.commands.importers.translation import Row, Translation, boolean, number, text, whole_number
+from simpletune.commands.importers.translation import KeyRule, Translation, as_text, boolean, number, whole_number
 from simpletune.commands.importers.unsupported_keys import ONETRAINER
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
@@ -47,7 +47,7 @@ def finish(found: Translation) -> None:
 
 
 def _model(found: Translation) -> str:
-    name = found.read("model_type", text) or ""
+    name = found.read("model_type", as_text) or ""
     if name not in MODELS:
         found.leave("model_type", f"simpletune trains {', '.join(MODELS)}")
         return "sd3"
@@ -56,7 +56,7 @@ def _model(found: Translation) -> str:
 
 
 def _adapter(found: Translation) -> str:
-    kind, peft = found.read("training_method", text), found.read("peft_type", text) or "LORA"
+    kind, peft = found.read("training_method", as_text), found.read("peft_type", as_text) or "LORA"
     if kind in ("FINE_TUNE", "FINE_TUNE_VAE"):
         found.take("training_method", "adapter.method", "full")
         found.seen("lora_rank", "lora_alpha", "lora_weight_dtype", "layer_filter_preset", "peft_type")
@@ -73,16 +73,16 @@ def _adapter(found: Translation) -> str:
     _rank(found, method)
     found.by_table(
         [
-            Row(
+            KeyRule(
                 "lora_weight_dtype",
                 "adapter.dtype",
-                text,
+                as_text,
                 {"float_32": "fp32", "bfloat_16": "bf16"},
                 otherwise=("fp32", "an update trains in fp32 or bf16"),
             ),
         ]
     )
-    names, preset = found.read("layer_filter", text), found.read("layer_filter_preset", text) or "full"
+    names, preset = found.read("layer_filter", as_text), found.read("layer_filter_preset", as_text) or "full"
     if preset in TARGETS:
         found.take("layer_filter_preset", "adapter.targets", TARGETS[preset])
     elif names:
@@ -108,7 +108,7 @@ def _rank(found: Translation, method: str) -> None:
             )
         else:
             found.take("lora_alpha", "adapter.alpha", alpha)
-        found.by_table([Row("dropout_probability", "adapter.dropout", number)])
+        found.by_table([KeyRule("dropout_probability", "adapter.dropout", number)])
     elif method == "loha":
         found.take("lora_rank", "adapter.rank", rank)
         found.leave("lora_alpha", "it equals the rank here; scale optimizer.lr instead")
@@ -116,16 +116,16 @@ def _rank(found: Translation, method: str) -> None:
         whole = found.read("lokr_full_matrix", boolean)
         found.by_table(
             [
-                Row("lokr_decompose_factor", "adapter.factor", whole_number),
-                Row("lokr_decompose_both", "adapter.decompose_both", boolean),
+                KeyRule("lokr_decompose_factor", "adapter.factor", whole_number),
+                KeyRule("lokr_decompose_both", "adapter.decompose_both", boolean),
             ]
         )
         if whole:
             found.take("lokr_full_matrix", "adapter.rank", None)
         else:
-            found.by_table([Row("lokr_dim", "adapter.rank", whole_number)])
+            found.by_table([KeyRule("lokr_dim", "adapter.rank", whole_number)])
     else:
-        found.by_table([Row("oft_block_size", "adapter.block_size", whole_number)])
+        found.by_table([KeyRule("oft_block_size", "adapter.block_size", whole_number)])
 
 
 def as_object(value: object) -> Json:
@@ -139,7 +139,7 @@ def _part(found: Translation, name: str, method: str) -> None:
     """Translate the trained part: its weights, checkpointing and offload."""
     own: Json = found.read(name, as_object) or {}
     part = Translation(own, {"weight_dtype": "FLOAT_32"}, f"{name}.")
-    kind = part.read("weight_dtype", text) or ""
+    kind = part.read("weight_dtype", as_text) or ""
     weights = WEIGHTS.get(kind)
     if weights is None:
         part.leave(
@@ -152,12 +152,12 @@ def _part(found: Translation, name: str, method: str) -> None:
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
     if part.has("model_name"):
-        part.by_table([Row("model_name", f"model.{name}", text)])
+        part.by_table([KeyRule("model_name", f"model.{name}", as_text)])
     part.by_table(
         [
-            Row("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"}),
-            Row("activation_offloading", "memory.offload_checkpoint_inputs", boolean),
-            Row("learning_rate", "optimizer.lr", number),
+            KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"}),
+            KeyRule("activation_offloading", "memory.offload_checkpoint_inputs", boolean),
+            KeyRule("learning_rate", "optimizer.lr", number),
         ]
     )
     share = part.read("offload_fraction", number)
@@ -212,10 +212,10 @@ def _optimizer(found: Translation) -> None:
     arguments |= {name: value for name, value in own.items() if value is True}
     arguments.pop("__version", None)
     take_arguments(found, "optimizer", arguments)
-    name = found.read("learning_rate_scheduler", text) or "CONSTANT"
+    name = found.read("learning_rate_scheduler", as_text) or "CONSTANT"
     schedule = take_schedule(found, "learning_rate_scheduler", name)
     if schedule == "cosine_with_restarts":
-        found.by_table([Row("learning_rate_cycles", "schedule.cycles", whole_number)])
+        found.by_table([KeyRule("learning_rate_cycles", "schedule.cycles", whole_number)])
     least = found.read("learning_rate_min_factor", number)
     if least and schedule == "polynomial":
         found.take("learning_rate_min_factor", "schedule.end", least)
@@ -227,10 +227,10 @@ def _optimizer(found: Translation) -> None:
 
 
 def _length(found: Translation) -> None:
-    found.by_table([Row("epochs", "train.epochs", whole_number)])
+    found.by_table([KeyRule("epochs", "train.epochs", whole_number)])
     take_warmup(found, "learning_rate_warmup_steps")
     norm = found.settings.get("clip_grad_norm", 1.0)
-    found.by_table([Row("clip_grad_norm", "train.clip_norm", number)])
+    found.by_table([KeyRule("clip_grad_norm", "train.clip_norm", number)])
     if norm == 0:
         found.set("train.clip_norm", None)
 
@@ -238,7 +238,7 @@ def _length(found: Translation) -> None:
 def _objective(found: Translation, family: str) -> None:
     if family != "sd3":
         found.seen("timestep_shift", "timestep_distribution", "text_encoder_3_sequence_length")
-        if found.read("loss_weight_fn", text) == "MIN_SNR_GAMMA":
+        if found.read("loss_weight_fn", as_text) == "MIN_SNR_GAMMA":
             found.take("loss_weight_fn", "objective.min_snr_gamma", found.read("loss_weight_strength", number) or 5.0)
         for key, path in (("min_noising_strength", "min_timestep"), ("max_noising_strength", "max_timestep")):
             value = found.read(key, number)
@@ -246,7 +246,7 @@ def _objective(found: Translation, family: str) -> None:
                 found.change(key, f"objective.{path}", min(999, round(1000 * value)), "a timestep here")
         return
     for key, path in (("min_noising_strength", "min_sigma"), ("max_noising_strength", "max_sigma")):
-        found.by_table([Row(key, f"objective.{path}", number)])
+        found.by_table([KeyRule(key, f"objective.{path}", number)])
     _density(found)
     shift, dynamic = found.read("timestep_shift", number), found.read("dynamic_timestep_shifting", boolean)
     if dynamic:
@@ -265,7 +265,7 @@ def _objective(found: Translation, family: str) -> None:
 
 
 def _density(found: Translation) -> None:
-    name = found.read("timestep_distribution", text) or "UNIFORM"
+    name = found.read("timestep_distribution", as_text) or "UNIFORM"
     weight, bias = found.read("noising_weight", number) or 0.0, found.read("noising_bias", number) or 0.0
     names = {
         "UNIFORM": "uniform",
@@ -290,14 +290,14 @@ def _density(found: Translation) -> None:
 
 
 def _average(found: Translation) -> None:
-    mode = found.read("ema", text) or "OFF"
+    mode = found.read("ema", as_text) or "OFF"
     decay = found.read("ema_decay", number)
     if mode != "OFF":
         found.change("ema", "ema.decay", decay or 0.999, "the average stays on the device")
 
 
 def _places(found: Translation) -> None:
-    result, place = found.read("output_model_destination", text), found.read("workspace_dir", text)
+    result, place = found.read("output_model_destination", as_text), found.read("workspace_dir", as_text)
     if result is not None:
         name = PurePosixPath(result.replace("\\", "/"))
         found.change(
@@ -312,9 +312,9 @@ def _places(found: Translation) -> None:
         ("sample_after", "validation.every", "pictures"),
         ("backup_after", "checkpoint.every", "checkpoints"),
     ):
-        value, unit = found.read(key, whole_number), found.read(f"{key}_unit", text)
+        value, unit = found.read(key, whole_number), found.read(f"{key}_unit", as_text)
         if value and unit == "STEP":
             found.take(key, path, value)
         elif value:
             found.leave(key, f"in {(unit or 'other unit').lower()}s; here {what} are set in steps: set {path}")
-    found.by_table([Row("rolling_backup_count", "checkpoint.keep_last", whole_number)])
+    found.by_table([KeyRule("rolling_backup_count", "checkpoint.keep_last", whole_number)])

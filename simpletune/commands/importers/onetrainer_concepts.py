@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from simpletune.commands.importers.translation import (
-    Row,
+    KeyRule,
     Translation,
+    as_text,
     boolean,
     multiple,
     number,
     side_of_area,
-    text,
     whole_number,
 )
 from simpletune.commands.importers.unsupported_keys import ONETRAINER_CONCEPTS
@@ -50,9 +50,9 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
     source.set("path", "")
     source.by_table(
         [
-            Row("path", "path", text),
-            Row("loss_weight", "weight", number),
-            Row("image_variations", "variants", whole_number),
+            KeyRule("path", "path", as_text),
+            KeyRule("loss_weight", "weight", number),
+            KeyRule("image_variations", "variants", whole_number),
         ]
     )
     if kind == "PRIOR_PREDICTION":
@@ -71,7 +71,7 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
 
 
 def _repeats(source: Translation) -> None:
-    count, strategy = source.read("balancing", number) or 1.0, source.read("balancing_strategy", text) or "REPEATS"
+    count, strategy = source.read("balancing", number) or 1.0, source.read("balancing_strategy", as_text) or "REPEATS"
     if strategy == "SAMPLES":
         source.leave("balancing", "a number of samples per epoch; here every picture has its repeats")
     elif count >= 1 and count == int(count):
@@ -84,7 +84,7 @@ def _prompts(source: Translation) -> None:
     own = Translation(
         source.settings.get("text") or {}, {"prompt_source": "sample"}, f"{source.section}text.", source.place
     )
-    kind, path = own.read("prompt_source", text), own.read("prompt_path", text)
+    kind, path = own.read("prompt_source", as_text), own.read("prompt_path", as_text)
     if kind == "sample":
         own.take("prompt_source", "captions", "txt")
     elif kind == "filename":
@@ -99,13 +99,15 @@ def _prompts(source: Translation) -> None:
     if own.read("enable_tag_shuffling", boolean):
         own.take("enable_tag_shuffling", "shuffle_tags", True)
     if own.read("tag_dropout_enable", boolean):
-        mode = own.read("tag_dropout_mode", text) or "FULL"
+        mode = own.read("tag_dropout_mode", as_text) or "FULL"
         why = {"RANDOM": "each tag is dropped by itself"}.get(
             mode, f"mode {mode}; here each tag is dropped independently"
         )
         own.change("tag_dropout_probability", "tag_dropout", own.read("tag_dropout_probability", number) or 0.0, why)
     if own.get("shuffle_tags") or own.get("tag_dropout"):
-        own.by_table([Row("tag_delimiter", "tag_separator", text), Row("keep_tags_count", "keep_tags", whole_number)])
+        own.by_table(
+            [KeyRule("tag_delimiter", "tag_separator", as_text), KeyRule("keep_tags_count", "keep_tags", whole_number)]
+        )
         if (source.get("variants") or 1) == 1:
             own.change("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each variant")
     if boolean(own.settings.get("caps_randomize_enable", False)):
@@ -127,7 +129,7 @@ def _image(source: Translation, general: Translation) -> None:
             VARIANTS,
             "drawn once for each variant",
         )
-    sizes = text(
+    sizes = as_text(
         own.settings.get("resolution_override")
         if own.read("enable_resolution_override", boolean)
         else general.settings.get("resolution", "512")

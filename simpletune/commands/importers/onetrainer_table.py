@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.commands.importers.translation import Row, boolean, number, text, whole_number
+from simpletune.commands.importers.translation import KeyRule, as_text, boolean, number, whole_number
 
 KEYS = {
     "training_method",
@@ -50,23 +50,25 @@ TARGETS = {"full": "all_linear", "attn-mlp": "attention_mlp", "attn-only": "atte
 BLOCKS = 24
 
 ROWS = (
-    Row("base_model_name", "model.pretrained", text),
-    Row("learning_rate", "optimizer.lr", number),
-    Row("batch_size", "train.batch_size", whole_number),
-    Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
-    Row("train_dtype", "precision.compute", text, {key.lower(): value for key, value in COMPUTE.items()}),
-    Row("offset_noise_weight", "objective.offset_noise", number),
-    Row("rescale_noise_scheduler_to_zero_terminal_snr", "objective.zero_terminal_snr", boolean),
-    Row("text_encoder_3_sequence_length", "model.t5_length", whole_number),
-    Row("tensorboard", "tracking.tensorboard", boolean),
-    Row("compile", "speed.compile", boolean),
-    Row(
+    KeyRule("base_model_name", "model.pretrained", as_text),
+    KeyRule("learning_rate", "optimizer.lr", number),
+    KeyRule("batch_size", "train.batch_size", whole_number),
+    KeyRule("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
+    KeyRule("train_dtype", "precision.compute", as_text, {key.lower(): value for key, value in COMPUTE.items()}),
+    KeyRule("offset_noise_weight", "objective.offset_noise", number),
+    KeyRule("rescale_noise_scheduler_to_zero_terminal_snr", "objective.zero_terminal_snr", boolean),
+    KeyRule("text_encoder_3_sequence_length", "model.t5_length", whole_number),
+    KeyRule("tensorboard", "tracking.tensorboard", boolean),
+    KeyRule("compile", "speed.compile", boolean),
+    KeyRule(
         "attention_mechanism",
         "speed.attention",
-        text,
+        as_text,
         {"sdp": "auto", "default": "auto"},
         otherwise=("auto", "PyTorch chooses its kernel here"),
     ),
-    Row("cache_dir", "output.cache", text),
-    Row("train_device", "device", text, {"cuda": "cuda", "cpu": "cpu"}, otherwise=("auto", "the one NVIDIA card")),
+    KeyRule("cache_dir", "output.cache", as_text),
+    KeyRule(
+        "train_device", "device", as_text, {"cuda": "cuda", "cpu": "cpu"}, otherwise=("auto", "the one NVIDIA card")
+    ),
 )

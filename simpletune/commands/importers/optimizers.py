@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from simpletune.commands.importers.translation import Translation, boolean, number, rounded
+from simpletune.commands.importers.translation import Translation, boolean, number, round_digits
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import union_of
 
@@ -43,7 +43,7 @@ ARGUMENTS = {
 ALWAYS = {"decouple": "weight decay is always decoupled here", "stochastic_rounding": "as optimizer.rounding says"}
 
 
-def plain(name: str) -> str:
+def normalise_name(name: str) -> str:
     """Reduce a name to lower case without punctuation: ``bnb-adamw8bit`` becomes ``bnbadamw8bit``."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -51,7 +51,7 @@ def plain(name: str) -> str:
 def take_optimizer(found: Translation, key: str, name: str) -> str:
     """Translate the name of an optimizer; one that simpletune lacks becomes AdamW."""
     ours, why = OPTIMIZERS.get(
-        plain(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ")
+        normalise_name(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ")
     )
     if why:
         found.change(key, "optimizer.name", ours, why)
@@ -110,7 +110,7 @@ def _fields(optimizer: str) -> set[str]:
 
 def take_schedule(found: Translation, key: str, name: str) -> str:
     """Translate the name of a schedule; one that simpletune lacks becomes cosine."""
-    ours, why = SCHEDULES.get(plain(name), ("cosine", "simpletune has no such schedule"))
+    ours, why = SCHEDULES.get(normalise_name(name), ("cosine", "simpletune has no such schedule"))
     if why:
         found.change(key, "schedule.name", ours, why)
     else:
@@ -127,7 +127,7 @@ def take_warmup(found: Translation, key: str) -> None:
     if steps >= 1:
         found.take(key, "schedule.warmup_steps", int(steps))
     elif isinstance(total, int):
-        count = int(rounded(steps * total))
+        count = int(round_digits(steps * total))
         found.change(key, "schedule.warmup_steps", count, f"the share is of {total} steps")
     else:
         found.leave(key, "a share of the steps, whose number is unknown. Set schedule.warmup_steps")

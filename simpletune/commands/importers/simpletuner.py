@@ -9,13 +9,13 @@ from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, LORA, POLYNOMIAL, ROWS
 from simpletune.commands.importers.translation import (
-    Row,
+    KeyRule,
     Translation,
+    as_text,
     boolean,
     number,
     pairs,
-    rounded,
-    text,
+    round_digits,
     whole_number,
 )
 from simpletune.commands.importers.unsupported_keys import SIMPLETUNER
@@ -26,7 +26,7 @@ from simpletune.system.options import Json
 TITLE = "SimpleTuner"
 
 
-def normalised(settings: Json) -> Json:
+def strip_dashes(settings: Json) -> Json:
     """Strip leading dashes from keys, which are written as on a command line."""
     return {key.lstrip("-").replace("-", "_"): value for key, value in settings.items()}
 
@@ -38,7 +38,7 @@ def translate(settings: Json, folder: Path) -> Translation:
         settings: settings in config.json.
         folder: folder of the file, for lycoris_config.
     """
-    settings = normalised(settings)
+    settings = strip_dashes(settings)
     scheduler = str(settings.get("lr_scheduler", ""))
     flow = (
         {}
@@ -62,7 +62,7 @@ def translate(settings: Json, folder: Path) -> Translation:
 
 
 def _model(found: Translation) -> None:
-    flavour = found.read("model_flavour", text)
+    flavour = found.read("model_flavour", as_text)
     if flavour is not None and found.has("pretrained_model_name_or_path"):
         found.leave("model_flavour", "pretrained_model_name_or_path names the model")
     elif flavour is not None and flavour in FLAVOURS:
@@ -75,7 +75,7 @@ def _model(found: Translation) -> None:
 
 
 def _adapter(found: Translation, folder: Path) -> None:
-    kind, form = found.read("model_type", text), found.read("lora_type", text) or "standard"
+    kind, form = found.read("model_type", as_text), found.read("lora_type", as_text) or "standard"
     if kind == "full":
         found.take("model_type", "adapter.method", "full")
         found.seen("lora_rank", "lora_alpha", "lora_dropout", "lora_type", "init_lora")
@@ -95,7 +95,7 @@ def _adapter(found: Translation, folder: Path) -> None:
 
 def _lycoris(found: Translation, folder: Path) -> None:
     """Translate LyCORIS's settings, which are in a separate file."""
-    name = found.read("lycoris_config", text)
+    name = found.read("lycoris_config", as_text)
     own = read_beside(folder, name) if name else None
     if own is None:
         found.take("lora_type", "adapter.method", "lokr")
@@ -107,7 +107,7 @@ def _lycoris(found: Translation, folder: Path) -> None:
 
 
 def _optimizer(found: Translation) -> None:
-    name = found.read("optimizer", text)
+    name = found.read("optimizer", as_text)
     if name is not None:
         ours = take_optimizer(found, "optimizer", name)
         if ours == "adamw_bf16" and found.get("adapter.method") in ("lora", "dora"):
@@ -119,19 +119,19 @@ def _optimizer(found: Translation) -> None:
         if value is not None and name is not None:
             named = {"adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}.get(key, key.removeprefix("adam_"))
             take_arguments(found, key, {named: value})
-    schedule = found.read("lr_scheduler", text)
+    schedule = found.read("lr_scheduler", as_text)
     if schedule is None:
         return
     ours = take_schedule(found, "lr_scheduler", schedule)
     if ours == "polynomial":
-        found.by_table([Row("lr_power", "schedule.power", number)])
+        found.by_table([KeyRule("lr_power", "schedule.power", number)])
         end, rate = found.read("lr_end", number), found.get("optimizer.lr", 1e-4)
         if end is not None and isinstance(rate, int | float):
             found.change(
-                "lr_end", "schedule.end", min(1.0, rounded(end / rate)), "a fraction of the learning rate here"
+                "lr_end", "schedule.end", min(1.0, round_digits(end / rate)), "a fraction of the learning rate here"
             )
     elif ours == "cosine_with_restarts":
-        found.by_table([Row("lr_num_cycles", "schedule.cycles", whole_number)])
+        found.by_table([KeyRule("lr_num_cycles", "schedule.cycles", whole_number)])
     for key in ("lr_power", "lr_end", "lr_num_cycles"):
         if found.has(key) and key not in {line.key for line in found.lines}:
             found.leave(key, f"schedule {ours} has no such option")
@@ -146,7 +146,7 @@ def _length(found: Translation) -> None:
     elif epochs:
         found.take("num_train_epochs", "train.epochs", epochs)
     take_warmup(found, "lr_warmup_steps")
-    norm, method = found.read("max_grad_norm", number), found.read("grad_clip_method", text)
+    norm, method = found.read("max_grad_norm", number), found.read("grad_clip_method", as_text)
     if norm == 0:
         found.change("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
     elif norm is not None and method == "value":
@@ -182,7 +182,7 @@ def _memory(found: Translation) -> None:
             f"the rest of the {blocks} blocks stays on the device",
         )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
-        if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else text) is True:
+        if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else as_text) is True:
             found.change(key, "memory.resident_blocks", 0, "all blocks are streamed from host memory")
         else:
             found.leave(key, "blocks are streamed as memory.resident_blocks says")
@@ -208,13 +208,13 @@ def _objective(found: Translation) -> None:
         found.take("flow_use_beta_schedule", "objective.sigma", "beta")
         found.by_table(
             [
-                Row("flow_beta_schedule_alpha", "objective.beta_alpha", number),
-                Row("flow_beta_schedule_beta", "objective.beta_beta", number),
+                KeyRule("flow_beta_schedule_alpha", "objective.beta_alpha", number),
+                KeyRule("flow_beta_schedule_beta", "objective.beta_beta", number),
             ]
         )
-    found.by_table([Row("flow_sigmoid_scale", "objective.logit_std", number)])
-    if (loss := found.read("loss_type", text)) in ("huber", "smooth_l1"):
-        c, schedule = found.read("huber_c", number), found.read("huber_schedule", text)
+    found.by_table([KeyRule("flow_sigmoid_scale", "objective.logit_std", number)])
+    if (loss := found.read("loss_type", as_text)) in ("huber", "smooth_l1"):
+        c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
         found.change(
             "loss_type",
             "objective.huber",
@@ -226,7 +226,7 @@ def _objective(found: Translation) -> None:
 
 
 def _validation(found: Translation) -> None:
-    size = found.read("validation_resolution", text)
+    size = found.read("validation_resolution", as_text)
     if size is not None:
         first = size.split(",")[0].lower().split("x")
         width, height = (whole_number(first[0]), whole_number(first[-1])) if first[0].strip().isdigit() else (0, 0)
@@ -246,14 +246,14 @@ def _validation(found: Translation) -> None:
 
 def _places(found: Translation) -> None:
     """Translate trackers, the run's name and its folders."""
-    trackers = (found.read("report_to", text) or "").split(",")
+    trackers = (found.read("report_to", as_text) or "").split(",")
     if trackers != [""]:
         found.take("report_to", "tracking.tensorboard", bool({"tensorboard", "all"} & set(trackers)))
         if {"wandb", "all"} & set(trackers):
             found.take("report_to", "tracking.wandb", "online")
         if left := set(trackers) - {"tensorboard", "wandb", "all", "none"}:
             found.leave("report_to", f"{', '.join(sorted(left))}: simpletune logs to TensorBoard and wandb")
-    named, out = found.read("tracker_run_name", text), found.read("output_dir", text)
+    named, out = found.read("tracker_run_name", as_text), found.read("output_dir", as_text)
     if named is not None:
         found.take("tracker_run_name", "name", run_name(named))
     if out is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from simpletune.commands.importers.translation import (
-    Row,
+    KeyRule,
     Translation,
+    as_text,
     boolean,
     multiple,
     number,
     side_of_area,
-    text,
     whole_number,
 )
 from simpletune.commands.importers.unsupported_keys import SIMPLETUNER_DATA
@@ -66,9 +66,9 @@ def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> No
     _pictures(source)
     source.by_table(
         [
-            Row("caption_dropout_probability", "caption_dropout", number),
-            Row("is_regularisation_data", "regularization", boolean),
-            Row("is_regularization_data", "regularization", boolean),
+            KeyRule("caption_dropout_probability", "caption_dropout", number),
+            KeyRule("is_regularisation_data", "regularization", boolean),
+            KeyRule("is_regularization_data", "regularization", boolean),
         ]
     )
     _captions(source)
@@ -89,16 +89,16 @@ def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> No
 
 
 def _pictures(source: Translation) -> None:
-    kind = source.read("type", text) or "local"
-    path = source.read("instance_data_dir", text)
+    kind = source.read("type", as_text) or "local"
+    path = source.read("instance_data_dir", as_text)
     if kind == "huggingface":
         source.take("type", "source", "table")
         source.by_table(
             [
-                Row("dataset_name", "path", text),
-                Row("image_column", "image_column", text),
-                Row("caption_column", "caption_column", text),
-                Row("split", "split", text),
+                KeyRule("dataset_name", "path", as_text),
+                KeyRule("image_column", "image_column", as_text),
+                KeyRule("caption_column", "caption_column", as_text),
+                KeyRule("split", "split", as_text),
             ]
         )
     elif path is not None:
@@ -110,7 +110,7 @@ def _pictures(source: Translation) -> None:
 
 
 def _captions(source: Translation) -> None:
-    strategy, prompt = source.read("caption_strategy", text), source.read("instance_prompt", text)
+    strategy, prompt = source.read("caption_strategy", as_text), source.read("instance_prompt", as_text)
     if boolean(source.settings.get("only_instance_prompt", False)):
         strategy = "instanceprompt"
     source.seen("only_instance_prompt", "disable_multiline_split", "prepend_instance_prompt")
@@ -131,7 +131,7 @@ def _captions(source: Translation) -> None:
 
 
 def _size(source: Translation, step: int) -> None:
-    size, kind = source.read("resolution", number) or 1024, source.read("resolution_type", text) or "pixel_area"
+    size, kind = source.read("resolution", number) or 1024, source.read("resolution_type", as_text) or "pixel_area"
     if kind == "area":
         side = side_of_area(1000 * size**0.5, 1000 * size**0.5, step)
         source.change("resolution", "resolution", side, "megapixels there; the side of a square of that area here")
@@ -143,8 +143,8 @@ def _size(source: Translation, step: int) -> None:
             source.change("resolution", "resolution", side, why)
         else:
             source.take("resolution", "resolution", side)
-    crop, aspect = source.read("crop", boolean), source.read("crop_aspect", text) or "square"
-    style = source.read("crop_style", text)
+    crop, aspect = source.read("crop", boolean), source.read("crop_aspect", as_text) or "square"
+    style = source.read("crop_style", as_text)
     if crop and aspect == "square":
         source.take("crop_aspect", "aspect", "square")
     elif crop and aspect not in ("preserve", "closest"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.commands.importers.translation import Row, boolean, number, text, whole_number
+from simpletune.commands.importers.translation import KeyRule, as_text, boolean, number, whole_number
 from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM
 
 KEYS = {
@@ -34,49 +34,50 @@ FLAVOURS = {
 FP8 = "int8 weights take as many bytes, with a smaller error"
 
 ROWS = (
-    Row("model_family", "model.family", text, {"sd3": "sd3", "sd1x": "sd15", "sd2x": "sd15"},
+    KeyRule("model_family", "model.family", as_text, {"sd3": "sd3", "sd1x": "sd15", "sd2x": "sd15"},
         {"sd2x": "SD 2 is read by the family of SD 1.5"}),
-    Row("pretrained_model_name_or_path", "model.pretrained", text),
-    Row("pretrained_transformer_model_name_or_path", "model.transformer", text),
-    Row("pretrained_unet_model_name_or_path", "model.unet", text),
-    Row("pretrained_vae_model_name_or_path", "model.vae", text),
-    Row("revision", "model.revision", text),
-    Row("base_model_precision", "precision.weights", text,
+    KeyRule("pretrained_model_name_or_path", "model.pretrained", as_text),
+    KeyRule("pretrained_transformer_model_name_or_path", "model.transformer", as_text),
+    KeyRule("pretrained_unet_model_name_or_path", "model.unet", as_text),
+    KeyRule("pretrained_vae_model_name_or_path", "model.vae", as_text),
+    KeyRule("revision", "model.revision", as_text),
+    KeyRule("base_model_precision", "precision.weights", as_text,
         {"no_change": "bf16", "int8-quanto": "int8-quanto", "int8-torchao": "int8", "int8-sdnq": "int8",
          "int4-quanto": "nf4", "int2-quanto": "nf4", "nf4-bnb": "nf4", "bnb-nf4": "nf4", "fp8-quanto": "int8",
          "fp8uz-quanto": "int8", "fp8-torchao": "int8", "fp8-sdnq": "int8"},
         {"int8-torchao": "simpletune's own int8 layers", "int8-sdnq": "simpletune's own int8 layers",
          "int4-quanto": "another 4-bit format", "int2-quanto": "2 bits become 4", "fp8-quanto": FP8,
          "fp8uz-quanto": FP8, "fp8-torchao": FP8, "fp8-sdnq": FP8}),
-    Row("mixed_precision", "precision.compute", text, {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32"},
+    KeyRule("mixed_precision", "precision.compute", as_text,
+        {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32"},
         otherwise=("auto", "simpletune does not multiply in fp8")),
-    Row("learning_rate", "optimizer.lr", number),
-    Row("train_batch_size", "train.batch_size", whole_number),
-    Row("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
-    Row("seed", "train.seed", whole_number),
-    Row("tokenizer_max_length", "model.t5_length", whole_number),
-    Row("snr_gamma", "objective.min_snr_gamma", number),
-    Row("noise_offset", "objective.offset_noise", number),
-    Row("rescale_betas_zero_snr", "objective.zero_terminal_snr", boolean),
-    Row("prediction_type", "objective.prediction", text, {"epsilon": "epsilon", "v_prediction": "v"}),
-    Row("validation_prompt", "validation.prompts", lambda value: [text(value)]),  # type: ignore[arg-type, return-value]
-    Row("validation_negative_prompt", "validation.negative_prompt", text),
-    Row("validation_steps", "validation.every", whole_number),
-    Row("validation_step_interval", "validation.every", whole_number),
-    Row("validation_seed", "validation.seed", whole_number),
-    Row("validation_guidance", "validation.guidance", number),
-    Row("validation_num_inference_steps", "validation.steps", whole_number),
-    Row("num_eval_images", "validation.eval_samples", whole_number),
-    Row("checkpointing_steps", "checkpoint.every", whole_number),
-    Row("checkpoint_step_interval", "checkpoint.every", whole_number),
-    Row("checkpoints_total_limit", "checkpoint.keep_last", whole_number),
-    Row("attention_mechanism", "speed.attention", text, {"diffusers": "auto", "sdpa": "auto"},
+    KeyRule("learning_rate", "optimizer.lr", number),
+    KeyRule("train_batch_size", "train.batch_size", whole_number),
+    KeyRule("gradient_accumulation_steps", "train.gradient_accumulation", whole_number),
+    KeyRule("seed", "train.seed", whole_number),
+    KeyRule("tokenizer_max_length", "model.t5_length", whole_number),
+    KeyRule("snr_gamma", "objective.min_snr_gamma", number),
+    KeyRule("noise_offset", "objective.offset_noise", number),
+    KeyRule("rescale_betas_zero_snr", "objective.zero_terminal_snr", boolean),
+    KeyRule("prediction_type", "objective.prediction", as_text, {"epsilon": "epsilon", "v_prediction": "v"}),
+    KeyRule("validation_prompt", "validation.prompts", lambda value: [as_text(value)]),  # type: ignore[arg-type, return-value]
+    KeyRule("validation_negative_prompt", "validation.negative_prompt", as_text),
+    KeyRule("validation_steps", "validation.every", whole_number),
+    KeyRule("validation_step_interval", "validation.every", whole_number),
+    KeyRule("validation_seed", "validation.seed", whole_number),
+    KeyRule("validation_guidance", "validation.guidance", number),
+    KeyRule("validation_num_inference_steps", "validation.steps", whole_number),
+    KeyRule("num_eval_images", "validation.eval_samples", whole_number),
+    KeyRule("checkpointing_steps", "checkpoint.every", whole_number),
+    KeyRule("checkpoint_step_interval", "checkpoint.every", whole_number),
+    KeyRule("checkpoints_total_limit", "checkpoint.keep_last", whole_number),
+    KeyRule("attention_mechanism", "speed.attention", as_text, {"diffusers": "auto", "sdpa": "auto"},
         otherwise=("auto", "PyTorch chooses its kernel here")),
-    Row("tracker_project_name", "tracking.wandb_project", text),
-    Row("profiler_output_dir", "output.profiles", text),
+    KeyRule("tracker_project_name", "tracking.wandb_project", as_text),
+    KeyRule("profiler_output_dir", "output.profiles", as_text),
 )  # fmt: skip
 LORA = (
-    Row("lora_rank", "adapter.rank", whole_number),
-    Row("lora_alpha", "adapter.alpha", number),
-    Row("lora_dropout", "adapter.dropout", number),
+    KeyRule("lora_rank", "adapter.rank", whole_number),
+    KeyRule("lora_alpha", "adapter.alpha", number),
+    KeyRule("lora_dropout", "adapter.dropout", number),
 )

@@ -23,7 +23,7 @@ DIGITS = 6  # significant digits of a computed number
 
 
 @dataclass(frozen=True)
-class Line:
+class KeyOutcome:
     """Record of what became of one key.
 
     Args:
@@ -45,12 +45,12 @@ class Line:
     default: bool = False
 
     def __str__(self) -> str:
-        source = f"{self.key} {shown(self.key, self.value)}" + (" (its default)" if self.default else "")
-        target = f" -> {self.path} {shown(self.path, self.new)}" if self.path else ""
+        source = f"{self.key} {format_value(self.key, self.value)}" + (" (its default)" if self.default else "")
+        target = f" -> {self.path} {format_value(self.path, self.new)}" if self.path else ""
         return f"{source}{target}{': ' if self.why else ''}{self.why}"
 
 
-def shown(key: str, value: object) -> str:
+def format_value(key: str, value: object) -> str:
     """Format a value for a line of text, shortened; hides secrets."""
     if SECRET.search(key):
         return "(not shown)"
@@ -59,7 +59,7 @@ def shown(key: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRule:
     """Row of a table: what a key means here.
 
     Args:
@@ -96,7 +96,7 @@ class Translation:
         self.defaults = dict(defaults or {})
         self.section, self.place = section, place
         self.config: Json = {}
-        self.lines: list[Line] = []
+        self.lines: list[KeyOutcome] = []
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
@@ -120,7 +120,9 @@ class Translation:
 
     def take(self, key: str, path: str, value: object) -> None:
         """Take a value unchanged."""
-        self._put(Line("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key)))
+        self._put(
+            KeyOutcome("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key))
+        )
         self.set(path, value)
 
     def change(self, key: str, path: str, value: object, why: str) -> None:
@@ -132,7 +134,9 @@ class Translation:
             value: our value.
             why: the reason for the change.
         """
-        self._put(Line("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key)))
+        self._put(
+            KeyOutcome("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key))
+        )
         self.set(path, value)
 
     def leave(self, key: str, why: str) -> None:
@@ -143,7 +147,7 @@ class Translation:
             why: what it did, or why it cannot be kept.
         """
         self._read.add(key)
-        self._put(Line("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
+        self._put(KeyOutcome("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
 
     def set(self, path: str, value: object) -> None:
         """Set one of our fields without recording a line."""
@@ -160,7 +164,7 @@ class Translation:
             section = section.get(name) if isinstance(section, dict) else None
         return default if section is None else section
 
-    def by_table(self, rows: Iterable[Row]) -> None:
+    def by_table(self, rows: Iterable[KeyRule]) -> None:
         """Translate those keys of a table that the file or the trainer's defaults set."""
         for row in rows:
             if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
@@ -169,7 +173,7 @@ class Translation:
             if value is not None:
                 self._by_row(row, value)
 
-    def _by_row(self, row: Row, value: Scalar) -> None:
+    def _by_row(self, row: KeyRule, value: Scalar) -> None:
         name = str(value).lower()
         if row.values is not None and name not in row.values:
             if row.otherwise is None:
@@ -214,7 +218,7 @@ class Translation:
         """Mark keys as understood without recording lines."""
         self._read.update(keys)
 
-    def _put(self, line: Line) -> None:
+    def _put(self, line: KeyOutcome) -> None:
         self.lines.append(line)
 
     def _raw(self, key: str) -> object:
@@ -251,14 +255,14 @@ def whole_number(value: object) -> int:
     return int(found)
 
 
-def text(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a text, or a number as text."""
     if not isinstance(value, Scalar):
         raise ValueError
     return str(value)
 
 
-def rounded(value: float) -> float:
+def round_digits(value: float) -> float:
     """Round a computed number to significant digits."""
     return float(f"{value:.{DIGITS}g}")
 

@@ -25,16 +25,16 @@ from simpletune.commands.init.defaults import (
     guess_what,
     profile_of,
 )
-from simpletune.commands.init.inspect_folder import Look, read_captions, sizes_in_words, source_of
+from simpletune.commands.init.inspect_folder import FolderContents, read_captions, sizes_in_words, source_of
 from simpletune.config.load import read_json
 from simpletune.config.schema import DEMO
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.models.families import FAMILIES
 from simpletune.models.recognise import family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.gpus import Card
-from simpletune.system.options import Json, UserError, plural, shortened
+from simpletune.system.options import Json, UserError, join_names, plural
 
 ORDER = (
     "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
@@ -49,7 +49,7 @@ WITHOUT_CARD = (
 class Choices:
     """A configuration under construction."""
 
-    def __init__(self, seen: Look, answers: Answers, device: Card | None):
+    def __init__(self, seen: FolderContents, answers: Answers, device: Card | None):
         self.seen, self.answers, self.device = seen, answers, device
         self.captioned = read_captions(seen)
         guess, by = guess_what(seen)
@@ -132,8 +132,8 @@ class Choices:
             )
             small = 0
         if seen.unusable or small:
-            names = [printable(each.name) for each in seen.report.rejected]
-            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({shortened(names, LISTED)})" * bool(
+            names = [printable_name(each.name) for each in seen.report.rejected]
+            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({join_names(names, LISTED)})" * bool(
                 names
             )
             said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
@@ -155,9 +155,9 @@ class Choices:
         report = self.seen.report
         for groups, what in ((report.exact, "identical files"), (report.near, "nearly identical pictures")):
             if groups:
-                count, names = plural(len(groups), "group"), [printable(name) for name in groups[0]]
+                count, names = plural(len(groups), "group"), [printable_name(name) for name in groups[0]]
                 self.notes.append(
-                    f"{count} of {what}, such as {shortened(names, LISTED)}: each copy counts. Keep one of each"
+                    f"{count} of {what}, such as {join_names(names, LISTED)}: each copy counts. Keep one of each"
                 )
         if report.left_alone:
             listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.left_alone.items()))

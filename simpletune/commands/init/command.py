@@ -17,14 +17,14 @@ from simpletune.config.schema import DEMO
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.gpus import Card, card_of
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import UserError, plural
 
 CPU = "cpu"
 
 
 @dataclass(frozen=True)
-class Wish:
+class InitOptions:
     """Arguments of the command line.
 
     Args:
@@ -48,7 +48,7 @@ def file_for(folder: Path) -> Path:
     return whole.with_name(f"{whole.name or 'pictures'}.json")
 
 
-def init_command(wish: Wish, answers: Answers) -> Path:
+def init_command(wish: InitOptions, answers: Answers) -> Path:
     """Examine the pictures, ask, suggest, predict, and write the configuration.
 
     Raises:
@@ -67,9 +67,9 @@ def init_command(wish: Wish, answers: Answers) -> Path:
     suggestion = suggest(wish.folder, answers, card, seen)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
-        from simpletune.commands.init.machine import fitted
+        from simpletune.commands.init.machine import fit_to_card
 
-        suggestion = fitted(suggestion, card)
+        suggestion = fit_to_card(suggestion, card)
     validate(suggestion.config, str(out))
     try:
         write_json(out, suggestion.config)
@@ -85,7 +85,7 @@ def _device(named: str | None) -> tuple[Card | None, str]:
     if named is not None and named.lower() == CPU:
         return None, ""
     if named is not None:
-        return card_of(named), ""
+        return find_card(named), ""
     from simpletune.commands.init.machine import card_here
 
     return card_here()
@@ -117,7 +117,7 @@ def config_for(folder: Path) -> Path:
     """
     file = file_for(folder)
     if not file.exists():
-        return init_command(Wish(folder), Answers())
+        return init_command(InitOptions(folder), Answers())
     config, _ = read_config(file)
     if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
         say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.inspect_folder import Look, read_captions
+from simpletune.commands.init.inspect_folder import FolderContents, read_captions
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, plural
 
@@ -69,7 +69,7 @@ class Suggestion:
     notes: tuple[str, ...] = ()
 
 
-def guess_what(seen: Look) -> tuple[What, str]:
+def guess_what(seen: FolderContents) -> tuple[What, str]:
     """Guess what the pictures teach; also return the evidence."""
     captions = read_captions(seen)
     count, captioned = len(seen.pictures), 2 * len(set(captions)) > len(captions)
@@ -80,7 +80,7 @@ def guess_what(seen: Look) -> tuple[What, str]:
     return "style", f"{plural(count, 'picture')} {'with' if captioned else 'without'} captions"
 
 
-def default_trigger(seen: Look) -> str | None:
+def default_trigger(seen: FolderContents) -> str | None:
     """Return a word to name what is learned, if captions do not name it."""
     return None if read_captions(seen) else TRIGGER
 

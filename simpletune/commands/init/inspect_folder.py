@@ -13,9 +13,9 @@ from simpletune.config.load import validate
 from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.captions import METADATA, endings_of_texts
-from simpletune.data.sources.folder_names import folder_of, meaning
+from simpletune.data.sources.folder_names import meaning, naming_folder
 from simpletune.data.sources.source import Picture
-from simpletune.data.sources.walk import SUFFIXES, printable, walk
+from simpletune.data.sources.walk import SUFFIXES, printable_name, walk
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.options import Json, UserError, plural
@@ -33,7 +33,7 @@ CAMERA = {
 
 
 @dataclass(frozen=True)
-class Look:
+class FolderContents:
     """Content of a folder.
 
     Args:
@@ -71,7 +71,7 @@ class Look:
         return run_name(self.folder.name, "pictures")
 
 
-def look(folder: Path) -> Look:
+def look(folder: Path) -> FolderContents:
     """Scan and decode every picture of a folder, as ``simpletune data`` does.
 
     Raises:
@@ -81,18 +81,18 @@ def look(folder: Path) -> Look:
     files = _files(folder)
     captions = _captions(folder, files)
     kohya = captions in ("texts", "none") and all(
-        meaning(folder_of(folder, file.relative_to(folder).as_posix())) for file in files
+        meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in files
     )
     report = _scan(folder, captions, kohya)
     missing = sum(_lacks_caption(each.reason) for each in report.rejected)
     if captions in ("texts", "metadata") and not kohya and missing >= MISSING * max(1, len(files)):
         captions, missing, report = "none", 0, _scan(folder, "none", kohya)
     if not report.usable:
-        reasons = "; ".join(f"{printable(each.name)} {each.reason}" for each in report.rejected[:3])
+        reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])
         raise UserError(
             f"{folder}: none of {plural(len(files), 'picture')} can be used: {reasons}. Repair or replace them"
         )
-    return Look(folder, captions, missing, kohya, report)
+    return FolderContents(folder, captions, missing, kohya, report)
 
 
 def _checked(folder: Path) -> Path:
@@ -110,7 +110,7 @@ def _files(folder: Path) -> list[Path]:
     if found.pictures:
         return found.pictures
     others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
-    rejected = f" {printable(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
+    rejected = f" {printable_name(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
     remedy = f"It has {others}: convert them" if others else "Add some, or name another folder"
     raise UserError(f"{folder} contains no pictures ({', '.join(SUFFIXES)}).{rejected} {remedy}")
 
@@ -159,12 +159,12 @@ def _scan(folder: Path, captions: Captions, kohya: bool) -> DatasetReport:
     return scan_dataset(config, 0)
 
 
-def read_captions(seen: Look) -> list[str]:
+def read_captions(seen: FolderContents) -> list[str]:
     """Read the captions of the usable pictures, in order; empty if they have none."""
     return [] if seen.captions == "none" and not seen.kohya else [picture.caption for picture in seen.pictures]
 
 
-def sizes_in_words(seen: Look) -> str:
+def sizes_in_words(seen: FolderContents) -> str:
     """Describe the smallest and the largest picture."""
     sizes: list[Size] = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
     (low_width, low_height), (width, height) = sizes[0], sizes[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from simpletune.commands.doctor.finding import OK, Finding
 from simpletune.commands.doctor.hub_checks import access, login
 from simpletune.commands.doctor.machine import Machine
-from simpletune.commands.doctor.probe import Probe
+from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
 from simpletune.system.console import say, silent
@@ -29,14 +29,14 @@ def card_here() -> tuple[Card | None, str]:
     """
     if shutil.which("nvidia-smi") is None and not any(Path(sign).exists() for sign in SIGNS):
         return None, "no NVIDIA driver was found"
-    with closing(Probe()) as probe:
+    with closing(ProbeProcess()) as probe:
         facts = probe.ask("torch")
     for device in facts.get("devices") or []:
         return card_named_by_driver(device["name"], device["total"], tuple(device["capability"])), ""
     return None, str(facts.get("refused") or facts.get("error") or "torch finds no card")
 
 
-def fitted(suggestion: Suggestion, card: Card) -> Suggestion:
+def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
     """Return the suggestion with the largest profile whose predicted peak fits the card, and that prediction as a
     reason.
 
@@ -88,7 +88,7 @@ def model_findings(model: str) -> Iterator[Finding]:
     """
     if not is_hub_name(model):
         return
-    with closing(Probe()) as probe:
+    with closing(ProbeProcess()) as probe:
         machine = Machine(probe)
         found = [*login(machine), *access(model)]
     whole = [each for each in found if each.level != OK]

@@ -8,13 +8,13 @@ from pathlib import Path
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import Choices
 from simpletune.commands.init.defaults import UNASKED, Suggestion
-from simpletune.commands.init.inspect_folder import Look, look
+from simpletune.commands.init.inspect_folder import FolderContents, look
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 
 
 def suggest(
-    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: Look | None = None
+    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: FolderContents | None = None
 ) -> Suggestion:
     """Suggest a configuration.
 

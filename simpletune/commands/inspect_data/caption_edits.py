@@ -19,7 +19,7 @@ LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
 
 
 @dataclass(frozen=True)
-class Entry:
+class CaptionedPicture:
     """A picture and its caption.
 
     Args:
@@ -40,22 +40,22 @@ class Entry:
         return "" if self.caption is None else self.caption.text
 
 
-def entries_of(root: Path, pictures: Iterable[Path]) -> list[Entry]:
+def read_captions(root: Path, pictures: Iterable[Path]) -> list[CaptionedPicture]:
     """Read the caption of every picture without opening pictures."""
     return [_entry(root, file) for file in pictures]
 
 
-def _entry(root: Path, file: Path) -> Entry:
+def _entry(root: Path, file: Path) -> CaptionedPicture:
     name = file.relative_to(root).as_posix()
     if not is_text(name):
-        return Entry(readable(name), file, None, "its file name is not UTF-8 text. Rename it")
+        return CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it")
     try:
-        return Entry(name, file, caption_file(root, file))
+        return CaptionedPicture(name, file, caption_file(root, file))
     except UnusablePicture as reason:
-        return Entry(name, file, None, str(reason))
+        return CaptionedPicture(name, file, None, str(reason))
 
 
-def pictures_of(root: Path, source: Source) -> list[Path]:
+def picture_files(root: Path, source: Source) -> list[Path]:
     """Return the picture files of a folder, without masks."""
     from simpletune.data.sources.folder import Folder
     from simpletune.data.sources.masks import without_masks
@@ -97,7 +97,7 @@ class Edit:
 class Change:
     """Effect of an edit on one caption."""
 
-    entry: Entry
+    entry: CaptionedPicture
     after: str
 
 
@@ -116,7 +116,7 @@ class Preview:
     fingerprint: str
 
 
-def preview(edit: Edit, entries: Sequence[Entry]) -> Preview:
+def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
     """Determine what an edit would do, without writing."""
     changes: list[Change] = []
     emptied: list[str] = []
@@ -138,7 +138,7 @@ def preview(edit: Edit, entries: Sequence[Entry]) -> Preview:
 
 
 @dataclass
-class Applied:
+class EditResult:
     """Outcome of an edit.
 
     Args:
@@ -150,7 +150,7 @@ class Applied:
     left: list[str] = field(default_factory=list)
 
 
-def apply(found: Preview, fingerprint: str) -> Applied:
+def apply(found: Preview, fingerprint: str) -> EditResult:
     """Write an edit that a person has previewed.
 
     Args:
@@ -163,7 +163,7 @@ def apply(found: Preview, fingerprint: str) -> Applied:
     """
     if found.fingerprint != fingerprint:
         raise ChangedCaption("Captions have changed since the preview, and nothing was written. Look again")
-    done = Applied()
+    done = EditResult()
     for change in found.changes:
         assert change.entry.caption is not None
         try:

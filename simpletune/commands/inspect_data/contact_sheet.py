@@ -7,7 +7,7 @@ from itertools import groupby
 from PIL import Image, ImageDraw, ImageFont
 
 from simpletune.commands.inspect_data.scan import TILE, DatasetReport, ScannedImage
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.walk import printable_name
 from simpletune.system.options import plural
 from simpletune.system.sheets import shorten_to_width
 
@@ -41,7 +41,7 @@ def sheet(found: DatasetReport) -> Image.Image:
             left, upper = GAP + column * (TILE + GAP), top + LINE + GAP // 2 + line * _row_height(group)
             assert seen.tile is not None
             image.paste(seen.tile, (left, upper))
-            label = shorten_to_width(printable(seen.picture.name), TILE, pen, font)
+            label = shorten_to_width(printable_name(seen.picture.name), TILE, pen, font)
             pen.text((left, upper + seen.tile.height + 1), label, "dimgray", font)
         top += height
     return image

@@ -10,7 +10,7 @@ from PIL import Image
 from simpletune.commands.inspect_data.scan import DatasetReport, ScannedImage
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.walk import printable_name
 
 SIDE = 112  # pixels of a thumbnail's longer side
 GROUPS, EACH = 24, 6  # groups shown, and thumbnails in each
@@ -31,7 +31,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class LookAlikes:
+class DuplicateGroups:
     """All groups of one kind: identical or nearly identical.
 
     Args:
@@ -47,7 +47,7 @@ class LookAlikes:
     more: int
 
 
-def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> list[LookAlikes]:
+def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> list[DuplicateGroups]:
     """Group identical and nearly identical pictures. Decodes the shown ones again.
 
     Args:
@@ -58,9 +58,9 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
 
     def group(names: list[str], same: bool, show: bool) -> Group:
         if not show:
-            return Group([], [printable(name) for name in names])
-        one = ["\n".join(printable(name) for name in names)]
-        labels = one if same else [printable(name) for name in names]
+            return Group([], [printable_name(name) for name in names])
+        one = ["\n".join(printable_name(name) for name in names)]
+        labels = one if same else [printable_name(name) for name in names]
         shown = [(label, _small(by_name[name], embed)) for label, name in zip(labels[:EACH], names, strict=False)]
         return Group(shown, labels[EACH:])
 
@@ -69,7 +69,7 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
         ("Nearly identical", "found by difference hash and colours; check them by eye", found.near, False),
     ]
     return [
-        LookAlikes(
+        DuplicateGroups(
             title,
             says,
             [group(names, same, number < GROUPS) for number, names in enumerate(groups[: GROUPS + LISTED])],

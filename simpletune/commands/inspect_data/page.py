@@ -12,9 +12,9 @@ from simpletune import __version__
 from simpletune.commands.inspect_data.contact_sheet import tiles
 from simpletune.commands.inspect_data.duplicate_groups import look_alikes
 from simpletune.commands.inspect_data.scan import DatasetReport
-from simpletune.commands.inspect_data.text import aspects, limit_in_words, outcome, sizes
+from simpletune.commands.inspect_data.text import aspects, describe_unusable, limit_in_words, sizes
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
-from simpletune.data.sources.walk import printable
+from simpletune.data.sources.walk import printable_name
 from simpletune.runs.report.templates import page_template
 from simpletune.system.options import plural
 from simpletune.system.package import ASSETS
@@ -31,7 +31,7 @@ def page(found: DatasetReport, title: str) -> str:
         (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
     ]
-    return page_template("data_report", shown=printable).render(
+    return page_template("data_report", shown=printable_name).render(
         found=found,
         title=title,
         groups=groups,
@@ -39,7 +39,7 @@ def page(found: DatasetReport, title: str) -> str:
         tables=list(_tables(found)),
         alike=look_alikes(found, _embedded),
         charts=_charts(found) if found.usable else [],
-        outcome=outcome(found),
+        outcome=describe_unusable(found),
         plural=plural,
         listed=LISTED,
         style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
@@ -64,16 +64,16 @@ def _bars(rows: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """Yield the tables that have rows."""
     small = [
-        (printable(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
+        (printable_name(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
          f"{s.upscale:.2f}")
         for s in found.small
     ]  # fmt: skip
-    held = [(printable(name),) for name in found.held_out]
-    across = [("\n".join(printable(name) for name in group),) for group in found.across]
-    same = [(printable(caption), str(len(names))) for caption, names in found.same_caption.items()]
+    held = [(printable_name(name),) for name in found.held_out]
+    across = [("\n".join(printable_name(name) for name in group),) for group in found.across]
+    same = [(printable_name(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
         ("Sources", "", SOURCE_COLUMNS, source_rows(found.sources) if len(found.sources) > 1 else []),
-        ("Unusable", "", ("entry", "reason"), [(printable(r.name), r.reason) for r in found.rejected]),
+        ("Unusable", "", ("entry", "reason"), [(printable_name(r.name), r.reason) for r in found.rejected]),
         ("Scaled up", "smaller than their bucket", ("picture", "size", "bucket", "factor"), small),
         ("Held out", "excluded from training and used for the validation loss", ("picture",), held),
         ("Near-duplicates across the split", "some of a group are held out, others trained on", ("pictures",), across),
@@ -82,7 +82,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
             "Captions that are too long",
             f"longer than {limit_in_words(found)}; the CLIP encoders see only the beginning",
             ("picture", "length"),
-            [(printable(name), f"{length:,}") for name, length in found.long],
+            [(printable_name(name), f"{length:,}") for name, length in found.long],
         ),
     ]
     yield from (table for table in every if table[3])

@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletune.commands.inspect_data.contact_sheet import sheet
 from simpletune.commands.inspect_data.page import page
 from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
-from simpletune.commands.inspect_data.text import as_json, text
+from simpletune.commands.inspect_data.text import as_json, format_report
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.system.console import say, silent
@@ -35,7 +35,7 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     if as_figures:
         print(json.dumps(as_json(found)))
     else:
-        say(text(found))
+        say(format_report(found))
     if out is not None:
         try:
             written = _write(found, config.name, out)

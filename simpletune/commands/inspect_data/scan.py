@@ -16,11 +16,11 @@ from simpletune.commands.inspect_data.thumbnails import tile
 from simpletune.commands.inspect_data.token_counts import LIMIT, token_counts
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.data.samples import View, without
+from simpletune.data.samples import Crop, drop_rejected
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import Picture, Rejected, UnusablePicture
+from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.stages.plan_data import make_plan
 from simpletune.system.console import progress
@@ -102,7 +102,7 @@ class DatasetReport:
     path: str
     captions: str
     usable: list[ScannedImage]
-    rejected: list[Rejected]
+    rejected: list[RejectedEntry]
     left_alone: dict[str, int]
     exact: list[list[str]] = field(default_factory=list)
     near: list[list[str]] = field(default_factory=list)
@@ -131,7 +131,7 @@ class DatasetReport:
         return sorted((seen for seen in self.usable if seen.upscale > 1), key=lambda seen: -seen.upscale)
 
     @property
-    def uncaptioned(self) -> list[Rejected]:
+    def uncaptioned(self) -> list[RejectedEntry]:
         """Entries rejected because of their caption."""
         return [each for each in self.rejected if "caption" in each.reason or "text in" in each.reason]
 
@@ -151,7 +151,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    pictures = _named(without(scan.pictures, small), config)
+    pictures = _named(drop_rejected(scan.pictures, small), config)
     found = DatasetReport(
         ", ".join(dict.fromkeys(names)) or config.data.place,
         scan.captions,
@@ -169,7 +169,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
     ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
-    chosen = {_place(ordered[place].picture) for place in evenly_spaced(len(ordered), shown)}
+    chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
     with progress("look", len(firsts), "pictures") as advance:
         for result in _scan_pictures(firsts.values(), chosen, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
@@ -197,14 +197,14 @@ def _place(picture: Picture) -> tuple[int, str]:
     return picture.source, picture.name
 
 
-def evenly_spaced(count: int, room: int) -> list[int]:
+def spread_indices(count: int, room: int) -> list[int]:
     """Return at most ``room`` evenly spaced indices from 0 to count - 1."""
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 
 def _scan_pictures(
-    views: Iterable[View], tiles: Collection[tuple[int, str]], advance: Callable[[], None]
-) -> Iterator[ScannedImage | Rejected]:
+    views: Iterable[Crop], tiles: Collection[tuple[int, str]], advance: Callable[[], None]
+) -> Iterator[ScannedImage | RejectedEntry]:
     """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
@@ -217,12 +217,12 @@ def _scan_pictures(
             yield futures.popleft().result()
 
 
-def _scan_picture(view: View, with_tile: bool, advance: Callable[[], None]) -> ScannedImage | Rejected:
+def _scan_picture(view: Crop, with_tile: bool, advance: Callable[[], None]) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
     except UnusablePicture as reason:
-        return Rejected(view.picture.name, str(reason), source=view.picture.source)
+        return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
     shown = tile(image, view.bucket, (view.offset, view.flip), TILE) if with_tile else None

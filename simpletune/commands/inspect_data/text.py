@@ -8,8 +8,8 @@ from dataclasses import asdict
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
 from simpletune.commands.inspect_data.token_counts import LIMIT
 from simpletune.data.source_mix import source_lines
-from simpletune.data.sources.walk import printable
-from simpletune.system.options import Json, first_lines, plural, shortened
+from simpletune.data.sources.walk import printable_name
+from simpletune.system.options import Json, first_lines, join_names, plural
 
 LISTED = 10  # entries of a list on the terminal
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
@@ -41,7 +41,7 @@ def aspects(found: DatasetReport) -> list[tuple[str, int]]:
     return list(counts.items())
 
 
-def outcome(found: DatasetReport) -> str:
+def describe_unusable(found: DatasetReport) -> str:
     """Describe what training would do about unusable entries."""
     if not found.rejected:
         return "training would use every picture"
@@ -55,15 +55,15 @@ def limit_in_words(found: DatasetReport) -> str:
     return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
 
 
-def text(found: DatasetReport) -> str:
+def format_report(found: DatasetReport) -> str:
     """Format the report as lines; shortens long lists."""
     return "\n".join(f"{title:<10} {line}" for title, line in _lines(found))
 
 
 def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
-    yield "data", f"{printable(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
-    yield "captions", printable(f"from {found.captions}")
+    yield "data", f"{printable_name(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
+    yield "captions", printable_name(f"from {found.captions}")
     for note in found.notes:
         yield "note", note
     for hint in found.hints:
@@ -75,32 +75,32 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
             "held out",
             f"{plural(len(found.held_out), 'picture')} (validation.split), excluded from buckets and epochs",
         )
-        yield from _listed([printable(name) for name in found.held_out])
+        yield from _listed([printable_name(name) for name in found.held_out])
     for group in found.across:
-        names = shortened([printable(name) for name in group], LISTED)
+        names = join_names([printable_name(name) for name in group], LISTED)
         yield "leak", f"near-duplicates, some held out and some trained on: {names}"
     if found.left_alone:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         yield "not read", f"{counted}. Convert them to jpg, png or webp to train on them"
     if found.rejected:
-        yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}: {outcome(found)}"
-        yield from _listed([f"{printable(each.name)}: {each.reason}" for each in found.rejected])
+        yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}: {describe_unusable(found)}"
+        yield from _listed([f"{printable_name(each.name)}: {each.reason}" for each in found.rejected])
     if found.small:
         yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
-        yield from _listed([f"{printable(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
+        yield from _listed([f"{printable_name(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
     for title, groups, what in (
         ("duplicate", found.exact, "identical files"),
         ("alike", found.near, "nearly identical pictures"),
     ):
         if groups:
             yield title, f"{plural(len(groups), 'group')} of {what}"
-            yield from _listed([shortened([printable(name) for name in group], LISTED) for group in groups])
+            yield from _listed([join_names([printable_name(name) for name in group], LISTED) for group in groups])
     if found.same_caption:
         yield "same text", f"{plural(len(found.same_caption), 'caption')} shared by several pictures"
-        yield from _listed([f"{len(names)} pictures: {printable(c)}" for c, names in found.same_caption.items()])
+        yield from _listed([f"{len(names)} pictures: {printable_name(c)}" for c, names in found.same_caption.items()])
     if found.long:
         yield "too long", f"{plural(len(found.long), 'caption')} longer than {limit_in_words(found)}"
-        yield from _listed([f"{printable(name)}: {length:,}" for name, length in found.long])
+        yield from _listed([f"{printable_name(name)}: {length:,}" for name, length in found.long])
     if found.usable:
         yield from _measures(found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from simpletune.data.sources.pictures import cut, decode, picture_size
+from simpletune.data.sources.pictures import crop_to_bucket, decode, picture_size
 from simpletune.data.sources.source import Source
 from simpletune.data.sources.walk import read_regular
 from simpletune.models.shared.buckets import Size, nearest_bucket
@@ -31,7 +31,7 @@ def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool
     """
     scale = side / max(bucket)
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
-    pixels = cut(image, size, *view)
+    pixels = crop_to_bucket(image, size, *view)
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
 
 

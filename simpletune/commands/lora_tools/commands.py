@@ -14,11 +14,11 @@ from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.outputs import require_new
 from simpletune.system.console import progress, say
-from simpletune.system.options import UserError, plural, shortened
+from simpletune.system.options import UserError, join_names, plural
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.lokr_loha import AnyUpdates
-    from simpletune.adapters.files.updates import Update
+    from simpletune.adapters.files.updates import LoraUpdate
 
 A1111 = "a1111"  # format of hypernetworks
 
@@ -39,41 +39,41 @@ def export(args: argparse.Namespace) -> Path:
     updates: AnyUpdates = updates_of(header)
     lost = None
     if args.rank is not None or args.energy is not None:
-        updates, lost = approximated(updates, args)
+        updates, lost = approximate_as_lora(updates, args)
     metadata = base_fields(header) | header_of(updates, out.stem, source.config(header.metadata), source.steps)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
     if not getattr(args, "thumbnail", True):
         metadata.pop("modelspec.thumbnail", None)
-    written = write(updates, out, args, metadata)
+    written = write_lora_file(updates, out, args, metadata)
     if lost is not None:
         say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
             "(Frobenius norm)")  # fmt: skip
     return written
 
 
-def approximated(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+def approximate_as_lora(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
     """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
 
     Raises:
         UserError: the updates are LoRA already, or the format does not hold LoRA.
     """
-    from simpletune.adapters.files.updates import Update
+    from simpletune.adapters.files.updates import LoraUpdate
 
     require_rank_or_energy(args)
     if args.format == "lycoris":
         raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
-    if all(isinstance(update, Update) for update in updates.values()):
+    if all(isinstance(update, LoraUpdate) for update in updates.values()):
         raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
     return resized_all(updates, args)
 
 
-def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, Update], float]:
+def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
     """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
-    from simpletune.adapters.files.factors import resized
+    from simpletune.adapters.files.factors import resize_update
     from simpletune.adapters.files.lokr_loha import delta_of
 
-    changed = {layer: resized(update, args.rank, args.energy) for layer, update in updates.items()}
+    changed = {layer: resize_update(update, args.rank, args.energy) for layer, update in updates.items()}
     whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     return {layer: update for layer, (update, _) in changed.items()}, lost
@@ -92,7 +92,7 @@ def resize(args: argparse.Namespace) -> Path:
     new, lost = resized_all(old, args)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
-    written = write(new, args.out, args, metadata | note)
+    written = write_lora_file(new, args.out, args, metadata | note)
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
 
@@ -120,7 +120,7 @@ def mix(args: argparse.Namespace) -> Path:
     details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
     first = open_lora(sources[0].file)
     metadata = base_fields(first) | header_of(updates, args.out.stem, None, None) | source_note("mix", details)
-    written = write(updates, args.out, args, metadata)
+    written = write_lora_file(updates, args.out, args, metadata)
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
@@ -128,14 +128,14 @@ def mix(args: argparse.Namespace) -> Path:
 
 def merge(args: argparse.Namespace) -> Path:
     """Merge LoRAs into the base."""
-    from simpletune.adapters.files.base_reader import Base
+    from simpletune.adapters.files.base_reader import BaseReader
     from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.adapters.files.read import read_lora
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     single = args.format == "single-file" or (args.format is None and args.out.suffix == ".safetensors")
     refuse_unfit_output(args.out, single)
-    base = Base(args.base or base_of(sources))
+    base = BaseReader(args.base or base_name(sources))
     if single and base.file is not None:
         refuse_same(args.out, base.file)
     require_new(args.out, args.overwrite, folder=not single)
@@ -159,18 +159,18 @@ def extract(args: argparse.Namespace) -> Path:
     """Extract a LoRA from two models."""
     import torch
 
-    from simpletune.adapters.files.base_reader import Base
+    from simpletune.adapters.files.base_reader import BaseReader
     from simpletune.adapters.files.extract import extract as extracted
 
     require_rank_or_energy(args, both=True)
     require_new(args.out, args.overwrite)
-    base, tuned = Base(args.base), Base(args.tuned)
+    base, tuned = BaseReader(args.base), BaseReader(args.tuned)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
         found = extracted(base, tuned, args.rank, args.energy, device, advance)
     note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
                                    "rank": args.rank, "energy": args.energy})  # fmt: skip
-    written = write(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
+    written = write_lora_file(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
     say(
@@ -180,16 +180,16 @@ def extract(args: argparse.Namespace) -> Path:
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
         say(f"  left out {len(names)} tensors that a LoRA cannot represent ({found.left_out_share:.3%} of the "
-            f"difference): {shortened(names)}")  # fmt: skip
+            f"difference): {join_names(names)}")  # fmt: skip
     return written
 
 
-def write(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+def write_lora_file(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a LoRA file and describe it."""
-    from simpletune.adapters.files.write import has_one_encoder, write_lora
+    from simpletune.adapters.files.write import is_single_encoder, write_lora
 
     denoiser, _ = split_text(updates)
-    usual = "kohya" if has_one_encoder(updates, metadata) else "diffusers"
+    usual = "kohya" if is_single_encoder(updates, metadata) else "diffusers"
     layout = args.format or (result_layout(denoiser).name if denoiser else usual)
     written = write_lora(updates, out, layout, args.dtype, metadata)
     size = written.stat().st_size / 2**20
@@ -203,7 +203,7 @@ def ranks_of(updates: AnyUpdates) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
-def base_of(sources: list[NamedLora]) -> str:
+def base_name(sources: list[NamedLora]) -> str:
     """Return the base that the first LoRA's run trained on.
 
     Raises:

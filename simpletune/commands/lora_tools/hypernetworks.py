@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from simpletune.adapters.files.attach import holds_hypernetwork
-from simpletune.adapters.methods.hypernetworks.files import read, write_a1111
+from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111
 from simpletune.commands.lora_tools.metadata import SAID
 from simpletune.commands.lora_tools.named_lora import NamedLora
 from simpletune.runs.model_card import public_name
@@ -33,7 +33,7 @@ def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
     if out.suffix != ".pt":
         raise UserError(f"--out: {out} does not end in .pt, the only files that the web UI looks for. Use a .pt name")
     require_new(out, args.overwrite)
-    found = read(source.file)
+    found = read_hypernetwork(source.file)
     config = source.config(found.metadata)
     base = None if config is None else public_name(config.model.weights_from)
     written = write_a1111(found, out, getattr(args, "title", None) or out.stem, source.steps, base)

@@ -119,7 +119,7 @@ def base_fields(header: LoraHeader) -> dict[str, str]:
     return found if not header.modules else {}
 
 
-def config_of(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
+def find_run_config(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
     """Return the configuration that made a LoRA: the run's, else the one in the file's header, else None."""
     text: str | bytes | None = metadata.get(EMBEDDED)
     if run is not None and (run / CONFIG).is_file():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.commands.lora_tools.metadata import config_of
+from simpletune.commands.lora_tools.metadata import find_run_config
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights_names import find_lora
@@ -30,7 +30,7 @@ class NamedLora:
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
         """Return the configuration that made the LoRA, if known."""
-        return config_of(self.run, metadata)
+        return find_run_config(self.run, metadata)
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
 
-def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
+def fsdp_rules(config: TrainConfig) -> Iterator[Problem]:
     """Report options that do not work when each process holds only a part of the weights."""
     if config.train.sharding == "none":
         return
@@ -29,10 +29,10 @@ def sharding_rules(config: TrainConfig) -> Iterator[Problem]:
             f"full divides a transformer block by block, and {config.model.title} models are not transformers. Use "
             "none",
         )
-    if config.optimizer.not_sharded is not None:
+    if config.optimizer.no_fsdp_reason is not None:
         yield Problem(
             "optimizer.name",
-            f"{config.optimizer.name} {config.optimizer.not_sharded}, but train.sharding full gives it a part of each "
+            f"{config.optimizer.name} {config.optimizer.no_fsdp_reason}, but train.sharding full gives it a part of each "
             f"parameter. Use adamw, adamw8bit or adamw_bf16, {none}",
         )
     yield from _step_rules(config)

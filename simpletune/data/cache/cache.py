@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.data.samples import View
+from simpletune.data.samples import Crop
 from simpletune.system.atomic import quarantine, remove
 from simpletune.system.console import say
 from simpletune.system.locks import Ranges, lock_of
@@ -38,7 +38,7 @@ _DAMAGE = (ValueError, KeyError, UserError)
 
 
 @dataclass(frozen=True)
-class Share:
+class KeyRange:
     """Share of the keys that a process encodes first: those whose hash lies in its part of the hash range.
 
     Args:
@@ -58,7 +58,7 @@ class Share:
         return -(-keys // self.of) or 1
 
 
-ALONE = Share()
+ALONE = KeyRange()
 
 
 class KeyedFolder:
@@ -79,7 +79,7 @@ class KeyedFolder:
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
 
-    def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
+    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
         """Claim keys to encode, in groups. A group stays locked against other processes until the next one is
         requested.
 
@@ -155,7 +155,7 @@ class Cache(KeyedFolder):
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         return self.folder / f"{name}.safetensors"
 
-    def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
+    def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         """Return the keys that still have to be encoded. Renames and reports damaged files.
 
         Verifies the checksums if the files take at most ``READ_WHOLE`` bytes in total. Otherwise checks only headers
@@ -289,7 +289,7 @@ def _range(group: list[str]) -> tuple[int, int]:
     return place_of(group[0]), place_of(group[-1])
 
 
-def view_key(view: View) -> str:
+def view_key(view: Crop) -> str:
     """Return everything that a picture's latents depend on, apart from the autoencoder."""
     cut = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "version": LATENTS_VERSION}
     return json.dumps({"sha256": view.picture.digest, **cut}, sort_keys=True)

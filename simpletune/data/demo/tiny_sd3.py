@@ -108,16 +108,16 @@ def build(
         for index, (name, width) in enumerate(zip(("", "_2"), sizes.clip_widths, strict=True)):
             with seeded(seed, index):
                 clip = networks.clip(sibling / f"tokenizer{name}", width, "gelu" if name else "quick_gelu")
-            save(clip, sibling / f"text_encoder{name}", dtype)
+            save_model(clip, sibling / f"text_encoder{name}", dtype)
         with seeded(seed, 2):
             t5 = networks.t5(sibling / "tokenizer_3", sizes.t5_width)
-        save(t5, sibling / "text_encoder_3", dtype)
+        save_model(t5, sibling / "text_encoder_3", dtype)
         with seeded(seed, 3):
             transformer = networks.transformer(sizes.layers, sizes.t5_width, sum(sizes.clip_widths))
-        save(transformer, sibling / "transformer", dtype)
+        save_model(transformer, sibling / "transformer", dtype)
         with seeded(seed, 4):
             vae = networks.autoencoder(sizes.vae_channels, dtype)
-        save(vae, sibling / "vae", dtype)
+        save_model(vae, sibling / "vae", dtype)
         write_scheduler_and_index(sibling)
 
 
@@ -148,7 +148,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save(model: ModelMixin | PreTrainedModel, folder: Path, dtype: Dtype) -> None:
+def save_model(model: ModelMixin | PreTrainedModel, folder: Path, dtype: Dtype) -> None:
     """Cast a model in place and write it."""
     networks.cast(model, dtype).save_pretrained(folder)
     # As in the real repository, an encoder's config says float32 whatever the type of the file: transformers 5 loads

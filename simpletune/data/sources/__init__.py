@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.multi_source import Several
+from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 
-Data = Annotated[Folder | Table | Stream | Several, Field(discriminator="source")]
+Data = Annotated[Folder | Table | Stream | MultiSource, Field(discriminator="source")]

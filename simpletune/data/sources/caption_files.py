@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.data.sources.captions import MAX_BYTES, TEXTS, checked, one_line
+from simpletune.data.sources.captions import MAX_BYTES, TEXTS, one_line, validate_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, is_outside, is_text, read_regular
 from simpletune.system.atomic import write_text
@@ -57,7 +57,7 @@ def caption_file(root: Path, picture: Path) -> CaptionFile:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UnusablePicture(f"its caption {file.name} is not UTF-8 text") from None
-    return CaptionFile(file, text.replace("\r\n", "\n").strip(), digest_of(data))
+    return CaptionFile(file, text.replace("\r\n", "\n").strip(), sha256(data))
 
 
 def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
@@ -75,7 +75,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         UserError: the text is empty, too long, or contains control characters.
     """
     try:
-        text = checked(caption.replace("\r\n", "\n"), "the caption")
+        text = validate_caption(caption.replace("\r\n", "\n"), "the caption")
     except UnusablePicture as reason:
         raise UserError(f"{before.file.name}: {reason}. Nothing was written") from None
     content = f"{text}\n"
@@ -87,10 +87,10 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
             "again"
         )
     write_text(before.file, content, shared=True)
-    return CaptionFile(before.file, text, digest_of(content.encode()))
+    return CaptionFile(before.file, text, sha256(content.encode()))
 
 
-def digest_of(data: bytes) -> str:
+def sha256(data: bytes) -> str:
     """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -104,6 +104,6 @@ def _digest_now(file: Path) -> str:
     if not os.path.lexists(file):
         return ""
     try:
-        return digest_of(read_regular(file, MAX_BYTES))
+        return sha256(read_regular(file, MAX_BYTES))
     except UnusablePicture:
         return "unreadable"

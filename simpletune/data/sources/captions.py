@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from simpletune.data.sources.folder_names import MissingCaption
-from simpletune.data.sources.source import Picture, Rejected, UnusablePicture
+from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
 from simpletune.system.options import UserError, plural
 
@@ -20,7 +20,7 @@ TEXTS = (".txt", ".caption")  # extensions of caption files
 MAX_BYTES = 2**20  # bytes of a caption file
 
 
-def checked(caption: str, what: str) -> str:
+def validate_caption(caption: str, what: str) -> str:
     """Strip and validate a caption.
 
     Args:
@@ -103,7 +103,7 @@ def _read_text(root: Path, links: Links, text_file: Path) -> str:
         raise UnusablePicture(f"{what} {reason}") from None
     except UnicodeDecodeError:
         raise UnusablePicture(f"{what} is not UTF-8 text") from None
-    return checked(caption.replace("\r\n", "\n"), what)
+    return validate_caption(caption.replace("\r\n", "\n"), what)
 
 
 def filename_caption(file: Path) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def filename_caption(file: Path) -> tuple[str, ...]:
         raise UnusablePicture(
             f"has no caption, and its file name has no words. Set data.prompt or add {file.with_suffix('.txt').name}"
         )
-    return (checked(caption, "its file name"),)
+    return (validate_caption(caption, "its file name"),)
 
 
 def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) 
     name = file.relative_to(path).as_posix()
     if name not in captions:
         raise MissingCaption(f"has no line in {METADATA}")
-    return tuple(checked(caption, f"its text in {METADATA}") for caption in captions[name])
+    return tuple(validate_caption(caption, f"its text in {METADATA}") for caption in captions[name])
 
 
 @dataclass
@@ -144,13 +144,13 @@ class Metadata:
 
     captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedEntry] = field(default_factory=list)
 
     def refuse(self, number: int, reason: str) -> None:
         """Reject a line."""
-        self.rejected.append(Rejected(f"{METADATA}:{number}", reason, "line"))
+        self.rejected.append(RejectedEntry(f"{METADATA}:{number}", reason, "line"))
 
-    def unmatched(self, root: Path, names: Collection[str]) -> list[Rejected]:
+    def unmatched(self, root: Path, names: Collection[str]) -> list[RejectedEntry]:
         """Return the lines that match none of the found pictures, with the reason."""
         left = []
         for name, number in self.lines.items():
@@ -158,7 +158,7 @@ class Metadata:
                 continue
             there = os.path.exists(root / name)
             why = f"which is hidden or not a {', '.join(SUFFIXES)} file" if there else "which does not exist"
-            left.append(Rejected(f"{METADATA}:{number}", f"names {name!r}, {why}", "line"))
+            left.append(RejectedEntry(f"{METADATA}:{number}", f"names {name!r}, {why}", "line"))
         return left
 
 

@@ -21,11 +21,11 @@ from simpletune.data.sources.captions import (
     settle_lines,
     txt_caption,
 )
-from simpletune.data.sources.folder_names import described as described_names
-from simpletune.data.sources.folder_names import folder_of, hints, meaning, with_words
+from simpletune.data.sources.folder_names import explain_folder_names as described_names
+from simpletune.data.sources.folder_names import hints, meaning, naming_folder, with_words
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
 from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, readable, walk
 from simpletune.system.options import Problem, UserError
 
@@ -91,7 +91,7 @@ class Folder(Source):
             try:
                 pictures.append(self._picture(path, file, caption_of))
             except UnusablePicture as reason:
-                rejected.append(Rejected(readable(file.relative_to(path).as_posix()), str(reason)))
+                rejected.append(RejectedEntry(readable(file.relative_to(path).as_posix()), str(reason)))
         if self.prompt is None:
             pictures, described = settle_lines(pictures, described, self.caption_lines == "several")
         names = [picture.name for picture in pictures]
@@ -106,7 +106,7 @@ class Folder(Source):
         """Return the folder of the masks; None if they are beside the pictures."""
         return None if self.mask_path is None else Path(self.mask_path)
 
-    def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[Rejected]]:
+    def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
         """Return a function from file to captions, a description of where captions come from, and rejected lines."""
         prompt = self.prompt
         if prompt is not None:
@@ -116,7 +116,7 @@ class Folder(Source):
             return with_words(path, reader), f"{described}, else the words of the folders' names", rejected
         return reader, described, rejected
 
-    def _captions(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[Rejected]]:
+    def _captions(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
         kind = self.captions
         if kind == "auto":
             has_texts = bool(endings_of_texts(files)) or self.folder_names == "kohya"
@@ -147,6 +147,6 @@ class Folder(Source):
             mask = mask_file(path, self._masks, self.links, file, size)
         elif self.mask == "alpha":
             mask = alpha_mask(data, digest, read)
-        known = meaning(folder_of(path, name)) if self.folder_names == "kohya" else None
+        known = meaning(naming_folder(path, name)) if self.folder_names == "kohya" else None
         repeats = 1 if known is None else known[0]
         return Picture(name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import printable
-from simpletune.system.options import shortened
+from simpletune.data.sources.walk import printable_name
+from simpletune.system.options import join_names
 
 KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_holiday
 
 
-def folder_of(root: Path, name: str) -> str:
+def naming_folder(root: Path, name: str) -> str:
     """Return the folder whose name applies to a picture: the first below the data folder, or the data folder itself.
 
     Args:
@@ -35,7 +35,7 @@ def with_words(root: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> Cal
     """Wrap a caption reader: a picture without a caption of its own gets the words of its folder's name."""
 
     def read(file: Path) -> tuple[str, ...]:
-        known = meaning(folder_of(root, file.relative_to(root).as_posix()))
+        known = meaning(naming_folder(root, file.relative_to(root).as_posix()))
         try:
             return caption_of(file)
         except MissingCaption:
@@ -50,23 +50,23 @@ class MissingCaption(UnusablePicture):
     """A picture has no caption at all, rather than an unusable one."""
 
 
-def described(root: Path, names: Sequence[str]) -> list[str]:
+def explain_folder_names(root: Path, names: Sequence[str]) -> list[str]:
     """Return sentences that explain how folder names were interpreted.
 
     Args:
         root: the data folder.
         names: names of the pictures in it.
     """
-    folders = dict.fromkeys(folder_of(root, name) for name in names)
+    folders = dict.fromkeys(naming_folder(root, name) for name in names)
     known = {folder: found for folder in folders if (found := meaning(folder)) is not None}
     if not known:
         return [
             "data.folder_names=kohya finds no folder like '10_sks dog' here: pictures appear data.repeats times",
         ]
-    each = [f"{printable(folder)} ({repeats} repeats of {words!r})" for folder, (repeats, words) in known.items()]
-    plain = [printable(folder) for folder in folders if folder not in known]
-    rest = f"; once: {shortened(plain, 3)}" if plain else ""
-    return [f"folder names read as kohya's: {shortened(each, 6)}{rest}"]
+    each = [f"{printable_name(folder)} ({repeats} repeats of {words!r})" for folder, (repeats, words) in known.items()]
+    plain = [printable_name(folder) for folder in folders if folder not in known]
+    rest = f"; once: {join_names(plain, 3)}" if plain else ""
+    return [f"folder names read as kohya's: {join_names(each, 6)}{rest}"]
 
 
 def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
@@ -80,7 +80,7 @@ def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
     numbers = [folder for folder in folders if (found := meaning(folder)) is not None and found[0] > 1]
     if numbers:
         yield (
-            f"{printable(shortened(numbers, 3))}: the repeat count in a folder's name is ignored, unlike in kohya's "
-            "scripts. Set data.folder_names=kohya to repeat its pictures as often, and to caption those without a "
+            f"{printable_name(join_names(numbers, 3))}: the repeat count in a folder's name is ignored, unlike in "
+            "kohya's scripts. Set data.folder_names=kohya to repeat its pictures as often, and to caption those without a "
             "caption by its words"
         )

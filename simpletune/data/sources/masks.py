@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simpletune.data.sources.pictures import cut, decode_mask, has_alpha, picture_size
+from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, has_alpha, picture_size
 from simpletune.data.sources.source import Mask, UnusablePicture, same_bytes
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
@@ -19,7 +19,7 @@ from simpletune.system.options import plural
 if TYPE_CHECKING:
     import numpy as np
 
-    from simpletune.data.samples import View
+    from simpletune.data.samples import Crop
 
 LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
 VERSION = 1  # increment when the crop of a mask changes
@@ -113,7 +113,7 @@ def _existing(target: Path) -> Iterator[Path]:
                 yield place
 
 
-def latent_mask(view: View) -> np.ndarray:
+def latent_mask(view: Crop) -> np.ndarray:
     """Return a crop's mask at the latents' resolution, cropped and mirrored like the picture.
 
     Args:
@@ -138,13 +138,13 @@ def latent_mask(view: View) -> np.ndarray:
         raise UnusablePicture("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
     if mask.kind == "file" and image.size != view.picture.size:
         image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
-    pixels = (cut(image.convert("RGB"), view.bucket, view.offset, view.flip)[0] + 1) * 127.5  # [h, w]
+    pixels = (crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip)[0] + 1) * 127.5  # [h, w]
     height, width = pixels.shape
     places = pixels.reshape(height // DOWNSAMPLING, DOWNSAMPLING, width // DOWNSAMPLING, DOWNSAMPLING).mean((1, 3))
     return np.asarray(places.round()[None], dtype=np.uint8)
 
 
-def mask_key(view: View) -> str:
+def mask_key(view: Crop) -> str:
     """Return everything that a crop's mask depends on."""
     mask = view.picture.mask
     assert mask is not None
@@ -152,6 +152,6 @@ def mask_key(view: View) -> str:
     return json.dumps({"mask": mask.digest, "kind": mask.kind, **cut_as, "version": VERSION}, sort_keys=True)
 
 
-def masked(views: Iterable[View]) -> list[View]:
+def masked(views: Iterable[Crop]) -> list[Crop]:
     """Select the crops of pictures with a mask."""
     return [view for view in views if view.picture.mask is not None]

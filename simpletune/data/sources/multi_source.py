@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.data.prompts import prompt_of, prompts_vary
-from simpletune.data.samples import bucket_of
+from simpletune.data.samples import bucket_size
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.source import Picture, Rejected, Scan, Source
+from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 from simpletune.models.shared.buckets import STEP, upscaling
@@ -22,7 +22,7 @@ from simpletune.system.options import Option, Problem, UserError
 One = Annotated[Folder | Table, Field(discriminator="source")]
 
 
-class Several(Option):
+class MultiSource(Option):
     """Several sources of pictures, mixed in every epoch."""
 
     source: Literal["several"] = "several"
@@ -57,17 +57,17 @@ class Several(Option):
         return prompts.pop() if len(prompts) == 1 else None
 
 
-def subjects(data: Source | Several) -> list[Source]:
+def subjects(data: Source | MultiSource) -> list[Source]:
     """Return the sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]
 
 
-def field_of(data: Source | Several, index: int, name: str) -> str:
+def field_of(data: Source | MultiSource, index: int, name: str) -> str:
     """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
     return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
 
 
-def source_rules(data: Source | Several) -> Iterator[Problem]:
+def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
     """Check what concerns all sources together."""
     if not subjects(data):
         yield Problem(
@@ -76,7 +76,7 @@ def source_rules(data: Source | Several) -> Iterator[Problem]:
         )
 
 
-def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> Iterator[str]:
+def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -> Iterator[str]:
     """Yield what a user should know about the caption options.
 
     Args:
@@ -92,7 +92,7 @@ def source_notes(data: Source | Several, pictures: Sequence[Picture] = ()) -> It
             )
 
 
-def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Iterator[Problem]:
+def source_problems(data: Source | MultiSource, paths: Sequence[Path | None]) -> Iterator[Problem]:
     """Check every source without reading its pictures.
 
     Args:
@@ -104,7 +104,7 @@ def source_problems(data: Source | Several, paths: Sequence[Path | None]) -> Ite
             yield replace(problem, path=field_of(data, index, problem.path.removeprefix("data.")))
 
 
-def scan_sources(data: Source | Several) -> Scan:
+def scan_sources(data: Source | MultiSource) -> Scan:
     """Scan every source, in order; record the source of each picture and unusable entry.
 
     Args:
@@ -129,7 +129,7 @@ def scan_sources(data: Source | Several) -> Scan:
     )
 
 
-def _scan(data: Several, index: int, source: Source) -> Scan:
+def _scan(data: MultiSource, index: int, source: Source) -> Scan:
     try:
         return source.scan(Path(source.path))
     except UserError as error:
@@ -138,21 +138,21 @@ def _scan(data: Several, index: int, source: Source) -> Scan:
 
 
 def with_paths(
-    data: Folder | Table | Stream | Several, change: Callable[[str], str]
-) -> Folder | Table | Stream | Several:
+    data: Folder | Table | Stream | MultiSource, change: Callable[[str], str]
+) -> Folder | Table | Stream | MultiSource:
     """Return the same sources with other paths of pictures and masks.
 
     Args:
         data: one or several sources.
         change: function from a path to its replacement.
     """
-    if isinstance(data, Several):
+    if isinstance(data, MultiSource):
         return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
     masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
     return data.model_copy(update={"path": change(data.path), **masks})
 
 
-def example_prompt(data: Source | Several, seed: int) -> str:
+def example_prompt(data: Source | MultiSource, seed: int) -> str:
     """Return the prompt of the first picture that is not for regularization.
 
     Args:
@@ -168,12 +168,12 @@ def example_prompt(data: Source | Several, seed: int) -> str:
     raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
 
 
-def stopping(data: Source | Several, rejected: Sequence[Rejected]) -> list[Rejected]:
+def stopping(data: Source | MultiSource, rejected: Sequence[RejectedEntry]) -> list[RejectedEntry]:
     """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]
 
 
-def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = STEP) -> list[Rejected]:
+def too_small(pictures: Sequence[Picture], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
     """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
 
     Args:
@@ -182,11 +182,11 @@ def too_small(pictures: Sequence[Picture], data: Source | Several, step: int = S
     rejected = []
     for picture in pictures:
         source = data.members[picture.source]
-        scale = upscaling(picture.size, bucket_of(picture, source, step))
+        scale = upscaling(picture.size, bucket_size(picture, source, step))
         if source.max_upscale is None or scale <= source.max_upscale:
             continue
         size = f"{picture.size[0]}x{picture.size[1]}"
         limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
         reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
-        rejected.append(Rejected(picture.name, reason, source=picture.source))
+        rejected.append(RejectedEntry(picture.name, reason, source=picture.source))
     return rejected

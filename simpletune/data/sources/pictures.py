@@ -187,7 +187,9 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
     return Image.fromarray((levels // 257).astype(np.uint8)).convert("RGB")
 
 
-def cut(image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False) -> np.ndarray:
+def crop_to_bucket(
+    image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False
+) -> np.ndarray:
     """Scale a picture to cover its bucket (Lanczos), crop it, and mirror it if asked.
 
     Args:

@@ -92,7 +92,7 @@ def same_bytes(picture: Picture | Mask) -> bytes:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedEntry:
     """An entry that cannot be used, and why.
 
     Args:
@@ -122,7 +122,7 @@ class Scan:
     """
 
     pictures: list[Picture]
-    rejected: list[Rejected]
+    rejected: list[RejectedEntry]
     captions: str
     left_alone: Mapping[str, int] = field(default_factory=dict)
     hints: tuple[str, ...] = ()

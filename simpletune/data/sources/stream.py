@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.data.sources.captions import MAX_BYTES, checked, settle_lines
+from simpletune.data.sources.captions import MAX_BYTES, settle_lines, validate_caption
 from simpletune.data.sources.masks import require_alpha
 from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import Mask, Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import too_large
 from simpletune.data.streaming.columns import Columns
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
@@ -62,13 +62,13 @@ class Stream(Source):
             UserError: the data set is missing or damaged.
         """
         rows = self.rows()
-        pictures, rejected = list[Picture](), list[Rejected]()
+        pictures, rejected = list[Picture](), list[RejectedEntry]()
         chosen = example_rows(rows)
         for row in chosen:
             try:
                 pictures.append(self._scanned(rows, row))
             except UnusablePicture as reason:
-                rejected.append(Rejected(rows.name(row), str(reason)))
+                rejected.append(RejectedEntry(rows.name(row), str(reason)))
         looked = (
             f"{plural(len(chosen), 'row')} of {len(rows):,} were examined, from up to {BLOCKS} parts of the data set"
         )
@@ -177,7 +177,7 @@ class Stream(Source):
         size = sum(len(text.encode()) for text in texts)
         if size > MAX_BYTES:
             raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
-        return [checked(text, what) for text in texts]
+        return [validate_caption(text, what) for text in texts]
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
         """Read a row's picture, and make the checks that other sources make while scanning.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from simpletune.data.sources.captions import MAX_BYTES, checked, settle_lines
+from simpletune.data.sources.captions import MAX_BYTES, settle_lines, validate_caption
 from simpletune.data.sources.masks import alpha_mask
 from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import Picture, Rejected, Scan, Source, UnusablePicture
+from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import is_outside, read_regular, too_large
 from simpletune.system.options import Problem, UserError
 
@@ -73,7 +73,7 @@ class Table(Source):
                 try:
                     pictures.append(self._picture(name, *cell))
                 except UnusablePicture as reason:
-                    rejected.append(Rejected(name, str(reason)))
+                    rejected.append(RejectedEntry(name, str(reason)))
         described = (
             f"the column {self.caption_column}"
             if self.prompt is None
@@ -129,7 +129,7 @@ class Table(Source):
         texts = value if isinstance(value, list) and value else [value]
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise UnusablePicture(f"{what} is empty or not a string")
-        return [checked(text, what) for text in texts]
+        return [validate_caption(text, what) for text in texts]
 
     def _fetched(self) -> Path:
         """Download the parquet files of a dataset on the Hub."""

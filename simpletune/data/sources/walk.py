@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from simpletune.data.sources.source import Rejected, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".psd", ".svg", ".cr2", ".nef")
@@ -33,7 +33,7 @@ class FoundFiles:
     """
 
     pictures: list[Path] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedEntry] = field(default_factory=list)
     left_alone: Counter[str] = field(default_factory=Counter)
 
 
@@ -69,7 +69,7 @@ def walk(root: Path, links: Links) -> FoundFiles:
                 _take_file(entry, root, links, found)
         if links == "inside":
             outside = [path for path in linked if is_outside(path, root)]
-            found.rejected += [Rejected(_relative(path, root), OUTSIDE, "folder") for path in outside]
+            found.rejected += [RejectedEntry(_relative(path, root), OUTSIDE, "folder") for path in outside]
             linked = []
     found.pictures.sort(key=lambda file: file.relative_to(root).as_posix())
     return found
@@ -82,7 +82,7 @@ def _entries(folder: str, root: Path, found: FoundFiles) -> Iterator[os.DirEntry
             yield from (entry for entry in entries if not entry.name.startswith("."))
     except OSError as error:
         name = _relative(folder, root) if folder != os.fspath(root) else "."
-        found.rejected.append(Rejected(name, f"cannot be read ({error.strerror or error})", "folder"))
+        found.rejected.append(RejectedEntry(name, f"cannot be read ({error.strerror or error})", "folder"))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -99,7 +99,7 @@ def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: FoundFi
     if suffix not in SUFFIXES:
         return
     if links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
-        found.rejected.append(Rejected(_relative(entry.path, root), OUTSIDE))
+        found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
     else:
         found.pictures.append(Path(entry.path))
 
@@ -147,7 +147,7 @@ def readable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def printable(name: str) -> str:
+def printable_name(name: str) -> str:
     """Make a name or a text safe for one line of a terminal: escape line breaks and other control characters, and
     shorten a very long one in the middle."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 + 3 :]}"

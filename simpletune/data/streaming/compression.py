@@ -11,7 +11,7 @@ CODECS = {"zstd": "zstd", "snappy": "snappy", "br": "brotli"}  # pyarrow's names
 OTHERS = ("gz", "bz2")
 
 
-def decompressed(data: bytes, compression: str, size: int, name: str) -> bytes:
+def decompress(data: bytes, compression: str, size: int, name: str) -> bytes:
     """Decompress a file; never writes more than its announced size.
 
     Args:

@@ -93,10 +93,10 @@ class LocalFiles:
                 data = file.read(end - start)
             except OSError as error:
                 raise UserError(f"data.path: {self.root / name} cannot be read ({error.strerror or error})") from None
-        return required(data, end - start, str(self.root / name))
+        return require_length(data, end - start, str(self.root / name))
 
 
-def required(data: bytes, count: int, what: str) -> bytes:
+def require_length(data: bytes, count: int, what: str) -> bytes:
     """Return the data if it has the required length.
 
     Raises:

@@ -16,11 +16,11 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from simpletune.data.streaming.columns import Columns, require_columns
-from simpletune.data.streaming.compression import decompressed
+from simpletune.data.streaming.compression import decompress
 from simpletune.data.streaming.files import Files
-from simpletune.data.streaming.rows import Block, Held, Shard, ShardedRows
+from simpletune.data.streaming.rows import Block, LruCache, Shard, ShardedRows
 from simpletune.system.options import Json, UserError, plural
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 INDEX = "index.json"
 MOST_INDEX = 2**28  # bytes
@@ -34,7 +34,7 @@ SIZES["int"] = np.dtype("int64")
 
 
 @dataclass(frozen=True)
-class Stored:
+class MDSFile:
     """A file that the index lists.
 
     Args:
@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MDSShard:
     """A shard in the index.
 
     Args:
@@ -60,14 +60,14 @@ class Entry:
         columns: (name, encoding, fixed size or None) in their order.
     """
 
-    raw: Stored
-    zipped: Stored | None
+    raw: MDSFile
+    zipped: MDSFile | None
     compression: str
     samples: int
     columns: tuple[tuple[str, str, int | None], ...]
 
     @property
-    def file(self) -> Stored:
+    def file(self) -> MDSFile:
         """The stored file: the compressed one, if any."""
         return self.zipped or self.raw
 
@@ -88,13 +88,13 @@ class MDSRows(ShardedRows):
     def __init__(self, files: Files, columns: Columns, split: str | None = None):
         self._files, self._folder = files, "" if split is None else f"{split}/"
         self._lock = threading.Lock()
-        self._raw: Held[bytes] = Held()
+        self._raw: LruCache[bytes] = LruCache()
         self._offsets: dict[int, np.ndarray] = {}
         listed = files.sizes("")
         index = f"{self._folder}{INDEX}"
         if index not in listed:
             raise UserError(f"data.path: {files.place} has no {index}. Name the folder of an MDS data set")
-        self._entries = entries_of(files.read(index, 0, min(listed[index], MOST_INDEX)), f"{files.place}/{index}")
+        self._entries = read_index(files.read(index, 0, min(listed[index], MOST_INDEX)), f"{files.place}/{index}")
         for entry in self._entries:
             self._require(entry, listed, columns)
         shards = [Shard(entry.file.name, entry.samples, self._digest(entry, columns)) for entry in self._entries]
@@ -110,7 +110,7 @@ class MDSRows(ShardedRows):
         why = f"unsupported kinds: {', '.join(sorted(hashes))}" if hashes else "the index has none"
         return [f"{plural(bare, 'shard')} of {self.place} without hashes to verify ({why}): only lengths are checked"]
 
-    def _require(self, entry: Entry, listed: dict[str, int], columns: Columns) -> None:
+    def _require(self, entry: MDSShard, listed: dict[str, int], columns: Columns) -> None:
         """Check that a shard exists in full length, with columns of supported kinds."""
         name = self._folder + entry.file.name
         if name not in listed:
@@ -129,7 +129,7 @@ class MDSRows(ShardedRows):
                     f"read. Write it as {' or '.join(known[:3])}"
                 )
 
-    def _digest(self, entry: Entry, columns: Columns) -> str:
+    def _digest(self, entry: MDSShard, columns: Columns) -> str:
         """Identify a shard's content by its hashes, or, if it has none, by its length and the bytes at some places."""
         file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
         about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
@@ -159,7 +159,7 @@ class MDSRows(ShardedRows):
         for name, _, size in entry.columns:
             wide = next(lengths, -1) if size is None else size
             if not 0 <= wide <= len(data) - place:
-                raise damaged(entry, f"sample {row} is shorter than its columns")
+                raise damaged_shard_error(entry, f"sample {row} is shorter than its columns")
             found[name] = data[place : place + wide]
             place += wide
         return found
@@ -187,17 +187,17 @@ class MDSRows(ShardedRows):
             found[row] = [np.frombuffer(sample[name], kinds[name])[0] for name in self.columns.size]
         return found
 
-    def _bytes(self, entry: Entry, start: int, end: int) -> bytes:
+    def _bytes(self, entry: MDSShard, start: int, end: int) -> bytes:
         """Bytes of a shard's verified content."""
         if entry.zipped is None:
             return self._files.read(self._folder + entry.raw.name, start, end)
         return self._raw.get(entry.raw.name, lambda: (self._unzipped(entry), entry.raw.bytes))[start:end]
 
-    def _unzipped(self, entry: Entry) -> bytes:
+    def _unzipped(self, entry: MDSShard) -> bytes:
         assert entry.zipped is not None
         stored = self._files.read(self._folder + entry.zipped.name, 0, entry.zipped.bytes)
         verify(entry.zipped, [stored])
-        raw = decompressed(stored, entry.compression, entry.raw.bytes, entry.zipped.name)
+        raw = decompress(stored, entry.compression, entry.raw.bytes, entry.zipped.name)
         verify(entry.raw, [raw])
         return raw
 
@@ -212,22 +212,22 @@ class MDSRows(ShardedRows):
                 self._offsets[shard] = self._verified(self._entries[shard])
             return self._offsets[shard]
 
-    def _verify_stored(self, entry: Entry) -> None:
+    def _verify_stored(self, entry: MDSShard) -> None:
         """Verify the hashes of a shard that is stored as it is, piece by piece."""
         name, end = self._folder + entry.raw.name, entry.raw.bytes
         if verifiable(entry.raw.hashes):
             verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
 
-    def _verified(self, entry: Entry) -> np.ndarray:
+    def _verified(self, entry: MDSShard) -> np.ndarray:
         if entry.zipped is None:
             self._verify_stored(entry)
         head = 4 * (entry.samples + 2)
         numbers = np.frombuffer(self._bytes(entry, 0, min(head, entry.raw.bytes)), "<u4")
         offsets = numbers[1:].astype(np.int64)
         if len(offsets) != entry.samples + 1 or numbers[0] != entry.samples:
-            raise damaged(entry, f"its head does not list {entry.samples:,} samples, as {INDEX} does")
+            raise damaged_shard_error(entry, f"its head does not list {entry.samples:,} samples, as {INDEX} does")
         if offsets[0] < head or (np.diff(offsets) < 0).any() or offsets[-1] != entry.raw.bytes:
-            raise damaged(entry, "its offsets do not follow each other up to its end")
+            raise damaged_shard_error(entry, "its offsets do not follow each other up to its end")
         return numbers[1:]
 
 
@@ -236,7 +236,7 @@ def verifiable(hashes: Mapping[str, str]) -> list[str]:
     return sorted(ALGORITHMS.intersection(hashes))
 
 
-def verify(stored: Stored, pieces: Iterable[bytes]) -> None:
+def verify(stored: MDSFile, pieces: Iterable[bytes]) -> None:
     """Compare a file's hashes with those in the index.
 
     Args:
@@ -258,12 +258,12 @@ def verify(stored: Stored, pieces: Iterable[bytes]) -> None:
             )
 
 
-def damaged(entry: Entry, why: str) -> UserError:
+def damaged_shard_error(entry: MDSShard, why: str) -> UserError:
     """Make the error for a shard whose content violates its format."""
     return UserError(f"data.path: {entry.file.name} is damaged: {why}. Fetch or write it again")
 
 
-def entries_of(data: bytes, place: str) -> list[Entry]:
+def read_index(data: bytes, place: str) -> list[MDSShard]:
     """Read an index.
 
     Args:
@@ -276,24 +276,28 @@ def entries_of(data: bytes, place: str) -> list[Entry]:
     try:
         return [_entry(shard) for shard in json.loads(data)["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"data.path: {place} is not the index of an MDS data set ({reason_of(error)})") from None
+        raise UserError(
+            f"data.path: {place} is not the index of an MDS data set ({describe_exception(error)})"
+        ) from None
 
 
-def _entry(shard: Json) -> Entry:
+def _entry(shard: Json) -> MDSShard:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
     zipped = _stored(shard["zip_data"]) if shard.get("compression") else None
     columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
     checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    return Entry(_stored(shard["raw_data"]), zipped, shard.get("compression") or "", _number(shard["samples"]), checked)
+    return MDSShard(
+        _stored(shard["raw_data"]), zipped, shard.get("compression") or "", _number(shard["samples"]), checked
+    )
 
 
-def _stored(entry: Json) -> Stored:
+def _stored(entry: Json) -> MDSFile:
     name = PurePosixPath(entry["basename"])
     if name.is_absolute() or ".." in name.parts:
         raise ValueError(f"{str(name)!r} is outside the data set")
     hashes = {str(algorithm): str(value) for algorithm, value in (entry.get("hashes") or {}).items()}
-    return Stored(name.as_posix(), _number(entry["bytes"]), hashes)
+    return MDSFile(name.as_posix(), _number(entry["bytes"]), hashes)
 
 
 def _number(value: object) -> int:

@@ -10,7 +10,7 @@ from simpletune.data.streaming.columns import Columns
 from simpletune.data.streaming.files import LocalFiles
 from simpletune.data.streaming.mds import INDEX, MDSRows
 from simpletune.data.streaming.parquet import ParquetRows
-from simpletune.data.streaming.remote_files import HUB, HubFiles, KeptFiles, StoreFiles
+from simpletune.data.streaming.remote_files import HUB, HubFiles, LocalFileCache, StoreFiles
 from simpletune.data.streaming.rows import ShardedRows
 from simpletune.system.options import UserError
 
@@ -51,7 +51,7 @@ def open_rows(place: str, columns: Columns, form: Form = NO_FORM, local: Path | 
         kind = "mds" if index in files.sizes(INDEX) else "parquet"
     if kind == "parquet":
         return ParquetRows(files, columns, form.split)
-    kept = files if isinstance(files, LocalFiles) else KeptFiles(files, local, int(form.local_gib * 2**30))
+    kept = files if isinstance(files, LocalFiles) else LocalFileCache(files, local, int(form.local_gib * 2**30))
     return MDSRows(kept, columns, form.split)
 
 

@@ -55,7 +55,7 @@ def _in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:
     return filled.reshape(-1, batch_size)
 
 
-def substituted(
+def substitute_unusable(
     batches: np.ndarray,  # [micro-batches, batch_size]
     bucket: np.ndarray,  # [n]
     unusable: np.ndarray,

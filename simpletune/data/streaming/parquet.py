@@ -15,9 +15,9 @@ import numpy as np
 
 from simpletune.data.streaming.columns import Columns, require_columns
 from simpletune.data.streaming.files import Files
-from simpletune.data.streaming.rows import MAX_BLOCK, Block, Held, Shard, ShardedRows
+from simpletune.data.streaming.rows import MAX_BLOCK, Block, LruCache, Shard, ShardedRows
 from simpletune.system.options import UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -47,8 +47,8 @@ class ParquetRows(ShardedRows):
             raise UserError(f"data.path: {files.place} contains no {SUFFIX} file{of}. Name a folder with one")
         self._files, self._lock = files, threading.Lock()
         self._open = lru_cache(maxsize=OPEN)(self._opened)
-        self._pictures: Held[ChunkedArray] = Held()
-        self._captions: Held[ChunkedArray] = Held(MOST_CAPTIONS)
+        self._pictures: LruCache[ChunkedArray] = LruCache()
+        self._captions: LruCache[ChunkedArray] = LruCache(MOST_CAPTIONS)
         shards, blocks = list[Shard](), list[Block]()
         for name, size in sizes.items():
             footer, digest = self._footer(name, size, columns)
@@ -117,7 +117,8 @@ def reading(name: str, what: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(
-            f"data.path: {name} is damaged: {what} cannot be read ({reason_of(error)[:200]}). Fetch or write it again"
+            f"data.path: {name} is damaged: {what} cannot be read ({describe_exception(error)[:200]}). "
+            "Fetch or write it again"
         ) from None
 
 

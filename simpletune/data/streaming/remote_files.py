@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from simpletune.data.streaming.files import Files, required
+from simpletune.data.streaming.files import Files, require_length
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 from simpletune.system.stores.store import Store, StoreError
 
@@ -110,7 +110,7 @@ class HubFiles:
         """Read bytes from ``start`` up to ``end``, exclusively."""
         with reaching(name):
             data: bytes = self._hub.cat_file(f"{self._root}/{name}", start=start, end=end)
-        return required(data, end - start, f"{self.place}: {name}")
+        return require_length(data, end - start, f"{self.place}: {name}")
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read and seek in, each part by a request of its own."""
@@ -134,7 +134,7 @@ def reaching(what: str) -> Iterator[None]:
     except StoreError as error:
         raise UserError(f"data.path: {error}. Check the connection and start again", code=3) from None
     except (OSError, ValueError) as error:
-        reason = redact(reason_of(error))[:300]
+        reason = redact(describe_exception(error))[:300]
         raise UserError(
             f"data.path: {what} cannot be read ({reason}). Check the name, the connection and the token", code=3
         ) from None
@@ -177,7 +177,7 @@ class RangeFile(io.RawIOBase):
         return data
 
 
-class KeptFiles:
+class LocalFileCache:
     """Files with whole local copies in a folder of limited size; removes the least recently used copies first.
 
     Processes may share the folder.
@@ -217,7 +217,7 @@ class KeptFiles:
         with self.open(name) as file:
             os.utime(file.fileno())
             file.seek(start)
-            return required(file.read(end - start), end - start, name)
+            return require_length(file.read(end - start), end - start, name)
 
     def _copy(self, name: str) -> Path:
         about = f"{self.place}\n{name}\n{self._sizes[name]}\n{self.version(name)}"

@@ -51,7 +51,7 @@ class Block(NamedTuple):
     bytes: int
 
 
-class Held(Generic[Value]):
+class LruCache(Generic[Value]):
     """The most recently read blocks, up to a number of bytes. Thread-safe; only one thread reads a block at a time."""
 
     def __init__(self, most: int = HELD):

@@ -10,13 +10,13 @@ from accelerate.utils import gather_object
 from torch import distributed, nn
 
 from simpletune.engine.fsdp.files import SavedStates, restore_states, state_by_name, write_index, write_parts
-from simpletune.engine.fsdp.fsdp_model import Sharding, held_parameters, sharding_of
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.optimizer import OptimizerOption
-from simpletune.engine.optim.place import Place
+from simpletune.engine.optim.place import ParameterRange
 from simpletune.engine.tensors import trained_parameters
 from simpletune.system.failpoints import failpoint
-from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.safetensors_file import WeightReader
 
 LISTED = 4
@@ -25,7 +25,7 @@ WEIGHTS, STATES, AVERAGES = "trainable", "optimizer", "ema"
 
 def write_together(
     folder: Path,
-    sharding: Sharding,
+    sharding: FsdpModel,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     metadata: dict[str, str],
@@ -56,7 +56,7 @@ def write_together(
         write_index(folder, kind, [each[kind] for each in every], sharding.shards)
 
 
-def nonfinite(sharding: Sharding) -> list[str]:
+def nonfinite(sharding: FsdpModel) -> list[str]:
     """The names of the parameters with NaN or infinity in this process's parts."""
     held = sharding.held
     peaks = [torch.linalg.vector_norm(part.detach(), torch.inf).float() for part in held.values()]
@@ -66,7 +66,7 @@ def nonfinite(sharding: Sharding) -> list[str]:
 
 def _write_own(
     folder: Path,
-    sharding: Sharding,
+    sharding: FsdpModel,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     metadata: dict[str, str],
@@ -105,7 +105,7 @@ class NonFinite(UserError):
     """
 
     def __init__(self, names: list[str]):
-        super().__init__(f"{len(names)} trained parameters are non-finite ({shortened(names, LISTED)})")
+        super().__init__(f"{len(names)} trained parameters are non-finite ({join_names(names, LISTED)})")
         self.names = names
 
 
@@ -126,12 +126,12 @@ def restore_parts(
         for name, rows in held_rows(model, WeightReader([files[0]])):
             held[name].copy_(rows)
     sizes = {name: parameter.numel() for name, parameter in whole.items()}
-    restore_states(option, optimizer, places_of(model), SavedStates(files[1], sizes, scalars))
+    restore_states(option, optimizer, parameter_ranges(model), SavedStates(files[1], sizes, scalars))
 
 
 def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
     """Load this process's rows of each trained parameter, one after the other."""
-    sharding = sharding_of(model)
+    sharding = fsdp_model(model)
     for name, parameter in held_parameters(model).items():
         if sharding is None:
             yield name, reader.get(name)
@@ -140,16 +140,16 @@ def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, tor
             yield name, reader.rows(name, first, first + len(parameter))
 
 
-def places_of(model: nn.Module) -> dict[str, Place]:
+def parameter_ranges(model: nn.Module) -> dict[str, ParameterRange]:
     """The places, in the whole parameters, of the parts that this process updates, by name."""
-    sharding = sharding_of(model)
+    sharding = fsdp_model(model)
     if sharding is not None:
         return dict(zip(sharding.held, sharding.places, strict=True))
     parameters = trained_parameters(model).items()
-    return {name: Place(number, 0, parameter.numel()) for number, (name, parameter) in enumerate(parameters)}
+    return {name: ParameterRange(number, 0, parameter.numel()) for number, (name, parameter) in enumerate(parameters)}
 
 
-def require_shared(folder: Path, sharding: Sharding) -> None:
+def require_shared(folder: Path, sharding: FsdpModel) -> None:
     """Check that all processes see the run's folder, into which each writes its part of a checkpoint.
 
     Args:
@@ -170,6 +170,6 @@ def require_shared(folder: Path, sharding: Sharding) -> None:
     if blind:
         raise UserError(
             f"train.sharding: every process writes its part of a checkpoint into {folder}, which process "
-            f"{shortened(blind, LISTED)} does not see. Put output.runs into a folder that all machines share, or use "
+            f"{join_names(blind, LISTED)} does not see. Put output.runs into a folder that all machines share, or use "
             "train.sharding none"
         )

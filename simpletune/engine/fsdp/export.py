@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from simpletune.engine.fsdp.rank_zero import Leading
+from simpletune.engine.fsdp.rank_zero import RankZeroDriver
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES
 from simpletune.system.safetensors_file import TYPES, SafetensorsWriter
@@ -17,7 +17,7 @@ NAME_OF = {f"torch.{about.torch}": name for name, about in TYPES.items()}
 
 
 def write_divided_folder(
-    model: nn.Module, leading: Leading, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
+    model: nn.Module, leading: RankZeroDriver, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
 ) -> Path:
     """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads.
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.engine.fsdp.fsdp_model import Shard, parts_of
+from simpletune.engine.fsdp.fsdp_model import ParameterPart, process_ranges
 from simpletune.engine.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
-from simpletune.engine.optim.place import Place, StatePiece
+from simpletune.engine.optim.place import ParameterRange, StatePiece
 from simpletune.engine.optim.state import State
 from simpletune.system.atomic import write_json
 from simpletune.system.checksums import sha256_of
@@ -33,7 +33,7 @@ from simpletune.system.safetensors_file import (
 VALUES = "simpletune_values"  # header entry for plain values of optimizer state
 
 
-def file_of(kind: str, rank: int, processes: int) -> str:
+def part_file(kind: str, rank: int, processes: int) -> str:
     """The name of the file with one process's parts."""
     return f"{kind}-{rank:05d}-of-{processes:05d}.safetensors"
 
@@ -53,11 +53,11 @@ def write_parts(
     Returns:
         The file's name and its SHA-256.
     """
-    file = write_safetensors(tensors, folder / file_of(kind, *of), metadata)
+    file = write_safetensors(tensors, folder / part_file(kind, *of), metadata)
     return {"file": file.name, "sha256": sha256_of(file)}
 
 
-def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[str, Shard]) -> Path:
+def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[str, ParameterPart]) -> Path:
     """Write the index of files that all processes have written.
 
     Args:
@@ -118,7 +118,8 @@ class SavedStates:
             return
         found: Json = json.loads(file.read_text())
         self._parts = {
-            name: parts_of([*about["starts"], math.prod(about["shape"])]) for name, about in found["parameters"].items()
+            name: process_ranges([*about["starts"], math.prod(about["shape"])])
+            for name, about in found["parameters"].items()
         }
         self._files = [_StateFile.opened(part) for part in files_of_index(file)]
 
@@ -165,7 +166,7 @@ class _StateFile:
 
 
 def restore_states(
-    option: OptimizerOption, optimizer: torch.optim.Optimizer, places: Mapping[str, Place], saved: SavedStates
+    option: OptimizerOption, optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterRange], saved: SavedStates
 ) -> None:
     """Restore the state of each parameter, or part of one.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.engine.optim.place import Place
+from simpletune.engine.optim.place import ParameterRange
 from simpletune.engine.tensors import trained_parameters
 
 KEY = "_simpletune_sharding"
@@ -27,7 +27,7 @@ CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterPart:
     """A process's part of a parameter: a contiguous range of its elements, made of whole rows.
 
     Args:
@@ -40,7 +40,7 @@ class Shard:
     whole: nn.Parameter
     held: nn.Parameter
     starts: tuple[int, ...]
-    place: Place
+    place: ParameterRange
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Shard:
         return tuple(self.whole.shape)
 
 
-class Sharding:
+class FsdpModel:
     """A model whose parameters are sharded over all processes of the default group.
 
     Args:
@@ -78,12 +78,12 @@ class Sharding:
         self.device = device
         model.__dict__[KEY] = self
 
-    def _shard(self, number: int, whole: nn.Parameter) -> Shard:
+    def _shard(self, number: int, whole: nn.Parameter) -> ParameterPart:
         """Describe this process's part of a parameter."""
-        starts = starts_of(tuple(whole.shape), self.processes)
+        starts = process_starts(tuple(whole.shape), self.processes)
         with torch.no_grad():
             held = nn.Parameter(local(whole).detach())
-        return Shard(whole, held, starts, Place(number, starts[self.rank], starts[-1]))
+        return ParameterPart(whole, held, starts, ParameterRange(number, starts[self.rank], starts[-1]))
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
@@ -91,7 +91,7 @@ class Sharding:
         return {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ParameterRange]:
         """The places of these parts."""
         return [shard.place for shard in self.shards.values() if shard.held.numel()]
 
@@ -153,25 +153,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def starts_of(shape: Sequence[int], processes: int) -> tuple[int, ...]:
+def process_starts(shape: Sequence[int], processes: int) -> tuple[int, ...]:
     """The first element of each process's part of a parameter, then the total number of elements. All parts have
     equally many rows, except the last ones, which may have fewer or none."""
     each, width = -(-shape[0] // processes), math.prod(shape[1:])
     return tuple(min(number * each, shape[0]) * width for number in range(processes + 1))
 
 
-def parts_of(starts: Sequence[int]) -> list[tuple[int, int]]:
+def process_ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
     """The first element of each process's part and the element after its last one."""
     return list(pairwise(starts))
 
 
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """A model's ``Sharding``; None if it is not sharded."""
-    found: Sharding | None = model.__dict__.get(KEY)
+def fsdp_model(model: nn.Module) -> FsdpModel | None:
+    """A model's ``FsdpModel``; None if it is not sharded."""
+    found: FsdpModel | None = model.__dict__.get(KEY)
     return found
 
 
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters that this process updates, by name: for a sharded model, its parts."""
-    sharding = sharding_of(model)
+    sharding = fsdp_model(model)
     return trained_parameters(model) if sharding is None else sharding.held

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor, distributed, nn
 
-from simpletune.engine.fsdp.fsdp_model import Shard, Sharding
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, ParameterPart
 from simpletune.engine.optim.ema import Average
 
 KEY = "_simpletune_leading"
 
 
-class Word(IntEnum):
+class Command(IntEnum):
     """An instruction from the first process to the others, sent with a number."""
 
     END = 0
@@ -38,14 +38,14 @@ class Word(IntEnum):
     """Write this process's parts of the checkpoint after this number of steps."""
 
 
-class Leading:
+class RankZeroDriver:
     """Lets the first process lead the others.
 
     Args:
         sharding: the model's sharding.
     """
 
-    def __init__(self, sharding: Sharding):
+    def __init__(self, sharding: FsdpModel):
         self.sharding, self._leads = sharding, False
         sharding.units[-1].__dict__[KEY] = self
         for number, unit in enumerate(sharding.units):
@@ -59,7 +59,7 @@ class Leading:
             yield
         finally:
             self.sharding.reshard()
-            self.tell(Word.END)
+            self.tell(Command.END)
             self._leads = False
 
     def follow(self, average: Average | None, save: Callable[[int], None]) -> None:
@@ -79,18 +79,18 @@ class Leading:
                 swapped.close()
 
         tasks: dict[int, Callable[[int], object]] = {
-            Word.GATHER_UNIT: self._gather_unit,
-            Word.GATHER: lambda number: whole_of(shards[number], self.sharding.group),
-            Word.SWAP_IN: lambda _: swap(enters=True),
-            Word.SWAP_OUT: lambda _: swap(enters=False),
-            Word.SAVE: save,
+            Command.GATHER_UNIT: self._gather_unit,
+            Command.GATHER: lambda number: gather_parameter(shards[number], self.sharding.group),
+            Command.SWAP_IN: lambda _: swap(enters=True),
+            Command.SWAP_OUT: lambda _: swap(enters=False),
+            Command.SAVE: save,
         }
         with swapped:
-            while (heard := self._hear())[0] != Word.END:
+            while (heard := self._hear())[0] != Command.END:
                 tasks[heard[0]](heard[1])
         self.sharding.reshard()
 
-    def tell(self, word: Word, number: int = 0) -> None:
+    def tell(self, word: Command, number: int = 0) -> None:
         """Tell the others what to do."""
         distributed.broadcast(torch.tensor([word, number], device=self.sharding.device), 0)
 
@@ -98,12 +98,12 @@ class Leading:
         """Gather one parameter after the other, in the first process while it leads; yield names and whole tensors."""
         assert self._leads
         for number, (name, shard) in enumerate(self.sharding.shards.items()):
-            self.tell(Word.GATHER, number)
-            yield name, whole_of(shard, self.sharding.group)
+            self.tell(Command.GATHER, number)
+            yield name, gather_parameter(shard, self.sharding.group)
 
     def averaging(self, average: Average) -> Average:
         """An average that is swapped in and out in all processes when the first process does so."""
-        return LedAverage(average, self)
+        return GatheredAverage(average, self)
 
     @contextmanager
     def swapped(self, swap: AbstractContextManager[None]) -> Iterator[None]:
@@ -113,13 +113,13 @@ class Leading:
                 yield
             return
         self.sharding.reshard()
-        self.tell(Word.SWAP_IN)
+        self.tell(Command.SWAP_IN)
         try:
             with swap:
                 yield
         finally:
             self.sharding.reshard()
-            self.tell(Word.SWAP_OUT)
+            self.tell(Command.SWAP_OUT)
 
     def _hear(self) -> tuple[int, int]:
         told = torch.zeros(2, dtype=torch.int64, device=self.sharding.device)
@@ -130,7 +130,7 @@ class Leading:
     def _before_pass(self, number: int, unit: nn.Module, inputs: tuple[object, ...]) -> None:
         """Tell the others to gather the weights that the unit's own hook gathers next."""
         if self._leads:
-            self.tell(Word.GATHER_UNIT, number)
+            self.tell(Command.GATHER_UNIT, number)
 
     def _gather_unit(self, number: int) -> None:
         """Take part in gathering a unit's weights; weights outside of blocks stay gathered, as in the first process."""
@@ -140,7 +140,7 @@ class Leading:
             unit.reshard()  # type: ignore[operator]
 
 
-class LedAverage:
+class GatheredAverage:
     """An average of a sharded model's weights.
 
     Args:
@@ -148,7 +148,7 @@ class LedAverage:
         leading: tells the other processes.
     """
 
-    def __init__(self, average: Average, leading: Leading):
+    def __init__(self, average: Average, leading: RankZeroDriver):
         self._average, self._leading = average, leading
 
     def update(self, undone: Tensor | None = None) -> None:
@@ -168,7 +168,7 @@ class LedAverage:
         self._average.load(tensors, step)
 
 
-def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
+def gather_parameter(shard: ParameterPart, group: distributed.ProcessGroup) -> Tensor:
     """Gather a parameter; all processes take part.
 
     Avoids ``DTensor.full_tensor``: after a simulation with another process group, it did not wait for the other
@@ -182,7 +182,7 @@ def whole_of(shard: Shard, group: distributed.ProcessGroup) -> Tensor:
     return parts[: shard.starts[-1]].view(shard.shape)
 
 
-def leading_of(model: nn.Module) -> Leading | None:
-    """A model's ``Leading``; None if the model is not sharded."""
-    found: Leading | None = model.__dict__.get(KEY)
+def rank_zero_driver(model: nn.Module) -> RankZeroDriver | None:
+    """A model's ``RankZeroDriver``; None if the model is not sharded."""
+    found: RankZeroDriver | None = model.__dict__.get(KEY)
     return found

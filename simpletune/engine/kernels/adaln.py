@@ -37,7 +37,7 @@ class Context(Protocol):
         """Whether missing gradients are zeros."""
 
 
-class Modulation(NamedTuple):
+class ScaleShift(NamedTuple):
     """Scale (factor minus one) and shift of normalised tokens.
 
     Args:
@@ -64,7 +64,7 @@ class Gated(NamedTuple):
 def modulated(
     x: Tensor,  # [b, n, d]
     added: Gated | None,
-    modulations: Sequence[Modulation],
+    modulations: Sequence[ScaleShift],
     eps: float,
 ) -> tuple[Tensor, list[Tensor]]:
     """Add gated tokens, normalise the sum and modulate it: x + gate y, norm(x + gate y) (1 + scale) + shift.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletune.engine.kernels.sizes import LONGEST, ROWS, Tokens, parts_of
+from simpletune.engine.kernels.sizes import LONGEST, ROWS, NormTokens, program_count
 
 WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # warps by the largest number of elements
 
@@ -149,7 +149,7 @@ def _gate_backward(
         tl.store(sums + part * d + at, of_gate, mask=inside)
 
 
-def block_of(d: int) -> tuple[int, int]:
+def block_size(d: int) -> tuple[int, int]:
     """Return the elements that a program holds for rows of this length, and its number of warps."""
     block = triton.next_power_of_2(d)
     return block, next(warps for most, warps in WARPS if block <= most)
@@ -159,7 +159,7 @@ def modulate(
     x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
 ) -> list[Tensor]:
     """See ``adaln.modulated``; return modulated tokens, the sum if anything is added, mean and inverse deviation."""
-    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
     x, y = x.contiguous(), None if y is None else y.contiguous()
     step, (gate, *rows) = _of_samples([gate, *scales, *shifts])
     own_scales, own_shifts = rows[: len(scales)], rows[len(scales) :]
@@ -178,7 +178,7 @@ def modulate(
 
 
 def modulate_backward(
-    grads: Sequence[Tensor], tokens: Tokens, scales: Sequence[Tensor], statistics: Sequence[Tensor], trains: bool
+    grads: Sequence[Tensor], tokens: NormTokens, scales: Sequence[Tensor], statistics: Sequence[Tensor], trains: bool
 ) -> list[Tensor]:
     """See ``adaln.modulated``; one or two modulations.
 
@@ -194,7 +194,7 @@ def modulate_backward(
         shift in turn, then of the gate.
     """
     x, y, gate, grad_total = tokens
-    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
     grads, x = [grad.contiguous() for grad in grads], x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     y = None if y is None else y.contiguous()
@@ -214,7 +214,7 @@ def modulate_backward(
 
 def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """See ``adaln.add_gated``."""
-    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
     x, y, total = x.contiguous(), y.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     step, (rows,) = _of_samples([gate])
     if b * n:
@@ -225,7 +225,7 @@ def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
     """Compute the gradients of ``adaln._Gate``: that of y, and that of the gate if y is given."""
-    (b, n, d), (block, warps) = grad.shape, block_of(grad.shape[2])
+    (b, n, d), (block, warps) = grad.shape, block_size(grad.shape[2])
     grad, y = grad.contiguous(), None if y is None else y.contiguous()
     step, (rows,) = _of_samples([gate])
     grad_y = torch.empty_like(grad)
@@ -243,7 +243,7 @@ def _partial_sums(x: Tensor, count: int, trains: bool) -> tuple[int, int, Tensor
     b, n, d = x.shape
     if not trains:
         return 1, n, None
-    parts = parts_of(n)
+    parts = program_count(n)
     return ROWS, parts, x.new_empty((count, b, parts, d), dtype=torch.float32)
 
 

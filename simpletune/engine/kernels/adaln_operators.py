@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from simpletune.engine.kernels.fallback import Fallback
-from simpletune.engine.kernels.sizes import Tokens
+from simpletune.engine.kernels.sizes import NormTokens
 
 FALLBACK = Fallback("adaptive norms, gates and residuals by torch's operators on {device}, which is slower: {reason}")
 
@@ -53,7 +53,7 @@ def _(
     eps: float,
     trains: bool,
 ) -> list[Tensor]:
-    x, _y, gate, _grad_total = Tokens.of(tokens)
+    x, _y, gate, _grad_total = NormTokens.of(tokens)
     found = [x.new_empty(x.shape) for _ in range(1 if gate is None else 2)]
     count = 2 * len(scales) + (gate is not None)
     return [*found, *([x.new_empty((count, x.shape[0], x.shape[2]))] if trains else [])]
@@ -90,7 +90,7 @@ def _modulate_backward_by_torch(
     eps: float,
     trains: bool,
 ) -> list[Tensor]:
-    x, y, gate, grad_total = Tokens.of(tokens)
+    x, y, gate, grad_total = NormTokens.of(tokens)
     wanted, *more = (grad * (1 + scale[:, None]) for grad, scale in zip(grads, scales, strict=True))
     for grad in more:
         wanted = wanted + grad
@@ -140,7 +140,7 @@ def _modulate_backward_on_cuda(
     def kernel() -> list[Tensor]:
         from simpletune.engine.kernels import adaln_kernels
 
-        return adaln_kernels.modulate_backward(grads, Tokens.of(tokens), scales, statistics, trains)
+        return adaln_kernels.modulate_backward(grads, NormTokens.of(tokens), scales, statistics, trains)
 
     def plain() -> list[Tensor]:
         return _modulate_backward_by_torch(grads, tokens, scales, statistics, eps, trains)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from simpletune.system.console import say
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 T = TypeVar("T")
 
@@ -48,6 +48,6 @@ class Fallback:
             except Exception as error:
                 if not is_of_the_kernel(error):
                     raise
-                self.failed[device] = reason_of(error)
+                self.failed[device] = describe_exception(error)
                 say(self._warning.format(device=device, reason=self.failed[device]))
         return plain()

@@ -18,7 +18,7 @@ ROWS = 32
 """Tokens over which one program sums a modulation's gradient."""
 
 
-class Tokens(NamedTuple):
+class NormTokens(NamedTuple):
     """Tokens of a norm in the backward pass; operators take them as a list.
 
     Args:
@@ -34,14 +34,14 @@ class Tokens(NamedTuple):
     grad_total: Tensor | None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> Tokens:
+    def of(cls, tensors: Sequence[Tensor | None]) -> NormTokens:
         """Build from an operator's list."""
         x, *others = tensors
         assert x is not None
         return cls(x, *others)
 
 
-def parts_of(n: int) -> int:
+def program_count(n: int) -> int:
     """Return the number of programs, and so of rows of partial sums, for the tokens of a sample."""
     return -(-n // ROWS)
 
@@ -54,9 +54,9 @@ def partial_bytes(x: Tensor, count: int) -> int:
         count: number of gradients.
     """
     b, n, d = x.shape
-    return 4 * count * b * parts_of(n) * d
+    return 4 * count * b * program_count(n) * d
 
 
-def rows_of(d: int) -> int:
+def rows_per_program(d: int) -> int:
     """Return the number of short rows that one program takes: a power of two."""
     return max(1, ELEMENTS // (1 << (d - 1).bit_length()))

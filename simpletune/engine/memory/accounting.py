@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.repeating import Repeating
-from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, rounded
-from simpletune.engine.memory.watching import Watching
+from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, round_to_block
+from simpletune.engine.memory.watching import PhaseTracker
 from simpletune.engine.tensors import is_wrapper, plain_tensors
 
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
@@ -56,7 +56,7 @@ class _Storage:
     alive: weakref.ref
 
 
-class Accounting(TorchDispatchMode, Watching, Repeating):
+class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
     """Counts live tensor bytes while the context is active.
 
     Args:
@@ -68,7 +68,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
         Repeating.__init__(self)  # torch's mode ends the chain
-        Watching.__init__(self)
+        PhaseTracker.__init__(self)
         self._layouts = layouts
         self._temporaries = {id(op): size for op, size in (temporaries or {}).items()}  # their own hash is slow
         self._storages: dict[int, _Storage] = {}
@@ -215,7 +215,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage, and return whether the total has grown."""
-        key, size = storage._cdata, rounded(storage.nbytes())
+        key, size = storage._cdata, round_to_block(storage.nbytes())
         known = self._storages.get(key)
         if known is not None:
             grown, known.bytes = size - known.bytes, size
@@ -243,7 +243,7 @@ class Accounting(TorchDispatchMode, Watching, Repeating):
 
     def _look(self, temporary: int = 0) -> None:
         """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
-        temporary = rounded(temporary)
+        temporary = round_to_block(temporary)
 
         def by_kind() -> dict[str, int]:
             kinds = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.feed_forward import FeedForwards
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.engine.memory.selective_checkpointing import KeptAttention
+from simpletune.engine.memory.selective_checkpointing import SavedAttention
 from simpletune.system.options import UserError
 
 MIB = 2**20
 Context = AbstractContextManager[object]
 
 
-class Passes(Protocol):
+class BlockPasses(Protocol):
     """Provides contexts for the passes of a block."""
 
     def forward(self, index: int) -> Context:
@@ -75,7 +75,7 @@ def set_passes(
     blocks: Sequence[nn.Module],
     checkpointed: int,
     inputs: CheckpointInputOffload | None = None,
-    around: Passes | None = None,
+    around: BlockPasses | None = None,
     parts: Parts = WHOLE,
 ) -> None:
     """Wrap the blocks' forward passes; checkpoint the first ``checkpointed`` blocks if gradients are enabled.
@@ -93,7 +93,7 @@ def set_passes(
     """
     for index, block in enumerate(blocks):
         first = checkpointed - parts.keep_attention
-        attention = KeptAttention(block, inputs) if first <= index < checkpointed else None
+        attention = SavedAttention(block, inputs) if first <= index < checkpointed else None
         networks = None
         if parts.feed_forward == "all" or (parts.feed_forward == "checkpointed" and index < checkpointed):
             networks = FeedForwards(block, parts.tile, parts.last, draws_random_numbers(block))
@@ -113,8 +113,8 @@ class _Contexts:
     """
 
     index: int
-    around: Passes
-    attention: KeptAttention | None
+    around: BlockPasses
+    attention: SavedAttention | None
     networks: FeedForwards | None
 
     def of_checkpoint(self, inputs: Sequence[object]) -> tuple[Context, Context]:

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.fake_results import PLAIN, Key, Remembered, key_of, made_again, several_of
-from simpletune.engine.memory.repeating import Watched
-from simpletune.engine.memory.snapshot import rounded
+from simpletune.engine.memory.fake_results import PLAIN, CallResult, Key, call_key, made_again, several_of
+from simpletune.engine.memory.repeating import PartAllocations
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import own_tensors, plain_tensors
 
 POSITIONS = {"start", "stop"}  # of a layer's columns in a plan of modulations; their number shows in the shapes
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
         work: what a recorder saw.
     """
 
-    outputs: Remembered
+    outputs: CallResult
     allocated: Counter[str]
     work: object
 
@@ -77,7 +77,7 @@ def _counted(block: nn.Module) -> Callable[..., object]:
 
 
 def remember(
-    counting: Accounting, key: Key, watched: Watched, output: object, tensors: Sequence[FakeTensor]
+    counting: Accounting, key: Key, watched: PartAllocations, output: object, tensors: Sequence[FakeTensor]
 ) -> Pass | None:
     """Store what a pass did under its key, and return it; None if it has left more behind than its outputs.
 
@@ -109,7 +109,7 @@ def _new_bytes(output: object, tensors: Sequence[FakeTensor]) -> int:
     outputs = output if isinstance(output, (list, tuple)) else (output,)
     given = {tensor.untyped_storage()._cdata for tensor in tensors}
     storages = [each.untyped_storage() for each in outputs if isinstance(each, Tensor)]
-    return sum({s._cdata: rounded(s.nbytes()) for s in storages if s._cdata not in given}.values())
+    return sum({s._cdata: round_to_block(s.nbytes()) for s in storages if s._cdata not in given}.values())
 
 
 def _key(
@@ -124,7 +124,7 @@ def _key(
         tensors: receives the tensors among the arguments.
     """
     mode = next((each.fake_mode for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
-    given = None if mode is None else key_of(mode, None, args, kwargs, tensors)
+    given = None if mode is None else call_key(mode, None, args, kwargs, tensors)
     if given is None:
         return None
     parts: list[object] = [given, *surroundings(counting, tensors)]

@@ -55,7 +55,7 @@ Result = NewTensor | int | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Remembered:
+class CallResult:
     """What a call returned.
 
     Args:
@@ -71,9 +71,9 @@ class FakeResults:
     """Results of calls by operation and argument layouts."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, Remembered | None] = {}
+        self._known: dict[Key, CallResult | None] = {}
         self._ops: dict[int, OpOverload] = {}  # so that a number stays that of its operation
-        self.last: Remembered | None = None
+        self.last: CallResult | None = None
         """What the last call returned: one object for all calls with the same key; None if the call has no key."""
 
     def call(
@@ -93,14 +93,14 @@ class FakeResults:
             otherwise: runs it by torch's fake tensors.
         """
         tensors: list[FakeTensor] = []
-        key = key_of(mode, op, args, kwargs, tensors)
+        key = call_key(mode, op, args, kwargs, tensors)
         known = None if key is None else self._known.get(key)
         if known is None:
             output = otherwise()
             self.last = None  # of this call, after those within it
             if key is not None and key not in self._known:
                 self._ops[id(op)] = op
-                unchanged = key_of(mode, op, args, kwargs, []) == key
+                unchanged = call_key(mode, op, args, kwargs, []) == key
                 self._known[key] = remembered(op, output, tensors) if unchanged else None
             return output
         self.last = known
@@ -109,7 +109,7 @@ class FakeResults:
         return known.wrap([made_again(mode, result, tensors) for result in known.results])
 
 
-def key_of(
+def call_key(
     mode: FakeTensorMode,
     op: OpOverload | None,
     args: Sequence[object],
@@ -168,7 +168,7 @@ def _is_usual(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
     return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
-def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
+def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
     """What to remember of a call; None if it is unusual.
 
     Args:
@@ -181,7 +181,7 @@ def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) ->
     return several_of(output, tensors)
 
 
-def several_of(output: object, tensors: Sequence[FakeTensor]) -> Remembered | None:
+def several_of(output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
     """What to remember of one or several results; None if they are unusual.
 
     Args:
@@ -189,17 +189,17 @@ def several_of(output: object, tensors: Sequence[FakeTensor]) -> Remembered | No
         tensors: the tensors among the arguments.
     """
     several = isinstance(output, (list, tuple))
-    found = [result_of(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
+    found = [storable_result(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
     new = [each for each in (output if several else [output]) if isinstance(each, Tensor)]  # type: ignore[attr-defined]
     given = {tensor.untyped_storage()._cdata for tensor in tensors}
     storages = [each.untyped_storage()._cdata for each in new if each.untyped_storage()._cdata not in given]
     if any(isinstance(each, str) for each in found) or len(set(storages)) < len(storages):
         return None
     results = tuple(each for each in found if not isinstance(each, str))
-    return Remembered(results, (list if isinstance(output, list) else tuple) if several else None)
+    return CallResult(results, (list if isinstance(output, list) else tuple) if several else None)
 
 
-def result_of(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
+def storable_result(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
     """What to remember of one result; a reason if it is unusual."""
     if value is None:
         return None

@@ -31,7 +31,7 @@ HEAD = mmap.PAGESIZE  # bytes before the first tensor, which identify the file
 CPU = torch.device("cpu")
 
 
-class Offer(NamedTuple):
+class SharedFile(NamedTuple):
     """Where the machine's other processes find the file: the process that holds it open, its descriptor there, and the
     random bytes at its beginning."""
 
@@ -40,7 +40,7 @@ class Offer(NamedTuple):
     token: bytes
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor's location: first byte, type and shape."""
 
     start: int
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-Table = Mapping[str, Place]
+Table = Mapping[str, TensorLocation]
 """Places by the tensor's name in the model and the index of the plain tensor among those it consists of."""
 
 
@@ -115,12 +115,12 @@ class MachineWeights:
             raise OSError(f"{room / 2**30:.0f} GiB of addresses cannot be mapped ({error})") from None
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> SharedFile:
         """What the others need to join."""
-        return Offer(os.getpid(), self._handle, bytes(self._pages[:16]))
+        return SharedFile(os.getpid(), self._handle, bytes(self._pages[:16]))
 
     @classmethod
-    def join(cls, offer: Offer) -> MachineWeights:
+    def join(cls, offer: SharedFile) -> MachineWeights:
         """Map the file of the first process, in another one.
 
         Raises:
@@ -157,11 +157,11 @@ class MachineWeights:
             return to_device(tensor, CPU)
         if not self.fills:
             return self._pages.bytes_at(0, HEAD).view(tensor.dtype)[0].expand(tensor.shape)
-        found = self._at(Place(self._used, tensor.dtype, tuple(tensor.shape)), tensor.nbytes)
+        found = self._at(TensorLocation(self._used, tensor.dtype, tuple(tensor.shape)), tensor.nbytes)
         self._used += aligned(tensor.nbytes)
         return found.copy_(tensor)
 
-    def _at(self, place: Place, nbytes: int) -> Tensor:
+    def _at(self, place: TensorLocation, nbytes: int) -> Tensor:
         return self._pages.bytes_at(place.start, nbytes).view(place.dtype).view(place.shape)
 
     def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +174,7 @@ class MachineWeights:
     def table(self, model: nn.Module) -> Table:
         """Where this process, which fills the pages, has put a loaded model's tensors."""
         return {
-            name: Place(plain.data_ptr() - self._pages.address, plain.dtype, tuple(plain.shape))
+            name: TensorLocation(plain.data_ptr() - self._pages.address, plain.dtype, tuple(plain.shape))
             for name, plain in self._tensors(model)
         }
 
@@ -224,7 +224,7 @@ def aligned(size: int) -> int:
 
 
 @contextmanager
-def loading(weights: MachineWeights | None) -> Iterator[None]:
+def shared_loading(weights: MachineWeights | None) -> Iterator[None]:
     """Within this context, keep a loading model's host tensors in the machine's pages; None: in its own memory."""
     _LOADING.extend([weights] if weights is not None else [])
     try:

@@ -28,7 +28,7 @@ class Repeats(Protocol):
 
 
 @dataclass
-class Watched:
+class PartAllocations:
     """What is allocated in a part of a simulation, in bytes relative to its beginning.
 
     Args:
@@ -47,7 +47,7 @@ class Watched:
 
 
 @dataclass
-class Peaks:
+class PartPeaks:
     """The largest snapshots of a part of a simulation.
 
     Args:
@@ -58,10 +58,10 @@ class Peaks:
     peak: MemorySnapshot = field(default_factory=MemorySnapshot)
     by_phase: dict[str, MemorySnapshot] = field(default_factory=dict)
 
-    def with_more(self, kind: str, size: int) -> Peaks:
+    def with_more(self, kind: str, size: int) -> PartPeaks:
         """These peaks with more bytes of one kind allocated throughout."""
         by_phase = {name: _with_more(each, kind, size) for name, each in self.by_phase.items()}
-        return Peaks(_with_more(self.peak, kind, size), by_phase)
+        return PartPeaks(_with_more(self.peak, kind, size), by_phase)
 
 
 def _with_more(snapshot: MemorySnapshot, kind: str, size: int) -> MemorySnapshot:
@@ -83,7 +83,7 @@ class Repeating:
         """The accounting's observer, if it can repeat what it saw."""
         self.passes: dict[object, object] = {}
         """What blocks' passes did (see equal_blocks.py)."""
-        self._watched: Watched | None = None
+        self._watched: PartAllocations | None = None
 
     def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
         raise NotImplementedError
@@ -98,9 +98,9 @@ class Repeating:
         raise NotImplementedError
 
     @contextmanager
-    def watching(self) -> Iterator[Watched]:
+    def watching(self) -> Iterator[PartAllocations]:
         """Record what is allocated in this context; the figures are complete when it ends."""
-        watched = self._watched = Watched(Counter(self._bytes))
+        watched = self._watched = PartAllocations(Counter(self._bytes))
         begin = None if self.repeats is None else self.repeats.begin()
         try:
             yield watched
@@ -114,9 +114,9 @@ class Repeating:
         watched.work = None if self.repeats is None else self.repeats.seen_since(begin)
 
     @contextmanager
-    def apart(self) -> Iterator[Peaks]:
+    def apart(self) -> Iterator[PartPeaks]:
         """Find the largest snapshots within this context alone; afterwards they count like all others."""
-        found, whole = Peaks(), Peaks(self.peak, self.peaks)
+        found, whole = PartPeaks(), PartPeaks(self.peak, self.peaks)
         self.peak, self.peaks = found.peak, found.by_phase
         try:
             yield found
@@ -125,7 +125,7 @@ class Repeating:
             self.peak, self.peaks = whole.peak, whole.by_phase
             self.include(found)
 
-    def include(self, found: Peaks) -> None:
+    def include(self, found: PartPeaks) -> None:
         """Count the largest snapshots of a part."""
         for name, snapshot in found.by_phase.items():
             self.peaks[name] = max(snapshot, self.peaks.get(name, snapshot), key=lambda each: each.bytes)
@@ -135,8 +135,8 @@ class Repeating:
         """Count a part again.
 
         Args:
-            allocated: see ``Watched``.
-            work: see ``Watched``.
+            allocated: see ``PartAllocations``.
+            work: see ``PartAllocations``.
         """
         if allocated:
             kinds = {*self._bytes, *allocated} - {HOST}

@@ -29,11 +29,11 @@ from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, Offl
 KERNELS = "aten::_scaled_dot_product_"
 """How the names of attention's fused operations begin: flash, efficient, cuDNN, and the CPU's flash."""
 Context = AbstractContextManager[object]
-Kept = deque["Output | None"]
+Kept = deque["KernelOutput | None"]
 """For each call of attention not yet recomputed, what its kernel returned; None for a call without a kernel."""
 
 
-class KeptAttention:
+class SavedAttention:
     """Keeps what the attention kernels of one block return in a forward pass for the pass's recomputation.
 
     Args:
@@ -97,7 +97,7 @@ class _AroundKernels(TorchFunctionMode):
 
 
 @dataclass
-class Output:
+class KernelOutput:
     """What a kernel returned.
 
     Args:
@@ -113,7 +113,7 @@ class Output:
     version: int
 
     @classmethod
-    def of(cls, op: OpOverload, returned: Sequence[object]) -> Output:
+    def of(cls, op: OpOverload, returned: Sequence[object]) -> KernelOutput:
         """Take what a kernel returned, detached from the graph."""
         values = list(map(_detached, returned))
         assert isinstance(values[0], Tensor)
@@ -154,7 +154,7 @@ class _Keep(TorchDispatchMode):
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
         self._kept, self._inputs = kept, inputs
-        self._output: Output | None = None
+        self._output: KernelOutput | None = None
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class _Keep(TorchDispatchMode):
     ) -> object:
         output = op(*args, **(kwargs or {}))
         if op.name().startswith(KERNELS):
-            self._output = Output.of(op, output)
+            self._output = KernelOutput.of(op, output)
         return output
 
 
@@ -190,7 +190,7 @@ class _Return(TorchDispatchMode):
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
         self._kept, self._inputs = kept, inputs
-        self._output: Output | None = None
+        self._output: KernelOutput | None = None
 
     @contextmanager
     def around_call(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ class OutOfMemory(Exception):
         self.bytes = bytes
 
 
-def rounded(size: int) -> int:
+def round_to_block(size: int) -> int:
     """Round bytes up to a multiple of 512, as the caching allocator does."""
     return -(-size // BLOCK) * BLOCK
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from simpletune.system.phases import phase_name
 
 
-class Watching:
+class PhaseTracker:
     """Tracks the running phase and module for an accounting."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class Adafactor(OptimizerOption):
     """Exponent for the decay rate of the running mean of squares."""
 
     bytes_per_parameter: ClassVar[float] = 0.01
-    not_sharded: ClassVar[str | None] = "keeps means over whole rows and columns"
+    no_fsdp_reason: ClassVar[str | None] = "keeps means over whole rows and columns"
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build transformers' Adafactor without relative steps and parameter scaling, which read from the device."""

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from simpletune.engine.kernels.fallback import Fallback
-from simpletune.engine.optim.place import ShardGenerator
+from simpletune.engine.optim.place import PartGenerator
 
 PIECE = 1 << 20
 """How many elements torch's operators update at once; small enough for their temporaries to stay in a CPU's cache."""
 HALF = 1 << 15
-Draws = torch.Generator | ShardGenerator | None
+Draws = torch.Generator | PartGenerator | None
 """A source of random bits; None: torch's global generator."""
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
@@ -52,7 +52,7 @@ class Factors(NamedTuple):
     rate: float
 
 
-def draw(like: Tensor, generator: Draws) -> Tensor:
+def random_bits(like: Tensor, generator: Draws) -> Tensor:
     """Draw 16 random bits for each element, as int16 less 2^15: half as wide as int32, and the same bits.
 
     Args:
@@ -60,7 +60,7 @@ def draw(like: Tensor, generator: Draws) -> Tensor:
         generator: a generator on that device; a shard's draws for the whole parameter. None uses the global one.
     """
     noise = torch.empty(like.shape, dtype=torch.int16, device=like.device)
-    if isinstance(generator, ShardGenerator):
+    if isinstance(generator, PartGenerator):
         return generator.draw(noise, -HALF, HALF)
     return noise.random_(-HALF, HALF, generator=generator)
 
@@ -76,7 +76,7 @@ def round_into(out: Tensor, x: Tensor, generator: Draws) -> None:
         x: fp32.
         generator: a generator on x's device; None uses the global one.
     """
-    torch.ops.simpletune.round_into(out, x, draw(x, generator))
+    torch.ops.simpletune.round_into(out, x, random_bits(x, generator))
     torch.autograd.graph.increment_version(out)
 
 
@@ -99,7 +99,7 @@ def adamw_bf16(
         generator: the generator of the random bits, those of the mean first; None uses the global one.
         factors: this step's factors.
     """
-    read = [gradient, draw(parameter, generator), draw(parameter, generator)]
+    read = [gradient, random_bits(parameter, generator), random_bits(parameter, generator)]
     changed = [tensor for tensor in (parameter, *state) if tensor is not None]
     torch.ops.simpletune.adamw_bf16(changed, read, list(factors))
     torch.autograd.graph.increment_version(changed)
@@ -115,12 +115,12 @@ def _(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
     return None
 
 
-def rounded(x: Tensor, noise: Tensor) -> Tensor:  # fp32, int16 -> bf16 numbers as fp32
+def round_with_bits(x: Tensor, noise: Tensor) -> Tensor:  # fp32, int16 -> bf16 numbers as fp32
     """Round with given random bits (see ``round_into``)."""
-    return cut(noise.to(torch.int32).add_(HALF).add_(x.contiguous().view(torch.int32)), x.isnan())
+    return truncate_bits(noise.to(torch.int32).add_(HALF).add_(x.contiguous().view(torch.int32)), x.isnan())
 
 
-def cut(bits: Tensor, nan: Tensor) -> Tensor:
+def truncate_bits(bits: Tensor, nan: Tensor) -> Tensor:
     """Clear the bits that bf16 truncates, in place, and restore NaN.
 
     Args:
@@ -136,7 +136,7 @@ def cut(bits: Tensor, nan: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "round_into", "CPU")
 def _round_by_torch(out: Tensor, x: Tensor, noise: Tensor) -> None:
     for piece, values, bits in _pieces([out, x, noise]):
-        piece.copy_(rounded(values, bits))
+        piece.copy_(round_with_bits(values, bits))
 
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CPU")
@@ -150,8 +150,8 @@ def _adamw_piece(tensors: Sequence[Tensor], factors: Factors) -> None:
     gradient = gradient.float()
     mean = kept_mean.float().lerp_(gradient, factors.lerp)
     square = kept_square.float().mul_(factors.beta_2).addcmul_(gradient, gradient, value=1 - factors.beta_2)
-    kept_mean.copy_(rounded(mean, mean_noise))
-    kept_square.copy_(rounded(square, square_noise))
+    kept_mean.copy_(round_with_bits(mean, mean_noise))
+    kept_square.copy_(round_with_bits(square, square_noise))
     denominator = square.sqrt_().div_(factors.root).add_(factors.eps)
     weight = parameter.float()
     for error in compensation:

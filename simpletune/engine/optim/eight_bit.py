@@ -37,15 +37,15 @@ class AdamW8bit(OptimizerOption):
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build bitsandbytes' AdamW8bit."""
-        from simpletune.engine.optim.eight_bit_steps import AdamW8bit
+        from simpletune.engine.optim.eight_bit_steps import QueuedAdamW8bit
 
-        return AdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        return QueuedAdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
         """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_parts import joined
+        from simpletune.engine.optim.eight_bit_parts import join_states
 
-        return joined(pieces, start, stop)
+        return join_states(pieces, start, stop)
 
 
 class PagedAdamW8bit(OptimizerOption):
@@ -59,15 +59,15 @@ class PagedAdamW8bit(OptimizerOption):
     """Added to the denominator for numerical stability."""
 
     bytes_per_parameter: ClassVar[float] = 2.03
-    not_sharded: ClassVar[str | None] = "pages state to host memory, of which each process has only a part"
+    no_fsdp_reason: ClassVar[str | None] = "pages state to host memory, of which each process has only a part"
     undoes: ClassVar[bool] = False  # the host would read the paged state while the device writes it
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build bitsandbytes' PagedAdamW8bit, or the equivalent AdamW8bit on the CPU, which has no paging."""
-        from simpletune.engine.optim.eight_bit_steps import AdamW8bit, PagedAdamW8bit
+        from simpletune.engine.optim.eight_bit_steps import QueuedAdamW8bit, QueuedPagedAdamW8bit
 
         parameters = list(parameters)
-        kind = PagedAdamW8bit if parameters[0].device.type == "cuda" else AdamW8bit
+        kind = QueuedPagedAdamW8bit if parameters[0].device.type == "cuda" else QueuedAdamW8bit
         return kind(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     def place(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
@@ -95,12 +95,12 @@ class Lion8bit(OptimizerOption):
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build bitsandbytes' Lion8bit."""
-        from simpletune.engine.optim.eight_bit_steps import Lion8bit
+        from simpletune.engine.optim.eight_bit_steps import QueuedLion8bit
 
-        return Lion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        return QueuedLion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
     def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
         """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_parts import joined
+        from simpletune.engine.optim.eight_bit_parts import join_states
 
-        return joined(pieces, start, stop)
+        return join_states(pieces, start, stop)

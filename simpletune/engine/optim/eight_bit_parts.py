@@ -20,7 +20,7 @@ SIGNED = {"state1": True, "state2": False}
 """The tensors of 8-bit numbers, and whether their table is signed; table and scales end in the same digit."""
 
 
-def joined(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
+def join_states(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
     """Return the state of a parameter's elements ``start`` to ``stop`` from the state of saved shards.
 
     Args:
@@ -32,8 +32,10 @@ def joined(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
         return dict(pieces[0].values)
     if stop - start >= SMALLEST and all(has_same_blocks(piece, start) for piece in pieces):
         return cut_in_blocks(pieces, start, stop)
-    state: State = dict(joined_state([StatePiece(p.start, p.stop, widened(p.values)) for p in pieces], start, stop))
-    return narrowed(state) if stop - start >= SMALLEST else state
+    state: State = dict(
+        joined_state([StatePiece(p.start, p.stop, to_fp32_state(p.values)) for p in pieces], start, stop)
+    )
+    return to_8bit_state(state) if stop - start >= SMALLEST else state
 
 
 def has_same_blocks(piece: StatePiece, start: int) -> bool:
@@ -63,18 +65,18 @@ def _tensor(piece: StatePiece, name: str) -> Tensor:
     return value
 
 
-def widened(values: Mapping[str, Tensor | int | float]) -> State:
+def to_fp32_state(values: Mapping[str, Tensor | int | float]) -> State:
     """A shard's state in fp32, as bitsandbytes stores it for small tensors."""
     wide: State = {name: value for name, value in values.items() if not name.startswith(("qmap", "absmax"))}
     for name in SIGNED:
         if f"absmax{name[-1]}" in values:
             numbers, table, scales = (values[f"{part}{name[-1]}"] for part in ("state", "qmap", "absmax"))
             assert isinstance(numbers, Tensor) and isinstance(table, Tensor) and isinstance(scales, Tensor)
-            wide[name] = dequantised(numbers, table, scales)
+            wide[name] = dequantise_blocks(numbers, table, scales)
     return wide
 
 
-def narrowed(state: State) -> State:
+def to_8bit_state(state: State) -> State:
     """A shard's fp32 state in 8 bits."""
     from bitsandbytes.functional import create_dynamic_map
 
@@ -82,18 +84,20 @@ def narrowed(state: State) -> State:
     for name, signed in SIGNED.items():
         if name in state:
             table = create_dynamic_map(signed=signed).to(torch.float32)
-            numbers, scales = quantised(state[name], table)
+            numbers, scales = quantise_blocks(state[name], table)
             narrow |= {name: numbers, f"qmap{name[-1]}": table, f"absmax{name[-1]}": scales}
     return narrow
 
 
-def dequantised(numbers: Tensor, table: Tensor, scales: Tensor) -> Tensor:  # [n] uint8, [256], [n / 256] -> [n] fp32
+def dequantise_blocks(
+    numbers: Tensor, table: Tensor, scales: Tensor
+) -> Tensor:  # [n] uint8, [256], [n / 256] -> [n] fp32
     """Look up numbers in a table, and multiply them by their block's scale."""
     flat = numbers.reshape(-1)
     return table[flat.int()] * scales.repeat_interleave(BLOCK)[: flat.numel()]
 
 
-def quantised(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:  # [n] fp32, [256] -> [n] uint8, [n / 256]
+def quantise_blocks(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:  # [n] fp32, [256] -> [n] uint8, [n / 256]
     """Divide each block by its largest absolute value; return indices of the nearest table entries, and these
     values."""
     blocks = nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)

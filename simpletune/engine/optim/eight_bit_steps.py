@@ -46,13 +46,13 @@ class QueuedStep:
             super().fill_qmap()  # type: ignore[misc]
 
 
-class AdamW8bit(QueuedStep, bitsandbytes.optim.AdamW8bit):
+class QueuedAdamW8bit(QueuedStep, bitsandbytes.optim.AdamW8bit):
     """AdamW with 8-bit state."""
 
 
-class PagedAdamW8bit(QueuedStep, bitsandbytes.optim.PagedAdamW8bit):
+class QueuedPagedAdamW8bit(QueuedStep, bitsandbytes.optim.PagedAdamW8bit):
     """AdamW with 8-bit state in memory that the driver pages between host and device."""
 
 
-class Lion8bit(QueuedStep, bitsandbytes.optim.Lion8bit):
+class QueuedLion8bit(QueuedStep, bitsandbytes.optim.Lion8bit):
     """Lion with 8-bit state."""

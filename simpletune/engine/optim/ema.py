@@ -47,7 +47,7 @@ class Average(Protocol):
         """Restore what ``tensors`` returned after ``step`` steps, bit for bit."""
 
 
-def averaged(average: Average | None) -> AbstractContextManager[None]:
+def use_average(average: Average | None) -> AbstractContextManager[None]:
     """Swap the average into the parameters within this context; without an average, do nothing."""
     return nullcontext() if average is None else average.in_place()
 

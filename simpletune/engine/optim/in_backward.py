@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.engine.optim.loss_scale import LossScale, undone_if
-from simpletune.engine.optim.rounding import RoundedOptimizer, Streaming
+from simpletune.engine.optim.rounding import Offloading, RoundedOptimizer
 
 
 def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
@@ -33,7 +33,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 def step_in_backward(
     optimizer: RoundedOptimizer,
     clip_norm: float | None,
-    streamed: Streaming | None = None,
+    streamed: Offloading | None = None,
     scale: LossScale | None = None,
 ) -> None:
     """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.engine.optim.ema import Average
-    from simpletune.engine.optim.place import Place, StatePiece
+    from simpletune.engine.optim.place import ParameterRange, StatePiece
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
 
@@ -43,7 +43,7 @@ class OptimizerOption(Option):
     """Whether an update can be undone on the device, as a step with fp16 products needs."""
     averages: ClassVar[bool] = False
     """Whether the optimizer itself averages the weights, and takes no other schedule than a constant one."""
-    not_sharded: ClassVar[str | None] = None
+    no_fsdp_reason: ClassVar[str | None] = None
     """Why it cannot update a shard of a parameter by itself; None: it can."""
 
     def rules(self) -> Iterator[Problem]:
@@ -55,7 +55,7 @@ class OptimizerOption(Option):
         parameters: Iterable[nn.Parameter],
         in_backward: bool = False,
         ratios: Sequence[float] | None = None,
-        places: Sequence[Place] | None = None,
+        places: Sequence[ParameterRange] | None = None,
     ) -> torch.optim.Optimizer:
         """Build the optimizer. With stochastic rounding, bf16 parameters step in fp32, a few at a time.
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Place(NamedTuple):
+class ParameterRange(NamedTuple):
     """The place of a shard: a contiguous range of its parameter's elements, in the parameter's own order.
 
     Args:
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     whole: int
 
 
-class ShardGenerator(NamedTuple):
+class PartGenerator(NamedTuple):
     """Draws the random numbers of a whole parameter, of which a shard takes its own.
 
     Args:
@@ -33,7 +33,7 @@ class ShardGenerator(NamedTuple):
     """
 
     generator: torch.Generator | None
-    place: Place
+    place: ParameterRange
 
     def draw(self, like: Tensor, low: int, high: int) -> Tensor:
         """Draw integers from ``low`` to ``high - 1``.

@@ -44,7 +44,7 @@ class Prodigy(OptimizerOption):
 
     bytes_per_parameter: ClassVar[float] = 16
     steps_in_backward: ClassVar[bool] = False
-    not_sharded: ClassVar[str | None] = "estimates one learning rate from all gradients"
+    no_fsdp_reason: ClassVar[str | None] = "estimates one learning rate from all gradients"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse a learning rate that was meant for another optimizer."""

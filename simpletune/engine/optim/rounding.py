@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from simpletune.engine.optim.bf16_updates import Draws, cut, round_into
-from simpletune.engine.optim.place import Place, ShardGenerator
+from simpletune.engine.optim.bf16_updates import Draws, round_into, truncate_bits
+from simpletune.engine.optim.place import ParameterRange, PartGenerator
 from simpletune.engine.optim.state import BeginsSteps, State, begin_step
-from simpletune.system.rng import key_of
+from simpletune.system.rng import random_key
 
 GROUP = 1 << 22
 """Largest number of elements that step together: 36 MiB of temporaries, less than for one large matrix of SD3."""
@@ -39,7 +39,7 @@ def key_draws(optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
         group["draws"] = (seed, step)
 
 
-def padded(tensor: Tensor) -> int:
+def padded_size(tensor: Tensor) -> int:
     """The number of elements that a tensor takes in a group's buffer."""
     return -(-tensor.numel() // ALIGNED) * ALIGNED
 
@@ -53,12 +53,12 @@ def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     Returns:
         The buffer [elements, with padding], and views into it with the tensors' shapes.
     """
-    ends = list(accumulate(map(padded, tensors), initial=0))
+    ends = list(accumulate(map(padded_size, tensors), initial=0))
     flat = torch.empty(ends[-1], dtype=torch.float32, device=tensors[0].device)
     return flat, [flat.as_strided(t.shape, t.stride(), begin) for t, begin in zip(tensors, ends, strict=False)]
 
 
-class Streaming(Protocol):
+class Offloading(Protocol):
     """Moves parameters between host and device."""
 
     def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         make: MakeOptimizer,
         rounded: bool = True,
         ratios: Sequence[float] | None = None,
-        places: Sequence[Place] | None = None,
+        places: Sequence[ParameterRange] | None = None,
     ):
         parameters = list(parameters)
         self._places = places
@@ -112,7 +112,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
-        self.streaming: Streaming | None = None  # moves parameters that are updated in the backward pass
+        self.streaming: Offloading | None = None  # moves parameters that are updated in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place
@@ -176,7 +176,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if not self._joins(parameter):
                 yield [parameter]
                 continue
-            taken = padded(parameter)
+            taken = padded_size(parameter)
             if taken > room.get(home, 0):
                 if home in open_groups:
                     yield open_groups[home]
@@ -226,12 +226,12 @@ class RoundedOptimizer(torch.optim.Optimizer):
             shell.data, shell.grad = nothing, None
         for number, gradient in zip(numbers, gradients, strict=True):  # reuse their memory for the noise
             noise, generator = gradient.view(torch.int32), self._generator(number, flat.device)
-            if isinstance(generator, ShardGenerator):
+            if isinstance(generator, PartGenerator):
                 noise.copy_(generator.draw(noise, 0, 1 << 16))
             else:
                 noise.random_(0, 1 << 16, generator=generator)
         nan = flat.isnan()
-        cut(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as round_into does
+        truncate_bits(flat.view(torch.int32).add_(rest.view(torch.int32)), nan)  # as round_into does
         torch._foreach_copy_(own, weights)
 
     def _step_inner(self, numbers: list[int], generator: Draws) -> None:
@@ -259,6 +259,6 @@ class RoundedOptimizer(torch.optim.Optimizer):
         if draws is not None:
             seed, step = draws
             generator = self._generators.setdefault(device, torch.Generator(device))
-            key = key_of(seed, "rounding", step, number if place is None else place.number)
+            key = random_key(seed, "rounding", step, number if place is None else place.number)
             generator.manual_seed(key % 2**63)
-        return generator if place is None else ShardGenerator(generator, place)
+        return generator if place is None else PartGenerator(generator, place)

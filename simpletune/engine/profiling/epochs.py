@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import Place, evenly_spaced, place_window
+from simpletune.engine.profiling.schedule import TraceWindow, place_window, traced_epochs
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -76,13 +76,13 @@ class EpochTraces:
     ):
         self.option, self.folder, self.facts, self.warn = option, folder, facts or Facts(), warn
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
-        self.epochs = evenly_spaced(-(-steps // steps_per_epoch), option.max_traces)
+        self.epochs = traced_epochs(-(-steps // steps_per_epoch), option.max_traces)
         self.written: list[Path] = []
         """The traces."""
         self.summaries: list[Path] = []
         """The summaries, including those of dropped traces."""
         self._epoch: int | None = None
-        self._place: Place | None = None
+        self._place: TraceWindow | None = None
         self._window: Window | None = None
         self._said: set[str] = set()
 
@@ -162,7 +162,7 @@ class EpochTraces:
     def _failed(self) -> bool:
         return "failed" in self._said
 
-    def _choose(self, epoch: int, step: int) -> Place | None:
+    def _choose(self, epoch: int, step: int) -> TraceWindow | None:
         """Place the window of an epoch that starts at this step; None if the epoch was traced before."""
         from simpletune.engine.profiling.summary import JSON
 
@@ -171,7 +171,7 @@ class EpochTraces:
         stop = min((epoch + 1) * self.steps_per_epoch, self.steps)
         return place_window(self.option, step, stop, self.facts.interrupted)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: TraceWindow) -> None:
         from simpletune.engine.profiling.window import SNAPSHOT, Window
 
         folder = self._folder(place.start // self.steps_per_epoch)
@@ -203,7 +203,7 @@ class EpochTraces:
         values["notes"] += ["the trace could not be written"] if notes is None else notes
         if self.option.snapshot and not self.facts.cuda:
             values["notes"].append("profile.snapshot records CUDA memory, and this run has no CUDA device")
-        self.summaries.append(summary.write(folder, values))
+        self.summaries.append(summary.write_summary(folder, values))
 
     def _write(self, window: Window, folder: Path) -> list[str]:
         """Write the trace.

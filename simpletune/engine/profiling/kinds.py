@@ -39,24 +39,24 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
     steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop
     taken: Counter[str] = Counter()
-    timed = list(chained([*recording.ranges, *recording.operators]))
+    timed = list(spans_with_chains([*recording.ranges, *recording.operators]))
     if recording.device:
         launched = {span.id: chain for span, chain, _ in timed if span.id}
         for span in recording.device:
             if start <= span.start < stop:
-                taken[kind_of((*launched.get(span.id, ()), span.name))] += span.stop - span.start
+                taken[operation_kind((*launched.get(span.id, ()), span.name))] += span.stop - span.start
         idle = sum(b - a for a, b in gaps(union(recording.device), start, stop))
     else:
         for span, chain, own in timed:
             if start <= span.start < stop and is_work(span.name):
-                taken[kind_of(chain)] += own
+                taken[operation_kind(chain)] += own
         idle = max(0, stop - start - sum(taken.values()))
     busy = (stop - start - idle) / (sum(taken.values()) or 1)  # several streams or threads may work at once
     taken = Counter({kind: round(each * busy) for kind, each in taken.items()})
     return {kind: round((idle if kind == IDLE else taken[kind]) / (stop - start), 4) for kind in KINDS}
 
 
-def kind_of(chain: Chain) -> str:
+def operation_kind(chain: Chain) -> str:
     """Classify the operation at the end of a chain of nested names."""
     for kind, pattern in AROUND.items():
         if any(pattern.search(name) for name in chain):
@@ -71,7 +71,7 @@ def is_work(name: str) -> bool:
     return "::" in name and not name.startswith("autograd::")
 
 
-def chained(spans: Iterable[Span]) -> Iterator[tuple[Span, Chain, int]]:
+def spans_with_chains(spans: Iterable[Span]) -> Iterator[tuple[Span, Chain, int]]:
     """Yield each span with its chain of enclosing names, and its time minus that of the spans directly inside it."""
     stack: list[tuple[Span, Chain, int]] = []
     for span in sorted(spans, key=lambda span: (span.track, span.start, -span.stop)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from simpletune.engine.profiling.option import Profile
 
 
-def evenly_spaced(epochs: int, traces: int) -> list[int]:
+def traced_epochs(epochs: int, traces: int) -> list[int]:
     """Choose epochs to trace: evenly spread, including the first and the last."""
     if traces >= epochs:
         return list(range(epochs))
@@ -18,7 +18,7 @@ def evenly_spaced(epochs: int, traces: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class TraceWindow:
     """The steps of a window.
 
     Args:
@@ -32,7 +32,7 @@ class Place:
     active: int
 
 
-def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[int], bool]) -> Place:
+def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[int], bool]) -> TraceWindow:
     """Place the window in an epoch: at the first run of enough consecutive steps, after ``wait`` if possible.
 
     If there are too few steps, give up ``wait`` first, then warm-up, then recorded steps.
@@ -51,9 +51,9 @@ def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[
             if step + 1 - start > best[1] - best[0]:
                 best = start, step + 1
             if best[1] - best[0] >= wanted:
-                return Place(best[0], option.warmup, option.active)
+                return TraceWindow(best[0], option.warmup, option.active)
             if interrupted(step):
                 start = step + 1
     steps = best[1] - best[0]
     active = min(option.active, steps)
-    return Place(best[0], steps - active, active)
+    return TraceWindow(best[0], steps - active, active)

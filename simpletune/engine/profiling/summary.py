@@ -48,7 +48,7 @@ def summarise(
     measured = peak_of_memory(recording)
     if measured is not None:
         more, phase = measured
-        notes.append(f"memory: measured peak {mib(more):g} MiB above the window's start, in {phase}")
+        notes.append(f"memory: measured peak {to_mib(more):g} MiB above the window's start, in {phase}")
     per_step = sum(flops) / len(flops) if flops else 0.0
     if not flops:
         notes.append("floating-point operations are not known for this model")
@@ -73,7 +73,7 @@ def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
     values = json.loads(file.read_text())
     values["memory"] = memory_over(snapshots, values["phases"])
     values["notes"] = [note for note in values["notes"] if note != PREDICTED] + [PREDICTED]
-    write(file.parent, values)
+    write_summary(file.parent, values)
 
 
 def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
@@ -91,15 +91,15 @@ def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -
         {
             "ms": round(1000 * second, 6),
             "phase": snapshot.phase,
-            "total_mib": mib(snapshot.bytes),
-            "by_kind": {kind: mib(size) for kind, size in snapshot.by_kind.items()},
+            "total_mib": to_mib(snapshot.bytes),
+            "by_kind": {kind: to_mib(size) for kind, size in snapshot.by_kind.items()},
         }
         for second, snapshot in thin(timed, POINTS)
     ]
-    return {"peak_mib": mib(peak.bytes), "at": f"{peak.phase} {peak.module}".strip(), "timeline": points}
+    return {"peak_mib": to_mib(peak.bytes), "at": f"{peak.phase} {peak.module}".strip(), "timeline": points}
 
 
-def mib(size: int) -> float:
+def to_mib(size: int) -> float:
     """Convert bytes to MiB, rounded to 0.001."""
     return round(size / MIB, 3)
 
@@ -130,7 +130,7 @@ def thin(timed: Sequence[tuple[float, MemorySnapshot]], points: int) -> list[tup
     return [max(stretch, key=lambda entry: entry[1].bytes) for stretch in stretches]
 
 
-def write(folder: Path, values: Json) -> Path:
+def write_summary(folder: Path, values: Json) -> Path:
     """Write a summary as JSON and as Markdown.
 
     Returns:

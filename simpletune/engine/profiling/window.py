@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import Place
+from simpletune.engine.profiling.schedule import TraceWindow
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,12 @@ class Window:
     """
 
     def __init__(
-        self, option: Profile, place: Place, cuda: bool, blocks: Sequence[nn.Module] = (), snapshot: Path | None = None
+        self,
+        option: Profile,
+        place: TraceWindow,
+        cuda: bool,
+        blocks: Sequence[nn.Module] = (),
+        snapshot: Path | None = None,
     ):
         self.place, self._blocks, self._snapshot = place, blocks, snapshot
         self.done = 0
@@ -124,7 +129,7 @@ class Window:
         torch.cuda.memory._dump_snapshot(str(self._snapshot))
 
 
-def make_profiler(option: Profile, place: Place, cuda: bool) -> profile:
+def make_profiler(option: Profile, place: TraceWindow, cuda: bool) -> profile:
     """Create torch's profiler for the steps of a window; on its own it prints and writes nothing."""
     from torch.profiler import ProfilerActivity, profile, schedule
 

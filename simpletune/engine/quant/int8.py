@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from simpletune.engine.quant.precision import QuantisedPrecision, in_words, is_block_modulation
+from simpletune.engine.quant.precision import QuantisedPrecision, describe_rotation, is_block_modulation
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Int8(QuantisedPrecision):
             return Int8Conv2d.from_conv(layer, self.compute_dtype())
         assert isinstance(layer, nn.Linear)
         twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
-        twin.turns_weight = not is_block_modulation(name)
+        twin.rotates_weight = not is_block_modulation(name)
         twin.int8_products = self.products == "int8" and not is_block_modulation(name)
         twin.int8_gradient = self.input_gradient == "int8"
         return twin
@@ -80,7 +80,7 @@ class Int8(QuantisedPrecision):
 
     def describe_matmul(self) -> str:
         """Describe which products are used, and where."""
-        turned = in_words(self.rotation)
+        turned = describe_rotation(self.rotation)
         if self.products != "int8":
             return f"products in {self.in_words}, with dequantised weights{turned}"
         gradient = "too" if self.input_gradient == "int8" else f"in {self.in_words}"

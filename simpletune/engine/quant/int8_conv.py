@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input
 
 from simpletune.engine.quant.int8_linear import quantise_rows
-from simpletune.engine.quant.int8_products import dequantised
+from simpletune.engine.quant.int8_products import dequantise_weight
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, int]
@@ -31,14 +31,14 @@ class _FrozenInt8Convolution(torch.autograd.Function):
         ctx.save_for_backward(q, scale)
         ctx.size, ctx.geometry = x.shape, geometry
         bias = None if bias is None else bias.to(x.dtype)
-        return F.conv2d(x, dequantised(q, scale, x.dtype), bias, *geometry)
+        return F.conv2d(x, dequantise_weight(q, scale, x.dtype), bias, *geometry)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [b, o, h', w']
         q, scale = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = conv2d_input(ctx.size, dequantised(q, scale, grad_y.dtype), grad_y, *ctx.geometry)
+            grad_x = conv2d_input(ctx.size, dequantise_weight(q, scale, grad_y.dtype), grad_y, *ctx.geometry)
         return grad_x, None, None, None, None
 
 
@@ -88,8 +88,8 @@ class Int8Conv2d(nn.Conv2d):
 
     def dequantise(self) -> Tensor:  # fp32 [o, i / groups, kh, kw]
         """The dequantised weight."""
-        return dequantised(self.weight, self.scale, torch.float32)
+        return dequantise_weight(self.weight, self.scale, torch.float32)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i kh kw]
         """Some rows of the dequantised weight."""
-        return dequantised(self.weight[first:last], self.scale[first:last], torch.float32).flatten(1)
+        return dequantise_weight(self.weight[first:last], self.scale[first:last], torch.float32).flatten(1)

@@ -29,7 +29,7 @@ from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.int8_multiply import Context, Int8Product, shared_rows
 from simpletune.engine.quant.int8_products import input_gradient, int8_product
 from simpletune.engine.quant.int8_rotated import int8_rotated_rows
-from simpletune.engine.quant.rotation import rotated
+from simpletune.engine.quant.rotation import rotate_rows
 from simpletune.system.console import say
 
 TOLERANCE = 1e-5
@@ -123,7 +123,7 @@ def why_not(device: torch.device) -> str | None:
     """Why a device that multiplies in int8 cannot quantise GELU in one launch, tried and logged once; None if it
     can."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
-        reason = int8_products.outcome(_tried, device)
+        reason = int8_products.try_kernel(_tried, device)
     if reason is not None:
         say(f"kernel  GELU NOT quantised in one launch on {device}, but in two: {reason}")
     return reason
@@ -271,7 +271,7 @@ class _Up(torch.autograd.Function):
         if ctx.int8:
             rows, row_scale = int8_gelu_gradient_rows(grads[0], h, scale)
             grad_x = int8_product(rows, row_scale, q.t(), None, None, h.dtype).view(*h.shape[:-1], q.shape[1])
-            grad_x = rotated(grad_x, ctx.block)
+            grad_x = rotate_rows(grad_x, ctx.block)
         else:
             grad_x = input_gradient(_gradient_in_place(grads[0], h), q, scale, ctx.block)
         return grad_x, None, None, None, None, None, None, None

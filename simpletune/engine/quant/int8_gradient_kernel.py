@@ -19,7 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletune.engine.quant.int8_kernel import Tile, _blocks, bucket_of, multiprocessors, product, run_tuned, tuner_of
+from simpletune.engine.quant.int8_kernel import (
+    Tile,
+    _blocks,
+    multiprocessors,
+    product,
+    run_tuned,
+    tuner_of,
+    tuning_rows,
+)
 
 # Tiles as in int8_kernel.py. In these, a warp multiplies a part of the weight's tile with many rows.
 TILES = (
@@ -151,7 +159,7 @@ def gradient(
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
         return y
-    bucket = bucket_of(m)
+    bucket = tuning_rows(m)
     given = (x, x_scale, weight, y, m, n, k, weight.stride(1), bucket, multiprocessors(x.device))
 
     def grid(chosen: Mapping[str, int]) -> tuple[int]:

@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 
 from simpletune.engine.kernels.fallback import is_of_the_kernel
 from simpletune.system.console import say
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 Tile = tuple[int, int, int, int, int]
 
@@ -136,7 +136,7 @@ class _Tuner(Autotuner):
         except Exception as error:
             if not is_of_the_kernel(error):
                 raise
-            _say_left_out(str(config), reason_of(error))
+            _say_left_out(str(config), describe_exception(error))
             return [float("inf")] * 3
 
 
@@ -201,7 +201,7 @@ def product(
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
         return y
-    bucket = bucket_of(m)
+    bucket = tuning_rows(m)
     given = (
         x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
         multiprocessors(x.device),
@@ -243,12 +243,12 @@ def run_tuned(
         if not is_of_the_kernel(error):
             raise
         say(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
-            f"here: {reason_of(error)}")  # fmt: skip
+            f"here: {describe_exception(error)}")  # fmt: skip
         _untunable.add(shape)
         return False
 
 
-def bucket_of(rows: int) -> int:
+def tuning_rows(rows: int) -> int:
     """The power of two that represents a number of rows in tunings."""
     return 1 << (rows - 1).bit_length()
 

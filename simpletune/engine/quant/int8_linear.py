@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from simpletune.engine.quant import int8_multiply, int8_products, int8_rotated
-from simpletune.engine.quant.rotation import Rotation, block_of, folded, rotate, rotated, turns_weight
+from simpletune.engine.quant.rotation import (
+    Rotation,
+    rotate,
+    rotate_rows,
+    rotate_weight,
+    rotates_weight,
+    rotation_block,
+)
 
 
 def quantise_rows(
@@ -50,7 +57,7 @@ class _FrozenInt8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
         ctx.save_for_backward(q, scale)
         ctx.block = block
-        weight = rotated(int8_products.dequantised(q, scale, x.dtype), block)
+        weight = rotate_rows(int8_products.dequantise_weight(q, scale, x.dtype), block)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -73,7 +80,7 @@ class Int8Linear(nn.Linear):
     """Whether to compute the input gradient in int8 as well."""
     block = 0
     """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
-    turns_weight = True
+    rotates_weight = True
     """Whether many rows may be multiplied by the weight rotated back, instead of being rotated."""
 
     @classmethod
@@ -86,8 +93,8 @@ class Int8Linear(nn.Linear):
             rotation: the rotation of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        twin.block = block_of(rotation, linear)
-        q, scale = quantise_rows(folded(linear.weight.detach(), twin.block))
+        twin.block = rotation_block(rotation, linear)
+        q, scale = quantise_rows(rotate_weight(linear.weight.detach(), twin.block))
         twin.weight = nn.Parameter(q, requires_grad=False)
         twin.register_buffer("scale", scale)
         if linear.bias is not None:
@@ -98,7 +105,7 @@ class Int8Linear(nn.Linear):
         """Compute the product in the input's type."""
         if self.int8_products and int8_products.serves(x) and (not self.block or not int8_rotated.why_not(x.device)):
             return int8_multiply.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient, self.block)
-        if self.block and not (self.turns_weight and turns_weight(x, self.out_features)):
+        if self.block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
             return _FrozenInt8Product.apply(rotate(x, self.block), self.weight, self.scale, self.bias, 0)
         return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias, self.block)
 
@@ -108,4 +115,4 @@ class Int8Linear(nn.Linear):
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
         """Some rows of the dequantised weight, without its rotation."""
-        return folded(self.weight[first:last].float() * self.scale[first:last, None], self.block)
+        return rotate_weight(self.weight[first:last].float() * self.scale[first:last, None], self.block)

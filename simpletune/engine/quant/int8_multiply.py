@@ -13,7 +13,7 @@ from torch import Tensor
 
 from simpletune.engine.quant.int8_products import input_gradient, int8_input_gradient, int8_product
 from simpletune.engine.quant.int8_rotated import int8_rotated_rows
-from simpletune.engine.quant.rotation import rotated
+from simpletune.engine.quant.rotation import rotate_rows
 
 Context = Any
 """An autograd function's context, whose saved tensors and ``needs_input_grad`` have no useful types."""
@@ -86,7 +86,7 @@ class Int8Product(torch.autograd.Function):
         q, scale = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0] and ctx.int8:
-            grad_x = rotated(int8_input_gradient(grad_y, q, scale), ctx.block)
+            grad_x = rotate_rows(int8_input_gradient(grad_y, q, scale), ctx.block)
         elif ctx.needs_input_grad[0]:
             grad_x = input_gradient(grad_y, q, scale, ctx.block)
         return grad_x, None, None, None, None, None, None, None

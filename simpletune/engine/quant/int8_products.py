@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from simpletune.engine.kernels.fallback import Fallback
-from simpletune.engine.quant.rotation import rotated, turns_weight
+from simpletune.engine.quant.rotation import rotate_rows, rotates_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 
@@ -150,13 +150,13 @@ def _dequantised_product(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     if scale is not None and dtype == torch.float16:  # x @ q would overflow
-        weight, scale = dequantised(weight, scale, dtype), None
+        weight, scale = dequantise_weight(weight, scale, dtype), None
     y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
     y = y if scale is None else y.mul_(scale)
     return y if bias is None else y.add_(bias)
 
 
-def dequantised(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
+def dequantise_weight(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
     """Unpack a weight in one pass, rounding once. In fp16 the scale itself would be subnormal."""
     scale = scale.view(-1, *[1] * (q.dim() - 1))
     if dtype == torch.float16:
@@ -175,10 +175,10 @@ def input_gradient(
     Args:
         block: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
     """
-    weight = dequantised(q, scale, grad_y.dtype)
-    if block and turns_weight(grad_y, grad_y.shape[-1]):
-        return grad_y @ rotated(weight, block)
-    return rotated(grad_y @ weight, block)
+    weight = dequantise_weight(q, scale, grad_y.dtype)
+    if block and rotates_weight(grad_y, grad_y.shape[-1]):
+        return grad_y @ rotate_rows(weight, block)
+    return rotate_rows(grad_y @ weight, block)
 
 
 def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # [..., o], [o, i], [o] -> [..., i]
@@ -216,10 +216,10 @@ def _why_not(device: torch.device) -> str | None:
             return f"it is {sm(capability)}, and int8 products need {sm(OLDEST)} or newer"
     elif device.type != "cpu":
         return f"there is no kernel for {device.type}"
-    return outcome(_tried, device)
+    return try_kernel(_tried, device)
 
 
-def outcome(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
+def try_kernel(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
     """What a trial of a kernel finds wrong, or why it fails; None if nothing is wrong."""
     try:
         return tried(device)

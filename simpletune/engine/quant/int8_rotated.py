@@ -66,7 +66,7 @@ why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=8)
 def _found_out(device: torch.device) -> str | None:
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
-        reason = int8_products.outcome(_tried, device)
+        reason = int8_products.try_kernel(_tried, device)
     if reason is not None:
         say(f"products NOT in int8 on {device} where inputs are rotated, but with dequantised weights: {reason}")
     return reason

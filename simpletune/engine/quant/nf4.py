@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from simpletune.engine.quant.precision import QuantisedPrecision, in_words, is_block_modulation
+from simpletune.engine.quant.precision import QuantisedPrecision, describe_rotation, is_block_modulation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ class Nf4(QuantisedPrecision):
 
     def describe_matmul(self) -> str:
         """Describe how products are computed."""
-        return super().describe_matmul() + in_words(self.rotation)
+        return super().describe_matmul() + describe_rotation(self.rotation)
 
     def convert(self, name: str, layer: nn.Module) -> nn.Module:
         """Quantise a linear layer to nf4, or a modulation layer or a convolution to int8."""
@@ -55,5 +55,5 @@ class Nf4(QuantisedPrecision):
             twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
         else:
             twin = Nf4Linear.from_linear(layer, self.compute_dtype(), self.double_quantisation, self.rotation)
-        twin.turns_weight = not is_modulation
+        twin.rotates_weight = not is_modulation
         return twin

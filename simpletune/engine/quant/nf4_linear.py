@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simpletune.engine.quant.rotation import Rotation, block_of, folded, rotate, rotated, turns_weight
+from simpletune.engine.quant.rotation import (
+    Rotation,
+    rotate,
+    rotate_rows,
+    rotate_weight,
+    rotates_weight,
+    rotation_block,
+)
 
 BLOCK, GROUP = 64, 256
 
@@ -86,7 +93,7 @@ class _FrozenNf4Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
         ctx.shape, ctx.block = shape, block
-        weight = rotated(_dequantise(packed, absmax, steps, shape, x.dtype), block)
+        weight = rotate_rows(_dequantise(packed, absmax, steps, shape, x.dtype), block)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # adds the bias in the product itself
 
     @staticmethod
@@ -96,7 +103,7 @@ class _FrozenNf4Product(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             weight = _dequantise(packed, absmax, steps[0] if steps else None, ctx.shape, grad_y.dtype)
-            grad_x = grad_y @ rotated(weight, ctx.block)
+            grad_x = grad_y @ rotate_rows(weight, ctx.block)
         return grad_x, None, None, None, None, None, None
 
 
@@ -111,7 +118,7 @@ class Nf4Linear(nn.Linear):
     steps: Tensor | None
     block = 0
     """Size of the blocks of the rotation that the weight is stored in (rotation.py); 0: none."""
-    turns_weight = True
+    rotates_weight = True
     """Whether many rows may be multiplied by the weight rotated back, instead of being rotated."""
 
     @classmethod
@@ -125,8 +132,8 @@ class Nf4Linear(nn.Linear):
             rotation: the rotation of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        twin.block = block_of(rotation, linear)
-        packed, absmax = quantise_blocks(folded(linear.weight.detach(), twin.block))
+        twin.block = rotation_block(rotation, linear)
+        packed, absmax = quantise_blocks(rotate_weight(linear.weight.detach(), twin.block))
         steps = None
         if double:
             absmax, steps = quantise_scales(absmax)
@@ -140,14 +147,14 @@ class Nf4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Multiply with the dequantised weight in the input's type."""
         block, own = self.block, (self.bias, self.weight, self.absmax, self.steps, self._shape)
-        if block and not (self.turns_weight and turns_weight(x, self.out_features)):
+        if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
             return _FrozenNf4Product.apply(rotate(x, block), *own, 0)
         return _FrozenNf4Product.apply(x, *own, block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""
         weight = _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
-        return folded(weight, self.block)
+        return rotate_weight(weight, self.block)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
         """Some rows of ``dequantise``; dequantises all of them if they share a scale with their neighbours."""
@@ -158,7 +165,7 @@ class Nf4Linear(nn.Linear):
         packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
         shape = last - first, width
         weight = _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
-        return folded(weight, self.block)
+        return rotate_weight(weight, self.block)
 
     @property
     def _shape(self) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class WeightPrecision(Option):
     """Whether base weights in this precision can be trained; quantised weights can only be a frozen base."""
     cacheable: ClassVar[bool] = False
     """Whether to cache a base in this precision on disk (see ``models/shared/quantised_cache.py``)."""
-    streamable: ClassVar[bool] = True
+    can_offload: ClassVar[bool] = True
     """Whether a block's weights can be copied to the device for each pass: all of them are parameters and buffers, and
     nothing holds another copy or pointer."""
     bytes_per_weight: ClassVar[float]
@@ -160,7 +160,7 @@ class QuantisedPrecision(WeightPrecision):
         return isinstance(layer, nn.Linear | nn.Conv2d)
 
 
-def in_words(rotation: str) -> str:
+def describe_rotation(rotation: str) -> str:
     """The rotation of linear layers for messages; empty if there is none."""
     return "" if rotation == "none" else f"; linear layers' weights and inputs rotated ({rotation})"
 

@@ -27,7 +27,7 @@ _LIBRARY.define("rotated(Tensor x, int block) -> Tensor")
 _LIBRARY.impl("rotated", torch.library.fallthrough_kernel, "Autograd")  # _Rotation defines the gradient
 
 
-def block_of(rotation: Rotation, layer: nn.Linear) -> int:
+def rotation_block(rotation: Rotation, layer: nn.Linear) -> int:
     """The size of the blocks in which a layer's inputs are rotated; 0: they are not.
 
     They are not if ``rotation`` is none, or no size divides the layer's inputs.
@@ -54,7 +54,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
     return values.view(x.shape)
 
 
-def folded(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i], or itself if the block is 0
+def rotate_weight(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i], or itself if the block is 0
     """Rotate a weight, or rotate it back, in fp32, some rows at a time to keep the temporaries small."""
     if not block:
         return weight
@@ -81,7 +81,7 @@ def _rotated(x: Tensor, block: int) -> Tensor:
     return (x.view(-1, block) @ matrix).view(x.shape)
 
 
-def rotated(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
+def rotate_rows(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
     """x H in x's type, rounded once: exact products summed in fp32. Returns x itself for block 0. Has no gradient."""
     return torch.ops.simpletune.rotated(x.contiguous(), block) if block else x
 
@@ -92,11 +92,11 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: int) -> Tensor:
         ctx.block = block
-        return rotated(x, block)
+        return rotate_rows(x, block)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return rotated(grads[0], ctx.block), None
+        return rotate_rows(grads[0], ctx.block), None
 
 
 def rotate(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
@@ -104,7 +104,7 @@ def rotate(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
     return _Rotation.apply(x, block) if block else x
 
 
-def turns_weight(x: Tensor, outputs: int) -> bool:
+def rotates_weight(x: Tensor, outputs: int) -> bool:
     """Whether it costs less to rotate a dequantised weight back than to rotate x: whichever has fewer rows is rotated.
 
     Args:

@@ -13,14 +13,14 @@ from torch import Tensor
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake_results import NewTensor, made_again, several_of
-from simpletune.engine.memory.repeating import Peaks
+from simpletune.engine.memory.repeating import PartPeaks
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.repeat import Part
+from simpletune.estimate.timing.repeat import RecordedPart
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 
 
-def count_equal_passes(core: StepCore, recorder: Recorder | None) -> None:
+def count_equal_passes(core: TrainStep, recorder: Recorder | None) -> None:
     """In an accounting of fake tensors, run only those of a step's micro-batches that differ.
 
     Those that ``train.reduce`` ``exact`` sums as a tree all run, because each leaves gradients behind.
@@ -44,17 +44,17 @@ class _Pass:
         times: how often it has been counted again.
     """
 
-    peaks: Peaks
+    peaks: PartPeaks
     loss: tuple[NewTensor, str]
     left: int
-    part: Part | None
+    part: RecordedPart | None
     times: int = 0
 
 
 class _Counted:
-    """Replaces ``StepCore.compute``."""
+    """Replaces ``TrainStep.compute``."""
 
-    def __init__(self, core: StepCore, recorder: Recorder | None):
+    def __init__(self, core: TrainStep, recorder: Recorder | None):
         self._core, self._recorder, self._plain = core, recorder, core.compute
         self._known: _Pass | None = None
 
@@ -71,7 +71,7 @@ class _Counted:
     def _watch(self, counting: Accounting, batch: Batch) -> Tensor:
         """Run a micro-batch, and store what it did if the next one will do the same."""
         before, on_host = counting.current, counting.host_bytes
-        part = None if self._recorder is None else Part(self._recorder)
+        part = None if self._recorder is None else RecordedPart(self._recorder)
         with counting.apart() as peaks:
             loss = self._plain(batch)
         after = counting.current

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.equal_blocks import Pass, again, plain_value, remember, surroundings
-from simpletune.engine.memory.fake_results import Key, key_of
+from simpletune.engine.memory.fake_results import Key, call_key
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import State
 
@@ -92,7 +92,7 @@ class _Counted:
         assert isinstance(parameter, FakeTensor)
         alive = [each() for each in before]
         given = [parameter if each is None else each for each in alive]  # what was freed is not a result
-        values = tensors_of(self._optimizer.state[parameter])
+        values = state_tensors(self._optimizer.state[parameter])
         later = counting.storages()
         shared = [
             value
@@ -108,10 +108,10 @@ class _Counted:
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
         """Everything that an update depends on, as a key; None if it may depend on more."""
         state = self._optimizer.state[parameter]
-        values = tensors_of(state)
+        values = state_tensors(state)
         given = None
         if isinstance(parameter, FakeTensor):
-            given = key_of(parameter.fake_mode, None, (parameter, parameter.grad), values, tensors)
+            given = call_key(parameter.fake_mode, None, (parameter, parameter.grad), values, tensors)
         if given is None:
             return None
         plain = tuple((name, plain_value(value)) for name, value in state.items() if name not in values)
@@ -119,6 +119,6 @@ class _Counted:
         return (given, *surroundings(counting, tensors), about)
 
 
-def tensors_of(state: State) -> dict[str, FakeTensor]:
+def state_tensors(state: State) -> dict[str, FakeTensor]:
     """The tensors of a parameter's state."""
     return {name: value for name, value in state.items() if isinstance(value, FakeTensor)}

@@ -10,10 +10,10 @@ from torch import Tensor
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.optim.rounding import RoundedOptimizer
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 
 
-def make_states(accounting: Accounting, core: StepCore) -> None:
+def make_states(accounting: Accounting, core: TrainStep) -> None:
     """Create the optimizer states as a first update would, so that one simulated step includes them; streamed weights'
     states go to host memory."""
     with accounting.allocating("optimizer"):

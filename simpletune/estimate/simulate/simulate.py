@@ -27,13 +27,13 @@ from simpletune.estimate.simulate.equal_passes import count_equal_passes
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.optimizer_states import host_counters, make_states, states, take_cuda_paths
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
-from simpletune.estimate.timing.recorder import Recorder, Section
+from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Transformer, units_of
+from simpletune.models.shared.denoiser import Denoiser, model_units
 from simpletune.models.shared.model_config import Shape
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
-from simpletune.stages.step.train_step import StepCore, assemble, average_of
+from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.startup import without_collection
 
@@ -62,7 +62,7 @@ class StepReport:
     """Size of the EMA, if the run has one."""
     seconds: float
     """Duration of the simulation."""
-    sections: Sequence[Section] = ()
+    sections: Sequence[StreamWork] = ()
     """The step's work on host and device, in order; empty if nothing recorded it."""
 
 
@@ -79,7 +79,7 @@ class SimulatedRun:
         average: EMA of the trained parameters, if the run has one.
     """
 
-    core: StepCore
+    core: TrainStep
     batches: SyntheticBatches
     average: Average | None
 
@@ -125,7 +125,7 @@ def simulate(
 
 def account(
     config: TrainConfig,
-    transformer: Transformer,
+    transformer: Denoiser,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
     recorder: Recorder | None = None,
@@ -134,7 +134,7 @@ def account(
 
     Args:
         config: the run's configuration.
-        transformer: the result of the model's ``load_transformer`` or ``empty_transformer``.
+        transformer: the result of the model's ``load_denoiser`` or ``empty_denoiser``.
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: see ``simulate``.
         recorder: see ``simulate``.
@@ -165,7 +165,7 @@ def accounting_like_cuda(
 def take_steps(
     accounting: Accounting,
     config: TrainConfig,
-    transformer: Transformer,
+    transformer: Denoiser,
     size: Size | None = None,
     recorder: Recorder | None = None,
     limit: int | None = None,
@@ -190,7 +190,7 @@ def take_steps(
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
     with recorder.queues() if recorder else nullcontext():
-        core = assembled(accounting, config, transformer)
+        core = assemble_step(accounting, config, transformer)
     on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
@@ -223,7 +223,7 @@ def take_steps(
 
 
 def take_watched_step(
-    accounting: Accounting, run: SimulatedRun, transformer: Transformer, recorder: Recorder | None
+    accounting: Accounting, run: SimulatedRun, transformer: Denoiser, recorder: Recorder | None
 ) -> None:
     """Take one step of a simulated run while watching its modules, gradients and work."""
     hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(transformer))
@@ -237,14 +237,14 @@ def take_watched_step(
         hook.remove()
 
 
-def assembled(accounting: Accounting, config: TrainConfig, transformer: Transformer) -> StepCore:
+def assemble_step(accounting: Accounting, config: TrainConfig, transformer: Denoiser) -> TrainStep:
     """Assemble one process's step core, and register what it holds."""
-    processes = simulated_processes() if config.train.is_sharded(simulated_processes()) else 1
+    processes = simulated_processes() if config.train.uses_fsdp(simulated_processes()) else 1
     text = empty_text_side(config, CPU)
     base = [*all_tensors(transformer), *frozen_tensors(text)]
     accounting.register(base, "weights")
     if processes == 1:
-        count_equal(units_of(transformer))
+        count_equal(model_units(transformer))
     with accounting.allocating("optimizer"), nullcontext() if processes == 1 else fake_processes(processes):
         core = assemble(config, transformer, SingleProcess(CPU, processes), text=text)
     if core.sharding is None:
@@ -282,7 +282,7 @@ def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
     return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
 
 
-def register_trained(accounting: Accounting, transformer: Transformer, base: list[Tensor]) -> None:
+def register_trained(accounting: Accounting, transformer: Denoiser, base: list[Tensor]) -> None:
     """Register every tensor that the model has gained since it was loaded as ``adapter``."""
     known = {id(tensor) for tensor in base}
     gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]

@@ -23,7 +23,7 @@ from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
-from simpletune.engine.optim.ema import averaged
+from simpletune.engine.optim.ema import use_average
 from simpletune.engine.profiling import phase
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import (
@@ -42,16 +42,16 @@ from simpletune.estimate.simulate.simulate_text import (
     text_snapshots,
     texts_of,
 )
-from simpletune.estimate.simulate.training_stage import Trained, train
+from simpletune.estimate.simulate.training_stage import SimulatedTraining, train
 from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel, WholeWindowModulation
-from simpletune.estimate.timing.recorder import Recorder, Section
+from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Transformer, device_of, units_of
+from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
 from simpletune.models.shared.parts import use_tiles
 from simpletune.stages.load import empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
-from simpletune.stages.sample import Request, Sampler
+from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
@@ -74,7 +74,7 @@ class JobReport:
     """The training stage."""
     part_bytes: Mapping[str, int]
     """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
-    work: Mapping[str, Sequence[Section]] = field(default_factory=dict)
+    work: Mapping[str, Sequence[StreamWork]] = field(default_factory=dict)
     """The job's work on host and device, by part: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for one
     picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
@@ -104,7 +104,7 @@ def simulate_parts(
     config: TrainConfig,
     size: Size | None = None,
     capability: tuple[int, int] | None = None,
-    trained: Trained | None = None,
+    trained: SimulatedTraining | None = None,
 ) -> JobReport:
     """Like ``simulate_stages``, without the libraries' workspaces, so that the result holds for all cards with the same
     attention.
@@ -127,8 +127,12 @@ def simulate_parts(
         validate = validation(config, trained, recorders)
         snapshots = {
             "text": largest([each for each in texts if each[0] not in resident]),
-            **({"class": of_class(config, capability, recorders)} if isinstance(config.prior, ClassPictures) else {}),
-            "latents": of_encoding(config.model, vae, size, recorders),
+            **(
+                {"class": simulate_class_pictures(config, capability, recorders)}
+                if isinstance(config.prior, ClassPictures)
+                else {}
+            ),
+            "latents": simulate_encoding(config.model, vae, size, recorders),
             "train": trained.report.peak,
             **({} if validate is None else {"validate": validate}),
         }
@@ -143,7 +147,7 @@ def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobRe
     return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
 
 
-def predict_stage(
+def simulate_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
     """Predict one of the stages besides training, for the square picture of ``data.resolution``.
@@ -159,9 +163,9 @@ def predict_stage(
         if stage == "text":
             snapshot = largest(text_snapshots(config, recorders))
         elif stage == "class":
-            snapshot = of_class(config, capability)
+            snapshot = simulate_class_pictures(config, capability)
         elif stage == "latents":
-            snapshot = of_encoding(config.model, empty_autoencoder(config), size)
+            snapshot = simulate_encoding(config.model, empty_autoencoder(config), size)
         else:
             found = validation(config, train(config, size, capability))
             assert found is not None, "the run draws nothing"
@@ -181,7 +185,7 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
     return vae.eval().requires_grad_(False)
 
 
-def of_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
+def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
     """Encode one picture with a loaded autoencoder."""
     with (
         accounting_of(all_tensors(vae), None if recorders is None else recorders["latents"]) as accounting,
@@ -192,23 +196,25 @@ def of_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders |
     return accounting.peak
 
 
-def validation(config: TrainConfig, trained: Trained, recorders: Recorders | None = None) -> MemorySnapshot | None:
+def validation(
+    config: TrainConfig, trained: SimulatedTraining, recorders: Recorders | None = None
+) -> MemorySnapshot | None:
     """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
     vae, run, transformer = empty_autoencoder(config), trained.run, trained.transformer
-    with trained.counting(config) as accounting, accounting.allocating(HOST), averaged(run.average):
+    with trained.counting(config) as accounting, accounting.allocating(HOST), use_average(run.average):
         transformer.eval()
         snapshots = []
         if config.validation.eval_samples:
             with recording(accounting, recorders, "evaluate"):
-                snapshots.append(of_evaluating(accounting, run, transformer))
+                snapshots.append(simulate_validation_loss(accounting, run, transformer))
         if config.validation.prompts != []:
             option, (width, height) = config.validation, config.picture_size()
-            request = Request("", 0, "", width, height, option.steps, option.guidance)
+            request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
             batch = run.batches.batch(1)
-            models = DrawingModels(transformer, vae, run.core.modulation)
+            models = GenerationModels(transformer, vae, run.core.modulation)
             text = batch.prompt_embeds[0], batch.pooled[0]
             with recording(accounting, recorders, "draw"):
-                snapshots.append(of_drawing(accounting, config, request, models, text))
+                snapshots.append(simulate_generation(accounting, config, request, models, text))
     return max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
 
 
@@ -217,7 +223,7 @@ def recording(accounting: Accounting, recorders: Recorders | None, name: str) ->
     return nullcontext() if recorders is None else recorders[name].watching(accounting)
 
 
-def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transformer) -> MemorySnapshot:
+def simulate_validation_loss(accounting: Accounting, run: SimulatedRun, transformer: Denoiser) -> MemorySnapshot:
     """Compute the evaluation loss: one sample at a time, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
@@ -225,7 +231,7 @@ def of_evaluating(accounting: Accounting, run: SimulatedRun, transformer: Transf
     return accounting.peak
 
 
-def of_class(
+def simulate_class_pictures(
     config: TrainConfig,
     capability: tuple[int, int] | None = None,
     recorders: Recorders | None = None,
@@ -239,30 +245,30 @@ def of_class(
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
         accounting.register(all_tensors(transformer), "weights")
-        count_equal(units_of(transformer))
+        count_equal(model_units(transformer))
         modulation = modulation_of(transformer, memory, config.precision, CPU)
-        memory.attach(units_of(transformer), device_of(transformer))
-        request = Request("", 0, "", side, side, prior.steps, prior.guidance)
+        memory.attach(model_units(transformer), model_device(transformer))
+        request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)
         embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
         text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
-        models = DrawingModels(transformer.eval(), vae, modulation)
+        models = GenerationModels(transformer.eval(), vae, modulation)
         with recording(accounting, recorders, "class"):
-            return of_drawing(accounting, config, request, models, text, pictures)
+            return simulate_generation(accounting, config, request, models, text, pictures)
 
 
-class DrawingModels(NamedTuple):
+class GenerationModels(NamedTuple):
     """The models that draw a picture."""
 
-    transformer: Transformer
+    transformer: Denoiser
     vae: nn.Module
     modulation: ModulationSource | None
 
 
-def of_drawing(
+def simulate_generation(
     accounting: Accounting,
     config: TrainConfig,
-    request: Request,
-    models: DrawingModels,
+    request: PictureRequest,
+    models: GenerationModels,
     text: tuple[Tensor, Tensor],
     pictures: int = 1,
 ) -> MemorySnapshot:

@@ -18,7 +18,7 @@ from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.tensors import all_tensors
-from simpletune.estimate.timing.recorder import Recorder, Section
+from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.families import Model
 from simpletune.models.shared.prompts import BATCH
 from simpletune.models.shared.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
@@ -42,7 +42,7 @@ def parts_in_steps(config: TrainConfig) -> set[str]:
     return {config.model.text_regions()[name].part for name in resident} if resident else set()
 
 
-Texts = tuple[list[tuple[str, int, MemorySnapshot]], dict[str, list[Section]]]
+Texts = tuple[list[tuple[str, int, MemorySnapshot]], dict[str, list[StreamWork]]]
 _TEXTS: dict[str, Texts] = {}
 
 

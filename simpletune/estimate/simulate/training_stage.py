@@ -18,13 +18,13 @@ from simpletune.engine.memory.fake import Fake
 from simpletune.estimate.simulate.simulate import SimulatedRun, StepReport, accounting_like_cuda, take_steps
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU
 
 
 @dataclass(frozen=True)
-class Trained:
+class SimulatedTraining:
     """A run after its simulated steps. Continuing changes it, so it can be used only once.
 
     Args:
@@ -37,7 +37,7 @@ class Trained:
 
     report: StepReport
     run: SimulatedRun
-    transformer: Transformer
+    transformer: Denoiser
     accounting: Accounting
     mode: Fake
 
@@ -54,7 +54,7 @@ def train(
     capability: tuple[int, int] | None = None,
     recorder: Recorder | None = None,
     limit: int | None = None,
-) -> Trained:
+) -> SimulatedTraining:
     """Simulate the training stage; call within ``fake_tensors``.
 
     Args:
@@ -73,4 +73,4 @@ def train(
     transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     with accounting_like_cuda(config, capability) as accounting:
         report, run = take_steps(accounting, config, transformer, size, recorder, limit)
-    return Trained(report, run, transformer, accounting, mode)
+    return SimulatedTraining(report, run, transformer, accounting, mode)

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from simpletune.estimate.timing.composite import composites
-from simpletune.estimate.timing.constants import VERSION, Composite, Constants, file_of, write
+from simpletune.estimate.timing.constants import VERSION, Composite, Constants, constants_file, write_constants
 from simpletune.estimate.timing.grid import Grid, points
 from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds
 from simpletune.estimate.timing.machine_probes import machine_rates
-from simpletune.estimate.timing.probes import Probe, probes_of
+from simpletune.estimate.timing.probes import TimingProbe, probes_of
 from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name, describe_machine
 from simpletune.system.options import UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 
 SECONDS = 110.0
 LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shapes
@@ -49,9 +49,9 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
         watch = stopwatch_of(here)
         constants = measure(watch, probes_of(here), budget)
     constants = constants.model_copy(update={"seconds": round(time.perf_counter() - clock, 1)})
-    file = out or file_of(folder, constants.device, constants.threads, constants.kind)
-    write(file, constants)
-    for line in in_words(constants):
+    file = out or constants_file(folder, constants.device, constants.threads, constants.kind)
+    write_constants(file, constants)
+    for line in constants_lines(constants):
         say(line)
     say(f"written {file}: {len(constants.grids)} kinds of operations in {constants.seconds:.0f} s")
     if constants.failed:
@@ -62,7 +62,7 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     return file
 
 
-def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget: float) -> Constants:
+def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[TimingProbe], budget: float) -> Constants:
     """Measure everything that a device can do.
 
     Args:
@@ -84,12 +84,12 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
         try:
             figures[name] = call()
         except (RuntimeError, OSError) as error:
-            failed[name] = reason_of(error)
+            failed[name] = describe_exception(error)
     steps: list[Composite] = []
     try:
         steps = composites(watch)
     except RuntimeError as error:
-        failed["steps"] = reason_of(error)
+        failed["steps"] = describe_exception(error)
     for probe in probes:
         if time.perf_counter() - started > budget:
             failed[probe.name] = f"{budget:.0f} s were over"
@@ -97,7 +97,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
         try:
             grids[probe.name] = grid_of(watch, probe)
         except (RuntimeError, OSError, NotImplementedError) as error:
-            failed[probe.name] = reason_of(error)
+            failed[probe.name] = describe_exception(error)
         say(f"measure {probe.name} ({time.perf_counter() - started:.0f} s)")
     rates = {**figures["machine"], **figures["beside"]}
     if isinstance(watch, CpuStopwatch):
@@ -105,13 +105,13 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[Probe], budget
     elif watch.graphs_failed:
         name, why = next(iter(watch.graphs_failed.items()))
         failed["graphs"] = f"{len(watch.graphs_failed)} kinds, such as {name}, are timed with their launches: {why}"
-    about = described(watch)
+    about = describe_device(watch)
     return about.model_copy(
         update={"grids": grids, "host": figures["host"], "composites": steps, "rates": rates, "failed": failed}
     )
 
 
-def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: Probe) -> Grid:
+def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: TimingProbe) -> Grid:
     """Time the points of a grid, except those that would take too long judging by their smaller neighbours."""
     found: dict[tuple[int, ...], float] = {}
     skipped: list[tuple[int, ...]] = []
@@ -131,7 +131,7 @@ def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
-def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
+def describe_device(watch: CpuStopwatch | CudaStopwatch) -> Constants:
     """Describe the device and the versions measured with."""
     cuda = watch.device.type == "cuda"
     properties = torch.cuda.get_device_properties(watch.device) if cuda else None
@@ -149,7 +149,7 @@ def described(watch: CpuStopwatch | CudaStopwatch) -> Constants:
     )
 
 
-def in_words(constants: Constants) -> list[str]:
+def constants_lines(constants: Constants) -> list[str]:
     """A few familiar figures: the best rates of products and of memory traffic, and the host's overhead."""
     lines = []
     for name, grid in constants.grids.items():

@@ -18,7 +18,7 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.estimate.timing.constants import Composite
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.phases import phase
 
 HEAD = 64
@@ -26,7 +26,7 @@ Watch = CpuStopwatch | CudaStopwatch
 
 
 @dataclass(frozen=True)
-class Size:
+class CompositeModel:
     """A model and its input."""
 
     width: int
@@ -36,11 +36,18 @@ class Size:
 
 
 # Their weights and activations exceed a core's caches.
-ON_CPU = (Size(64, 128, 8), Size(192, 256, 4), Size(192, 256, 4, torch.bfloat16), Size(512, 64, 2))
-ON_CUDA = tuple(Size(width, tokens, 2, torch.bfloat16) for width, tokens in ((640, 4096), (1536, 1024), (1536, 4096)))
+ON_CPU = (
+    CompositeModel(64, 128, 8),
+    CompositeModel(192, 256, 4),
+    CompositeModel(192, 256, 4, torch.bfloat16),
+    CompositeModel(512, 64, 2),
+)
+ON_CUDA = tuple(
+    CompositeModel(width, tokens, 2, torch.bfloat16) for width, tokens in ((640, 4096), (1536, 1024), (1536, 4096))
+)
 
 
-def composites(watch: Watch, sizes: Sequence[Size] | None = None) -> list[Composite]:
+def composites(watch: Watch, sizes: Sequence[CompositeModel] | None = None) -> list[Composite]:
     """Time whole steps, the smallest model's first.
 
     Args:
@@ -50,10 +57,10 @@ def composites(watch: Watch, sizes: Sequence[Size] | None = None) -> list[Compos
     if sizes is None:
         sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
     with torch.enable_grad():
-        return [_timed(watch, *_model(size, watch.device)) for size in (Size(32, 16, 4), *sizes)]
+        return [_timed(watch, *_model(size, watch.device)) for size in (CompositeModel(32, 16, 4), *sizes)]
 
 
-def _model(size: Size, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+def _model(size: CompositeModel, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Build blocks like SD3's, with LoRA, and their forward pass; runs the same code as training."""
     from diffusers.models.attention import JointTransformerBlock
     from peft import LoraConfig, inject_adapter_in_model
@@ -92,7 +99,7 @@ def _timed(watch: Watch, model: nn.Module, forward: Callable[[], Tensor]) -> Com
         step()
     seconds = watch.device_seconds([step], "step")
     host: Counter[str] = Counter()
-    work: Counter[Work] = Counter()
+    work: Counter[KernelWork] = Counter()
     for section in recorder.sections:
         host.update(section.host)
         work.update(section.work)

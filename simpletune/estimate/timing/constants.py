@@ -58,7 +58,7 @@ class Constants(Option):
     """What could not be measured here, and why."""
 
 
-def file_of(folder: Path, device: str, threads: int, kind: str) -> Path:
+def constants_file(folder: Path, device: str, threads: int, kind: str) -> Path:
     """Name the file of a device's constants.
 
     Args:
@@ -71,13 +71,13 @@ def file_of(folder: Path, device: str, threads: int, kind: str) -> Path:
     return folder / FOLDER / f"{name}{f'-{threads}-threads' if kind == 'cpu' else ''}.json"
 
 
-def write(file: Path, constants: Constants) -> None:
+def write_constants(file: Path, constants: Constants) -> None:
     """Write the file of a device's constants."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, constants.model_dump(mode="json"), shared=True)
 
 
-def read(file: Path) -> Constants:
+def read_constants(file: Path) -> Constants:
     """Read the file of a device's constants.
 
     Raises:

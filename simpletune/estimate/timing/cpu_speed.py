@@ -14,12 +14,12 @@ from itertools import cycle, islice
 
 import torch
 
-from simpletune.estimate.timing.calibrate import described
-from simpletune.estimate.timing.composite import Size, composites
+from simpletune.estimate.timing.calibrate import describe_device
+from simpletune.estimate.timing.composite import CompositeModel, composites
 from simpletune.estimate.timing.host_probes import host_seconds
-from simpletune.estimate.timing.probes import TYPES, Probe, int8_products, of_type
-from simpletune.estimate.timing.speeds import MeasuredSpeeds
-from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, clocked
+from simpletune.estimate.timing.probes import TYPES, TimingProbe, int8_products, of_type
+from simpletune.estimate.timing.speeds import CalibratedSpeeds
+from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, cpu_seconds
 
 CPU = torch.device("cpu")
 LARGEST = 2**25  # bytes of operands; larger ones are timed in part
@@ -27,10 +27,10 @@ MOST_PRODUCTS = 10**9  # operations of a timed product, attention or convolution
 ENOUGH = 1e-3  # seconds to time at once
 SAMPLES = 3
 COPIES = 8  # operands to alternate
-IN_A_STEP = (Size(192, 256, 4),)  # a step beside the smallest, to compare its parts with
+IN_A_STEP = (CompositeModel(192, 256, 4),)  # a step beside the smallest, to compare its parts with
 
 
-class MomentSpeeds(MeasuredSpeeds):
+class CurrentCpuSpeeds(CalibratedSpeeds):
     """Speeds of this CPU, each timed when it is first asked for."""
 
     def __init__(self) -> None:
@@ -39,22 +39,22 @@ class MomentSpeeds(MeasuredSpeeds):
         }  # fmt: skip
         watch = CpuStopwatch()
         found = {"host": host_seconds(watch), "composites": composites(watch, IN_A_STEP)}
-        super().__init__(described(watch).model_copy(update=found))
+        super().__init__(describe_device(watch).model_copy(update=found))
 
     def _time(self, kind: str, dtype: str, extents: Sequence[int]) -> float:
         for name in (f"{kind}.{dtype}", f"{kind}.fp32", f"{kind}.bf16"):
             if name in self._probes:
-                return timed(self._probes[name], tuple(extents))
-        return timed(self._probes[f"add.{dtype}"], (math.prod(extents),))
+                return time_operation(self._probes[name], tuple(extents))
+        return time_operation(self._probes[f"add.{dtype}"], (math.prod(extents),))
 
 
 @cache
-def speeds_of_moment() -> MomentSpeeds:
+def current_cpu_speeds() -> CurrentCpuSpeeds:
     """This CPU's speeds; a process measures each operation once."""
-    return MomentSpeeds()
+    return CurrentCpuSpeeds()
 
 
-def timed(probe: Probe, point: tuple[int, ...]) -> float:
+def time_operation(probe: TimingProbe, point: tuple[int, ...]) -> float:
     """Time an operation; times a part of a large one and scales the result.
 
     Args:
@@ -75,11 +75,11 @@ def _seconds(calls: Sequence[Call]) -> float:
     """Seconds per call: the median of a few timings."""
     for call in calls:
         call()
-    once = max(1e-7, clocked(calls[0]))
+    once = max(1e-7, cpu_seconds(calls[0]))
     rounds = max(1, min(200, int(ENOUGH / once)))
 
     def several() -> None:
         for call in islice(cycle(calls), rounds):
             call()
 
-    return statistics.median(clocked(several) for _ in range(SAMPLES)) / rounds
+    return statistics.median(cpu_seconds(several) for _ in range(SAMPLES)) / rounds

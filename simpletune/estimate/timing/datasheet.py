@@ -51,7 +51,7 @@ TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.
 """Factors on the traffic of kinds that do not stream; assumed."""
 
 
-class StatedSpeeds:
+class DatasheetSpeeds:
     """Speeds of a card by its data sheet.
 
     Args:

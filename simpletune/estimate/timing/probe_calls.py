@@ -8,14 +8,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from simpletune.engine.quant.int8_products import dequantised
+from simpletune.engine.quant.int8_products import dequantise_weight
 from simpletune.estimate.timing.stopwatch import Call
 
 ROW = 1024  # width of rows that norms and reductions work on
 BLOCK = 64  # nf4's weights per scale
 
 
-def gathered(x: Tensor) -> Tensor:
+def gather_rows(x: Tensor) -> Tensor:
     """The first rows of a table, chosen by index."""
     return x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]
 
@@ -39,7 +39,7 @@ def group_norm_gradient(x: Tensor) -> object:
 def unpacked_int8(x: Tensor) -> Call:
     """Dequantise an int8 weight as the frozen int8 layers do."""
     q, scale = torch.ones_like(x, dtype=torch.int8), torch.ones(len(x), device=x.device)
-    return lambda: dequantised(q, scale, x.dtype)
+    return lambda: dequantise_weight(q, scale, x.dtype)
 
 
 def unpacked_nf4(x: Tensor) -> Call:
@@ -63,7 +63,7 @@ def updated_in_8_bits(x: Tensor) -> Call:
     return lambda: update("adam", x, x, *states, *numbers, 1, 1e-4, *maps, *scales, 0.0, 1.0, False)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Fill a tensor with random values: a power-limited card multiplies zeros faster."""
     count = math.prod(shape)
     pool = _pool(device, dtype)

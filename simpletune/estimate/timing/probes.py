@@ -19,10 +19,10 @@ from simpletune.engine.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu
 from simpletune.engine.quant.int8_products import int8_product, int8_rows, why_not
 from simpletune.estimate.timing.probe_calls import (
     ROW,
-    drawn,
-    gathered,
+    gather_rows,
     group_norm_gradient,
     norm_gradient,
+    random_tensor,
     unpacked_int8,
     unpacked_nf4,
     updated_in_8_bits,
@@ -35,7 +35,7 @@ HEAD = 64  # width of rows in "strided": a head's
 
 
 @dataclass(frozen=True)
-class Probe:
+class TimingProbe:
     """A kind of operation to time at the points of a grid.
 
     Args:
@@ -51,7 +51,7 @@ class Probe:
     size: Callable[[tuple[int, ...]], int]
 
 
-def probes_of(device: torch.device) -> Iterator[Probe]:
+def probes_of(device: torch.device) -> Iterator[TimingProbe]:
     """Yield everything to time on a device, the most informative first."""
     int8 = why_not(device) is None
     for name in ("bf16", "fp32"):
@@ -64,7 +64,7 @@ def probes_of(device: torch.device) -> Iterator[Probe]:
         yield from of_type("fp16", device)  # on a CPU, about as slow as fp32
 
 
-def of_type(name: str, device: torch.device) -> Iterator[Probe]:
+def of_type(name: str, device: torch.device) -> Iterator[TimingProbe]:
     """Yield the operations with floating-point operands of one type."""
     dtype = TYPES[name]
     yield from traffic(name, dtype, device)
@@ -73,7 +73,7 @@ def of_type(name: str, device: torch.device) -> Iterator[Probe]:
     yield from convolutions(name, dtype, device)
 
 
-def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
     """Products in one type and their other layouts, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
     cuda = device.type == "cuda"
     rows = [1, 16, 64, 256, 1024, 4096, *([16384] if cuda else [])]
@@ -81,7 +81,7 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pr
     coarse = [64, 512, 4096] if cuda else [16, 128, 1024]
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return drawn((rows, columns), dtype, device)
+        return random_tensor((rows, columns), dtype, device)
 
     def tn(point: tuple[int, ...]) -> Call:
         m, n, k = point
@@ -100,14 +100,14 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pr
         return dtype.itemsize * (m * k + n * k + m * n)
 
     axes = {"rows": rows, "outputs": widths, "sum": widths}
-    yield Probe(f"product.{name}", axes, tn, size)
+    yield TimingProbe(f"product.{name}", axes, tn, size)
     small = {"rows": coarse, "outputs": coarse, "sum": coarse}
-    yield Probe(f"product_tn.{name}", small, tn, size)
-    yield Probe(f"product_nn.{name}", small, nn, size)
-    yield Probe(f"product_nt.{name}", small, nt, size)
+    yield TimingProbe(f"product_tn.{name}", small, tn, size)
+    yield TimingProbe(f"product_nn.{name}", small, nn, size)
+    yield TimingProbe(f"product_nt.{name}", small, nt, size)
 
 
-def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
     """Fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``."""
     cuda = device.type == "cuda"
     tokens = [64, 512, 4096] if cuda else [16, 128, 1024]
@@ -116,8 +116,8 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 
     def tensors(point: tuple[int, ...], grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         heads, queries, keys, width = point
-        q = drawn((1, heads, queries, width), dtype, device)
-        k, v = (drawn((1, heads, keys, width), dtype, device) for _ in range(2))
+        q = random_tensor((1, heads, queries, width), dtype, device)
+        k, v = (random_tensor((1, heads, keys, width), dtype, device) for _ in range(2))
         return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
 
     def forward(point: tuple[int, ...]) -> Call:
@@ -138,11 +138,11 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
         heads, queries, keys, width = point
         return 2 * heads * (queries + keys) * width * dtype.itemsize
 
-    yield Probe(f"attention.{name}", axes, forward, size)
-    yield Probe(f"attention_both.{name}", axes, both, size)
+    yield TimingProbe(f"attention.{name}", axes, forward, size)
+    yield TimingProbe(f"attention_both.{name}", axes, both, size)
 
 
-def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
     """3 x 3 convolutions and their two gradients, as ``convolution.TYPE`` and so on."""
     cuda = device.type == "cuda"
     channels = [4, 128, 640] if cuda else [4, 32, 128]
@@ -151,8 +151,12 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
 
     def tensors(point: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         side, inputs, outputs = math.isqrt(point[0]), point[1], point[2]
-        weight = drawn((outputs, inputs, 3, 3), dtype, device)
-        return drawn((1, inputs, side, side), dtype, device), weight, drawn((1, outputs, side, side), dtype, device)
+        weight = random_tensor((outputs, inputs, 3, 3), dtype, device)
+        return (
+            random_tensor((1, inputs, side, side), dtype, device),
+            weight,
+            random_tensor((1, outputs, side, side), dtype, device),
+        )
 
     def forward(point: tuple[int, ...]) -> Call:
         x, weight, _ = tensors(point)
@@ -171,19 +175,19 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
         pixels, inputs, outputs = point
         return dtype.itemsize * (pixels * (inputs + outputs) + 9 * inputs * outputs)
 
-    yield Probe(f"convolution.{name}", axes, forward, size)
+    yield TimingProbe(f"convolution.{name}", axes, forward, size)
     few = {**axes, "pixels": [size for size in pixels if size <= 16384]}
-    yield Probe(f"convolution_input.{name}", few, gradient(True), size)
-    yield Probe(f"convolution_weight.{name}", few, gradient(False), size)
+    yield TimingProbe(f"convolution_input.{name}", few, gradient(True), size)
+    yield TimingProbe(f"convolution_weight.{name}", few, gradient(False), size)
 
 
-def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
     """Memory-bound operations, by the bytes that they read and write, as ``KIND.TYPE``."""
     cuda = device.type == "cuda"
     size = dtype.itemsize
     axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
 
-    def probe(kind: str, moved: float, build: Callable[[int], Call]) -> Probe:
+    def probe(kind: str, moved: float, build: Callable[[int], Call]) -> TimingProbe:
         """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
         possible."""
 
@@ -191,13 +195,13 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
             count = int(point[0] / moved)
             return build(max(ROW, count // ROW * ROW))
 
-        return Probe(f"{kind}.{name}", axes, at, lambda point: point[0])
+        return TimingProbe(f"{kind}.{name}", axes, at, lambda point: point[0])
 
     def flat(count: int) -> Tensor:
-        return drawn((count,), dtype, device)
+        return random_tensor((count,), dtype, device)
 
     def rows(count: int) -> Tensor:
-        return drawn((count // ROW, ROW), dtype, device)
+        return random_tensor((count // ROW, ROW), dtype, device)
 
     def with_(make: Callable[[int], Tensor], call: Callable[[Tensor], object]) -> Callable[[int], Call]:
         def build(count: int) -> Call:
@@ -222,7 +226,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
     yield probe("group_norm", 2 * size, with_(rows, lambda x: F.group_norm(x.view(1, 32, -1), 32)))
     yield probe("group_norm_backward", 3 * size, with_(rows, group_norm_gradient))
     yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
-    yield probe("gather", 2 * size, with_(rows, gathered))
+    yield probe("gather", 2 * size, with_(rows, gather_rows))
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
     yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
@@ -234,7 +238,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pro
         yield probe("int8_gelu_gradient_rows", 2 * size + 1, with_(rows, lambda x: int8_gelu_gradient_rows(x, x, ones)))
 
 
-def copies(device: torch.device) -> Iterator[Probe]:
+def copies(device: torch.device) -> Iterator[TimingProbe]:
     """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
     axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
 
@@ -247,11 +251,11 @@ def copies(device: torch.device) -> Iterator[Probe]:
 
         return at
 
-    yield Probe("to_device.bytes", axes, build(False), lambda point: point[0])
-    yield Probe("to_host.bytes", axes, build(True), lambda point: point[0])
+    yield TimingProbe("to_device.bytes", axes, build(False), lambda point: point[0])
+    yield TimingProbe("to_host.bytes", axes, build(True), lambda point: point[0])
 
 
-def int8_products(device: torch.device) -> Iterator[Probe]:
+def int8_products(device: torch.device) -> Iterator[TimingProbe]:
     """The project's int8 products, forward and for the input's gradient (``int8_gradient``)."""
     cuda = device.type == "cuda"
     dtype = torch.bfloat16
@@ -274,6 +278,6 @@ def int8_products(device: torch.device) -> Iterator[Probe]:
         m, n, k = point
         return m * k + n * k + 2 * m * n
 
-    yield Probe("int8_product.bf16", axes, build(False), size)
+    yield TimingProbe("int8_product.bf16", axes, build(False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
-    yield Probe("int8_gradient.bf16", few, build(True), size)
+    yield TimingProbe("int8_gradient.bf16", few, build(True), size)

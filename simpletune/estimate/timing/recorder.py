@@ -21,7 +21,7 @@ from simpletune.engine.memory import copy_stream
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.copy_stream import CopyEvent
 from simpletune.engine.memory.fake import replaced
-from simpletune.estimate.timing.work import NOTHING, Work, bytes_of, tensors_in, works_of
+from simpletune.estimate.timing.work import NOTHING, KernelWork, tensor_bytes, tensors_in, works_of
 from simpletune.system.options import Json
 
 COMPUTE = "compute"
@@ -31,7 +31,7 @@ BACKWARD = ("backward", "recompute")
 
 
 @dataclass
-class Section:
+class StreamWork:
     """Work of one stream without waits in between.
 
     Args:
@@ -51,7 +51,7 @@ class Section:
     after: list[int] = field(default_factory=list)
     host_after: list[int] = field(default_factory=list)
     event: int | None = None
-    work: Counter[Work] = field(default_factory=Counter)
+    work: Counter[KernelWork] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
 
     def as_json(self) -> Json:
@@ -60,13 +60,13 @@ class Section:
         return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
 
     @classmethod
-    def from_json(cls, data: Json) -> Section:
+    def from_json(cls, data: Json) -> StreamWork:
         """Make a section from the result of ``as_json``."""
-        work = {Work(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
+        work = {KernelWork(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
         return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
 
 
-class AboutOp(NamedTuple):
+class OpFacts(NamedTuple):
     """Facts about an operation that the recorder needs often, cached because reading its schema is slow.
 
     Args:
@@ -80,16 +80,16 @@ class AboutOp(NamedTuple):
     moves: bool
 
 
-_ABOUT: dict[int, tuple[AboutOp, OpOverload]] = {}  # keeps the operations, so that ids stay unique
+_ABOUT: dict[int, tuple[OpFacts, OpOverload]] = {}  # keeps the operations, so that ids stay unique
 
 
-def about_op(op: OpOverload) -> AboutOp:
+def about_op(op: OpOverload) -> OpFacts:
     """Look up the facts about an operation."""
     known = _ABOUT.get(id(op))
     if known is not None:
         return known[0]
     name = op._schema.name.partition("::")[2]
-    about = AboutOp(name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING)
+    about = OpFacts(name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING)
     _ABOUT[id(op)] = about, op
     return about
 
@@ -103,9 +103,9 @@ class Recorder:
 
     def __init__(self, cuda: bool):
         self.cuda = cuda
-        self.sections: list[Section] = []
+        self.sections: list[StreamWork] = []
         self._accounting: Accounting | None = None
-        self._known: dict[object, list[Work]] = {}
+        self._known: dict[object, list[KernelWork]] = {}
         self._events = self._queues = 0
         self._share = 1.0
         self._stream = COMPUTE
@@ -134,7 +134,7 @@ class Recorder:
         device."""
         self.sections = [section for section in self.sections if section.share < 1]
         if self.cuda:
-            self._section().work[Work("to_device", "bytes", (sum(map(bytes_of, batch)),))] += 1
+            self._section().work[KernelWork("to_device", "bytes", (sum(map(tensor_bytes, batch)),))] += 1
 
     @contextmanager
     def watching(self, accounting: Accounting) -> Iterator[None]:
@@ -158,14 +158,14 @@ class Recorder:
             stack.callback(handle.remove)
             yield
 
-    def begin(self) -> tuple[int, Counter[Work], Counter[str]]:
+    def begin(self) -> tuple[int, Counter[KernelWork], Counter[str]]:
         """Remember what has been recorded so far: the sections, and the last one's work."""
         last = self._section()
         return len(self.sections), Counter(last.work), Counter(last.host)
 
-    def seen_since(self, begin: object) -> tuple[Counter[Work], Counter[str]] | None:
+    def seen_since(self, begin: object) -> tuple[Counter[KernelWork], Counter[str]] | None:
         """The work since ``begin``; None if it spans more than one section."""
-        number, work, host = cast(tuple[int, Counter[Work], Counter[str]], begin)
+        number, work, host = cast(tuple[int, Counter[KernelWork], Counter[str]], begin)
         last = self.sections[-1]
         if len(self.sections) != number or last.event is not None:
             return None
@@ -173,7 +173,7 @@ class Recorder:
 
     def repeat(self, seen: object) -> None:
         """Record again the work that ``seen_since`` returned."""
-        work, host = cast(tuple[Counter[Work], Counter[str]], seen)
+        work, host = cast(tuple[Counter[KernelWork], Counter[str]], seen)
         section = self._section()
         section.work.update(work)
         section.host.update(host)
@@ -188,11 +188,13 @@ class Recorder:
             section.work[moved] += 1
             if moved.kind != "brought":
                 return
-            section.work[Work("to_device", "bytes", moved.extents)] += section.work.pop(moved)
+            section.work[KernelWork("to_device", "bytes", moved.extents)] += section.work.pop(moved)
         for work in found:  # Counter.update is slow
             section.work[work] += 1
 
-    def _works(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> list[Work]:
+    def _works(
+        self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object
+    ) -> list[KernelWork]:
         """The work of an operation; for a fake one, cached by its layouts."""
         assert self._accounting is not None
         key = self._accounting.last_key
@@ -203,7 +205,7 @@ class Recorder:
             found = self._known[key] = list(works_of(op, args, kwargs, output))
         return found
 
-    def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> Work | None:
+    def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> KernelWork | None:
         """On a GPU, the copy that an operation with tensors in host memory is, or first needs (``brought``)."""
         assert self._accounting is not None
         large = [t for t in tensors if self._accounting.is_on_host(t) and t.nbytes >= SMALL]
@@ -211,13 +213,15 @@ class Recorder:
             target, source = tensors[0], tensors[1]
             if any(t is target for t in large) != any(t is source for t in large):
                 kind = "to_host" if any(t is target for t in large) else "to_device"
-                return Work(kind, "bytes", (bytes_of(target),))
+                return KernelWork(kind, "bytes", (tensor_bytes(target),))
             return None
         if not large:
             return None
-        return Work("to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(bytes_of, large)),))
+        return KernelWork(
+            "to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(tensor_bytes, large)),)
+        )
 
-    def _count_host(self, section: Section, op: AboutOp, found: list[Work], tensors: Sequence[Tensor]) -> None:
+    def _count_host(self, section: StreamWork, op: OpFacts, found: list[KernelWork], tensors: Sequence[Tensor]) -> None:
         if not op.counts:
             return
         if not found:
@@ -233,14 +237,14 @@ class Recorder:
     def _host(self, what: str) -> None:
         self._section().host[what] += 1
 
-    def _section(self) -> Section:
+    def _section(self) -> StreamWork:
         """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
         assert self._accounting is not None
         phase, module = self._accounting.place
         last = self.sections[-1] if self.sections else None
         here = (self._stream, phase, module, self._share)
         if last is None or last.event is not None or (last.stream, last.phase, last.module, last.share) != here:
-            last = Section(*here)
+            last = StreamWork(*here)
             self.sections.append(last)
         return last
 
@@ -265,7 +269,7 @@ class Recorder:
     def run(self, stream: str, work: Callable[[], object], after: Iterable[int]) -> int:
         """Record work as a section of a queue."""
         assert self._accounting is not None
-        section = Section(stream, *self._accounting.place, after=list(after))
+        section = StreamWork(stream, *self._accounting.place, after=list(after))
         self.sections.append(section)
         before, self._stream = self._stream, stream
         try:
@@ -279,7 +283,7 @@ class Recorder:
     def wait(self, event: int, by_host: bool = False) -> None:
         """Begin a section of the computation, or of the host, that waits for an event."""
         assert self._accounting is not None
-        section = Section(COMPUTE, *self._accounting.place, share=self._share)
+        section = StreamWork(COMPUTE, *self._accounting.place, share=self._share)
         (section.host_after if by_host else section.after).append(event)
         self.sections.append(section)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from simpletune.estimate.timing.recorder import COMPUTE, Recorder, Section
+from simpletune.estimate.timing.recorder import COMPUTE, Recorder, StreamWork
 
 
-class Part:
+class RecordedPart:
     """A part of the step that a recorder records.
 
     Args:
@@ -18,7 +18,7 @@ class Part:
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
         self._first, *self._before = recorder.begin()
-        self._part: list[Section] = []
+        self._part: list[StreamWork] = []
 
     def end(self) -> bool:
         """End the part; returns whether it consists of whole sections."""
@@ -60,9 +60,9 @@ class Part:
         return section.event
 
 
-def _copy(section: Section) -> Section:
+def _copy(section: StreamWork) -> StreamWork:
     return replace(section, work=Counter(section.work), host=Counter(section.host))
 
 
-def _alike(one: Section, other: Section) -> bool:
+def _alike(one: StreamWork, other: StreamWork) -> bool:
     return (one.stream, one.phase, one.module) == (other.stream, other.phase, other.module)

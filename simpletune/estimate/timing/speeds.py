@@ -33,7 +33,7 @@ class Speeds(Protocol):
         """A single figure."""
 
 
-class MeasuredSpeeds:
+class CalibratedSpeeds:
     """Speeds of a calibrated device.
 
     Args:

@@ -67,15 +67,15 @@ class CpuStopwatch:
                     kept[number] = call()
 
         rounds = 1
-        rounds = max(1, int(ENOUGH / clocked(several)))
-        return self._in_quiet(lambda: clocked(several)) / (rounds * len(calls))
+        rounds = max(1, int(ENOUGH / cpu_seconds(several)))
+        return self._in_quiet(lambda: cpu_seconds(several)) / (rounds * len(calls))
 
     def host_seconds(self, call: Call) -> float:
         """Seconds per call, repeated without pause."""
         call()
-        repeats = min(MOST, max(1, int(ENOUGH / clocked(call))))
+        repeats = min(MOST, max(1, int(ENOUGH / cpu_seconds(call))))
 
-        return self._in_quiet(lambda: clocked(lambda: [call() for _ in range(repeats)])) / repeats
+        return self._in_quiet(lambda: cpu_seconds(lambda: [call() for _ in range(repeats)])) / repeats
 
     def _in_quiet(self, measured: Callable[[], float]) -> float:
         """The median of measurements relative to the reference load around them, converted to seconds."""
@@ -94,7 +94,7 @@ class CpuStopwatch:
         """The reference load's current seconds, with its operands in the caches."""
         for _ in range(REFERENCES):
             self._reference()
-        return statistics.median(clocked(self._reference) for _ in range(REFERENCES))
+        return statistics.median(cpu_seconds(self._reference) for _ in range(REFERENCES))
 
 
 class CudaStopwatch:
@@ -187,7 +187,7 @@ def stopwatch_of(device: torch.device) -> CpuStopwatch | CudaStopwatch:
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 
 
-def clocked(call: Call) -> float:
+def cpu_seconds(call: Call) -> float:
     """Seconds of a call on the CPU; with a single thread, only the time that the thread ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = clock()

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from simpletune.estimate.timing.recorder import COMPUTE, Section
+from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import Speeds
-from simpletune.estimate.timing.work import Work
+from simpletune.estimate.timing.work import KernelWork
 
 ROUNDS = 4  # steps, until their times have converged
 
@@ -53,7 +53,7 @@ class StepSeconds:
         return max(parts, key=lambda name: parts[name])
 
 
-def use_of(work: Work) -> str:
+def use_of(work: KernelWork) -> str:
     """The use as which a piece of work counts."""
     if work.kind.startswith(("product_", "convolution", "int8_product", "int8_gradient")):
         return "products"
@@ -64,7 +64,7 @@ def use_of(work: Work) -> str:
     return "copies" if work.kind in ("to_device", "to_host") else "traffic"
 
 
-def step_seconds(sections: Sequence[Section], speeds: Speeds) -> StepSeconds:
+def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
     """Predict the time of a step in the middle of a run.
 
     Args:
@@ -92,7 +92,7 @@ def step_seconds(sections: Sequence[Section], speeds: Speeds) -> StepSeconds:
     return StepSeconds(total, dict(device), host_total, waits, dict(phases))
 
 
-def _fold(sections: Sequence[Section], costs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _fold(sections: Sequence[StreamWork], costs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Simulate the streams for a few steps.
 
     Returns:

@@ -21,7 +21,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SMALL = 4096  # elements; the layout of smaller tensors does not matter
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """The work of one kernel, or of one on a group of tensors.
 
     Args:
@@ -61,7 +61,7 @@ WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", 
 """Operations that read no operand."""
 
 
-def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[Work]:
+def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[KernelWork]:
     """Yield the work of one dispatched operation; nothing for an operation that moves no data.
 
     Args:
@@ -81,9 +81,9 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
         return
     given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
     inputs, outputs = tensors_in((args, given)), tensors_in(output) or _written(op, args)
-    moved = sum(map(bytes_of, outputs)) + (0 if name in WRITES else sum(map(bytes_of, inputs)))
+    moved = sum(map(tensor_bytes, outputs)) + (0 if name in WRITES else sum(map(tensor_bytes, inputs)))
     if moved:
-        yield Work(kind_of(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
+        yield KernelWork(grid_kind(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
 
 
 @cache
@@ -103,7 +103,7 @@ def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
     return tensors_in([value for argument, value in declared if argument.alias_info and argument.alias_info.is_write])
 
 
-def kind_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+def grid_kind(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
     """Name the grid of an element-wise or row-wise operation."""
     if name in KINDS:
         return KINDS[name]
@@ -132,7 +132,7 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
-def bytes_of(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's own elements."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
@@ -156,14 +156,14 @@ def _dtype(*groups: Sequence[Tensor]) -> str:
     return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
 
 
-def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> Work:
+def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> KernelWork:
     """The work of an operation on lists of tensors: their number, and the bytes of all."""
     inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
     first = args[0] if isinstance(args[0], (list, tuple)) else []
     if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
         outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
-    moved = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
-    return Work("each", _dtype(inputs), (max(1, len(first)), moved))
+    moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
+    return KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
 
 
 def _layout(a: Tensor, b: Tensor) -> str:
@@ -173,58 +173,58 @@ def _layout(a: Tensor, b: Tensor) -> str:
     return "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
 
 
-def _product(a: Tensor, b: Tensor) -> Work:
+def _product(a: Tensor, b: Tensor) -> KernelWork:
     batch = math.prod(a.shape[:-2])
-    return Work(f"product_{_layout(a, b)}", _dtype([a]), (batch * a.shape[-2], b.shape[-1], a.shape[-1]))
+    return KernelWork(f"product_{_layout(a, b)}", _dtype([a]), (batch * a.shape[-2], b.shape[-1], a.shape[-1]))
 
 
-def _mm(args: Sequence[object], output: object) -> Iterator[Work]:
+def _mm(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     *bias, a, b = tensors_in(args)
     yield _product(a, b)
     if bias:
-        yield Work("bias", _dtype([a]), (2 * bytes_of(a[..., :1]) * b.shape[-1],))
+        yield KernelWork("bias", _dtype([a]), (2 * tensor_bytes(a[..., :1]) * b.shape[-1],))
 
 
-def _int_mm(args: Sequence[object], output: object) -> Iterator[Work]:
+def _int_mm(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     a, b = tensors_in(args)[:2]
-    yield Work("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
+    yield KernelWork("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
 
 
-def _int8_product(args: Sequence[object], output: object) -> Iterator[Work]:
+def _int8_product(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     x, _, weight = tensors_in(args)[:3]
     kind = "int8_product" if weight.is_contiguous() else "int8_gradient"
-    yield Work(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
+    yield KernelWork(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
 
 
-def _rotated(args: Sequence[object], output: object) -> Iterator[Work]:
+def _rotated(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     x, block = args
     assert isinstance(x, Tensor) and isinstance(block, int)
-    yield Work("product_nn", _dtype([x]), (x.numel() // block, block, block))
+    yield KernelWork("product_nn", _dtype([x]), (x.numel() // block, block, block))
 
 
-def _quanto(args: Sequence[object], output: object) -> Iterator[Work]:
+def _quanto(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     x, weight, scales = tensors_in(args)[:3]
     dtype = _dtype([x])
-    yield Work("unpack_int8", dtype, (weight.numel() * (1 + scales.element_size()),))
-    yield Work("product_tn", dtype, (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
+    yield KernelWork("unpack_int8", dtype, (weight.numel() * (1 + scales.element_size()),))
+    yield KernelWork("product_tn", dtype, (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
 
 
-def _attention(args: Sequence[object], output: object) -> Iterator[Work]:
+def _attention(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     q, k = tensors_in(args)[:2]
-    yield Work("attention", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+    yield KernelWork("attention", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
 
 
-def _attention_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+def _attention_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     _, q, k = tensors_in(args)[:3]
-    yield Work("attention_backward", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+    yield KernelWork("attention_backward", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
 
 
-def _convolution(args: Sequence[object], output: object) -> Iterator[Work]:
+def _convolution(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     (y,), (x, weight) = tensors_in(output), tensors_in(args)[:2]
     yield from _convolved("convolution", y, x, weight)
 
 
-def _convolution_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+def _convolution_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     grad, x, weight = tensors_in(args)[:3]
     mask = args[-1]
     assert isinstance(mask, (list, tuple))
@@ -233,36 +233,36 @@ def _convolution_backward(args: Sequence[object], output: object) -> Iterator[Wo
             yield from _convolved(kind, grad, x, weight)
 
 
-def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[Work]:
+def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[KernelWork]:
     """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
     inputs, outputs = weight.shape[1], weight.shape[0]
     if area == 1:
-        yield Work("product_tn", _dtype([x]), (pixels, outputs, inputs))
+        yield KernelWork("product_tn", _dtype([x]), (pixels, outputs, inputs))
         return
-    yield Work(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
+    yield KernelWork(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
 
 
-def _rounding(args: Sequence[object], output: object) -> Iterator[Work]:
+def _rounding(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     """Count the first argument, the result, as only written."""
-    yield Work("add", "bf16", (sum(map(bytes_of, tensors_in(args))),))
+    yield KernelWork("add", "bf16", (sum(map(tensor_bytes, tensors_in(args))),))
 
 
-def _modulate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+def _modulate_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     """Count partial sums of the modulations' gradients, written and read, besides inputs and outputs."""
     yield _with_partial_sums("norm_backward", args, output)
 
 
-def _gate_backward(args: Sequence[object], output: object) -> Iterator[Work]:
+def _gate_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
     yield _with_partial_sums("add", args, output)
 
 
-def _with_partial_sums(kind: str, args: Sequence[object], output: object) -> Work:
+def _with_partial_sums(kind: str, args: Sequence[object], output: object) -> KernelWork:
     results = tensors_in(output)
-    moved = sum(map(bytes_of, (*tensors_in(args), *results)))
+    moved = sum(map(tensor_bytes, (*tensors_in(args), *results)))
     if results[-1].shape != results[0].shape:  # [count, b, d]
         moved += 2 * partial_bytes(results[0], len(results[-1]))
-    return Work(kind, _dtype(results), (moved,))
+    return KernelWork(kind, _dtype(results), (moved,))
 
 
 PRODUCTS = {

@@ -64,7 +64,7 @@ class TrainingObjective(Option):
         """
         return stream.standard_normal(tuple(shape), dtype="float32")
 
-    def process(self, scheduler: Callable[[], ModelConfig]) -> Process:
+    def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
         """Build the noising process.
 
         Args:
@@ -94,7 +94,7 @@ class TrainingObjective(Option):
         return None
 
 
-class Process(Protocol):
+class NoisingProcess(Protocol):
     """An objective on tensors; reads nothing from the device."""
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:

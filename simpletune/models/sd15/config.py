@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 
 CLASS = "UNet2DConditionModel"
 SD15_NAME = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -79,7 +79,7 @@ class Level:
 
 
 @lru_cache(maxsize=1)
-def bundled() -> Mapping[str, Mapping[str, ModelConfig]]:
+def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
     """Return the configurations by version and part: Stable Diffusion 1.5, 2 and 2.1 (``sd2``), 2 base and 2.1 base.
 
     Source: the ``config.json`` of each part in the repositories of ``HUB_NAMES``, without unused entries.
@@ -89,7 +89,7 @@ def bundled() -> Mapping[str, Mapping[str, ModelConfig]]:
     return found
 
 
-def whole(config: ModelConfig) -> ModelConfig:
+def complete_config(config: ModelConfig) -> ModelConfig:
     """Complete a UNet's configuration with the defaults that its ``config.json`` leaves out."""
     return {**DEFAULTS, **config}
 
@@ -100,7 +100,7 @@ def levels_of(config: ModelConfig) -> list[Level]:
     Args:
         config: the UNet's ``config.json``.
     """
-    known = whole(config)
+    known = complete_config(config)
     channels, down = known["block_out_channels"], known["down_block_types"]
     layers, depth, heads, text = (_per_level(known[name], len(channels)) for name in PER_LEVEL)
     up = list(reversed(known["up_block_types"]))
@@ -126,8 +126,8 @@ def require_supported(config: ModelConfig, place: str) -> None:
     """
     if config.get("_class_name") != CLASS:
         raise UserError(f"{place}: is a {config.get('_class_name')}; family sd15 needs a {CLASS}. {_remedy(config)}")
-    if odd := list(_unsupported(whole(config))):
-        raise UserError(f"{place}: not a UNet of family sd15: {shortened(odd)}. {_remedy(config)}")
+    if odd := list(_unsupported(complete_config(config))):
+        raise UserError(f"{place}: not a UNet of family sd15: {join_names(odd)}. {_remedy(config)}")
 
 
 def _remedy(config: ModelConfig) -> str:

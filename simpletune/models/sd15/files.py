@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from simpletune.models.sd15.config import bundled
+from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.original_names import origins
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, SingleFile
@@ -29,7 +29,7 @@ SD2_HEAD_WIDTH = 64
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
     """Infer the UNet's configuration from its tensors' shapes, by original names."""
     linear = len(shapes[PROJECTION]) == 2
-    known = bundled()["sd2" if linear else "sd15"]["unet"]
+    known = bundled_configs()["sd2" if linear else "sd15"]["unet"]
     levels: list[tuple[int, int, bool]] = [(shapes["input_blocks.0.0.weight"][0], 0, False)]
     for step in range(1, 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("input_blocks."))):
         channels, layers, _ = levels[-1]

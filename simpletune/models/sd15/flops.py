@@ -8,13 +8,13 @@ Shapes: b samples, n pixels of the latent at a level, t text tokens.
 
 from __future__ import annotations
 
-from simpletune.models.sd15.shapes import Unit, parameter_shapes, pixels, units_of
-from simpletune.models.shared.flops import Count, Flops, Trained
+from simpletune.models.sd15.shapes import Unit, parameter_shapes, pixels, unet_units
+from simpletune.models.shared.flops import Count, Flops, TrainedParameters
 from simpletune.models.shared.model_config import ModelConfig
 
 
 def unet_flops(
-    config: ModelConfig, trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
+    config: ModelConfig, trained: TrainedParameters, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
     """Count the operations of one micro-batch.
 
@@ -33,7 +33,7 @@ def unet_flops(
 
     time = count.chain(["time_embedding.linear_1", "time_embedding.linear_2"], batch, False)
     x = count.linear("conv_in", rows(0), False)
-    for number, unit in enumerate(units_of(config)):
+    for number, unit in enumerate(unet_units(config)):
         before = count.flops.forward
         if unit.kind == "resnet":
             x = _resnet(count, unit, rows(unit.halvings), batch, x, time)

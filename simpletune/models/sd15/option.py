@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME, bundled, levels_of, require_supported
+from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME, bundled_configs, levels_of, require_supported
 from simpletune.models.sd15.files import LAYOUT, version_of
 from simpletune.models.sd15.flops import unet_flops
 from simpletune.models.sd15.lora_names import LAYOUTS
-from simpletune.models.sd15.shapes import ATTENTION, parameter_shapes, pixels, unit_names, units_of
+from simpletune.models.sd15.shapes import ATTENTION, parameter_shapes, pixels, unet_units, unit_names
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import Attention, DiffusersNames, Licence, TextRegion
-from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
+from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.parts import Part
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd15.text import ClipPrompts
-    from simpletune.models.shared.denoiser import Transformer
-    from simpletune.models.shared.prompts import Encoder
+    from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.models.shared.prompts import TextEncoder
     from simpletune.models.shared.weights import TensorSource
 
 TOKENS = 77
@@ -115,7 +115,7 @@ class SD15(Family):
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; does not download those that ship with this package."""
         version = HUB_NAMES.get(provider(self, name)[1] or "", "")
-        config = bundled().get(version, {}).get(name)
+        config = bundled_configs().get(version, {}).get(name)
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
     def part_names(self) -> list[str]:
@@ -125,11 +125,11 @@ class SD15(Family):
     def bundled(self, part: str) -> ModelConfig | None:
         """Return the configuration of a part other than UNet and tokenizer, for a single file's version."""
         version = None if part == "unet" else self._file_version()
-        return None if version is None else bundled()[version].get(part)
+        return None if version is None else bundled_configs()[version].get(part)
 
     def bundled_config(self, hub_name: str) -> ModelConfig | None:
         """Return the UNet's ``config.json`` of a known Hub name."""
-        return bundled().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
+        return bundled_configs().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """Return the UNet's ``config.json``.
@@ -183,21 +183,21 @@ class SD15(Family):
         """Return the number of pixels of a picture's latent."""
         return pixels(size, 0)
 
-    def attentions(self, size: Size) -> Sequence[Attention]:
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """List self-attention and attention to the text at each level that has attention."""
-        found: dict[Attention, None] = {}
-        for unit in units_of(self.known_config()):
+        found: dict[AttentionShape, None] = {}
+        for unit in unet_units(self.known_config()):
             if unit.kind == ATTENTION:
                 heads, queries = unit.level.heads, pixels(size, unit.halvings)
                 for keys in (queries, TOKENS):
-                    found[Attention(heads, queries, keys, unit.outputs // heads)] = None
+                    found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
-    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""
         return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)
 
-    def empty_model(self, config: ModelConfig) -> Transformer:
+    def empty_model(self, config: ModelConfig) -> Denoiser:
         """Build the UNet on the meta device."""
         from simpletune.models.sd15.unet import empty_unet
 
@@ -205,9 +205,9 @@ class SD15(Family):
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
         """Random weights."""
-        from simpletune.models.sd15.unet import RandomTensors
+        from simpletune.models.sd15.unet import RandomUNetTensors
 
-        return RandomTensors(config, seed)
+        return RandomUNetTensors(config, seed)
 
     def empty_tensors(self, config: ModelConfig) -> TensorSource:
         """Uninitialised weights."""
@@ -219,11 +219,11 @@ class SD15(Family):
         """Describe the text encoder in use."""
         return "CLIP"
 
-    def encoders(self) -> tuple[Encoder, ...]:
+    def encoders(self) -> tuple[TextEncoder, ...]:
         """Return CLIP-L (1.x) or OpenCLIP-H (2.x)."""
-        from simpletune.models.shared.prompts import Encoder
+        from simpletune.models.shared.prompts import TextEncoder
 
-        return (Encoder("clip", "tokenizer", "text_encoder"),)
+        return (TextEncoder("clip", "tokenizer", "text_encoder"),)
 
     def empty_clip(self, config: ModelConfig) -> nn.Module:
         """Build the text encoder, which has no projection."""
@@ -282,7 +282,7 @@ def _text_width(source: str) -> int | None:
         UserError: the configuration cannot be read.
     """
     if source in HUB_NAMES:
-        return int(bundled()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
+        return int(bundled_configs()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
     folder = Path(source) / "text_encoder"
     width = Part("text_encoder", folder).config().get("hidden_size") if (folder / "config.json").exists() else None
     return None if width is None else int(width)

@@ -6,7 +6,7 @@ block, then an attention, then an upsampler. Inside an attention, both layouts u
 
 from __future__ import annotations
 
-from simpletune.models.sd15.shapes import DOWNSAMPLER, RESNET, parameter_shapes, units_of
+from simpletune.models.sd15.shapes import DOWNSAMPLER, RESNET, parameter_shapes, unet_units
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import Origin
 
@@ -36,7 +36,7 @@ def original_modules(config: ModelConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     steps = {"down": 0, "mid": -1, "up": -1}
     inside = 0  # modules in the current step
-    for unit in units_of(config):
+    for unit in unet_units(config):
         way = unit.name.partition("_")[0]
         if way == "mid":
             steps["mid"] += 1

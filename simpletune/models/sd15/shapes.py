@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletune.models.sd15.config import Level, levels_of, whole
+from simpletune.models.sd15.config import Level, complete_config, levels_of
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.model_config import ModelConfig, Shape, linear
 
@@ -48,7 +48,7 @@ class Unit:
     level: Level
 
 
-def units_of(config: ModelConfig) -> list[Unit]:
+def unet_units(config: ModelConfig) -> list[Unit]:
     """Return the UNet's units in the order of the forward pass.
 
     Args:
@@ -118,10 +118,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     first = levels_of(config)[0].channels
     time = 4 * first
-    known = whole(config)
+    known = complete_config(config)
     shapes = convolution("conv_in", known["in_channels"], first)
     shapes |= linear("time_embedding.linear_1", first, time) | linear("time_embedding.linear_2", time, time)
-    for unit in units_of(config):
+    for unit in unet_units(config):
         for name, shape in unit_shapes(unit, config).items():
             shapes[f"{unit.name}.{name}"] = shape
     return shapes | _norm("conv_norm_out", first) | convolution("conv_out", first, known["out_channels"])

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import Encoder, Prompts
+from simpletune.models.shared.prompts import Prompts, TextEncoder
 
 
 class ClipPrompts(Prompts):
     """Text side of a pipeline with a single CLIP encoder."""
 
-    def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def run(
+        self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
         """Load the encoder and run it over all prompts; yields ``hidden`` [L, e]."""
         model = load_text_model(self.part(encoder.model), self.dtype, projected=False)
         return last_hidden_states(model.eval().to(device), ids, device, batch_size)

@@ -12,8 +12,8 @@ from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from simpletune.models.sd15.shapes import parameter_shapes, units_of
-from simpletune.models.shared.denoiser import Transformer, set_units
+from simpletune.models.sd15.shapes import parameter_shapes, unet_units
+from simpletune.models.shared.denoiser import Denoiser, set_units
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.weights import random_weight
 
@@ -21,7 +21,7 @@ SMALL = ("proj_out.weight", "conv2.weight", "conv_out.weight")
 """Layers that end a residual branch or the model, which the original training initialises to zero."""
 
 
-class RandomTensors:
+class RandomUNetTensors:
     """Random weights: each tensor is a function of the seed and its name.
 
     Weights are normal with standard deviation 1/sqrt(inputs), biases are zero, norms are one. The layers that end a
@@ -46,7 +46,7 @@ class RandomTensors:
         return random_weight(name, self._shapes[name], self._seed, 0.01 if name.endswith(SMALL) else 1.0)
 
 
-def empty_unet(config: ModelConfig) -> Transformer:
+def empty_unet(config: ModelConfig) -> Denoiser:
     """Build the UNet with all its tensors on the meta device.
 
     Args:
@@ -54,7 +54,7 @@ def empty_unet(config: ModelConfig) -> Transformer:
     """
     with init_empty_weights(include_buffers=True):
         model = UNet2DConditionModel.from_config(config)
-    return set_units(cast(Transformer, model), [unit.name for unit in units_of(config)], "conv_norm_out")
+    return set_units(cast(Denoiser, model), [unit.name for unit in unet_units(config)], "conv_norm_out")
 
 
 def predict(

@@ -9,12 +9,12 @@ import math
 
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.buckets import DOWNSAMPLING
-from simpletune.models.shared.flops import Count, Flops, Trained
+from simpletune.models.shared.flops import Count, Flops, TrainedParameters
 from simpletune.models.shared.model_config import ModelConfig
 
 
 def sd3_flops(
-    config: ModelConfig, trained: Trained, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
+    config: ModelConfig, trained: TrainedParameters, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
     """Count the operations of one micro-batch.
 

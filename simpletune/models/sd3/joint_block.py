@@ -15,7 +15,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from simpletune.engine.kernels.adaln import Gated, Modulation, add_gated, modulated
+from simpletune.engine.kernels.adaln import Gated, ScaleShift, add_gated, modulated
 from simpletune.engine.kernels.rms_norm import normed
 
 
@@ -31,9 +31,9 @@ class JointBlock(JointTransformerBlock):
     ) -> tuple[Tensor | None, Tensor]:
         """Return text tokens (None after the last block) and picture tokens."""
         x, text, more = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
-        shift, scale, gate, *of_ff = parts_of(self.norm1, temb, 9 if self.use_dual_attention else 6)
-        second = [Modulation(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
-        x, inputs = modulated(x, None, [Modulation(scale, shift), *second], self.norm1.norm.eps)
+        shift, scale, gate, *of_ff = modulation_parts(self.norm1, temb, 9 if self.use_dual_attention else 6)
+        second = [ScaleShift(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
+        x, inputs = modulated(x, None, [ScaleShift(scale, shift), *second], self.norm1.norm.eps)
         text, normed_text, of_text = self._normed_text(text, temb)
         attended, attended_text = self.attn(hidden_states=inputs[0], encoder_hidden_states=normed_text, **more)
         added = Gated(attended, gate)
@@ -59,8 +59,8 @@ class JointBlock(JointTransformerBlock):
             scale, shift = norm.linear(norm.silu(temb).to(text.dtype)).chunk(2, dim=1)
             of_text: Sequence[Tensor] = ()
         else:
-            shift, scale, *of_text = parts_of(norm, temb, 6)
-        text, (normed_text,) = modulated(text, None, [Modulation(scale, shift)], norm.norm.eps)
+            shift, scale, *of_text = modulation_parts(norm, temb, 6)
+        text, (normed_text,) = modulated(text, None, [ScaleShift(scale, shift)], norm.norm.eps)
         return text, normed_text, of_text
 
 
@@ -84,12 +84,12 @@ def _with_feed_forward(
         The sum, and the network's gated output, still to be added.
     """
     shift, scale, gate = parts[:3]
-    x, inputs = modulated(x, added, [Modulation(scale, shift)], norm.eps)
+    x, inputs = modulated(x, added, [ScaleShift(scale, shift)], norm.eps)
     del added
     return x, Gated(network(inputs.pop()), gate)
 
 
-def parts_of(norm: nn.Module, temb: Tensor, count: int) -> Sequence[Tensor]:
+def modulation_parts(norm: nn.Module, temb: Tensor, count: int) -> Sequence[Tensor]:
     """Return shift, scale and gate of attention, those of the feed-forward, and so on: ``count`` views [b, d]."""
     rows: Tensor = norm.linear(norm.silu(temb))  # type: ignore[operator]
     return rows.chunk(count, dim=1)

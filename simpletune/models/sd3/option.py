@@ -26,8 +26,8 @@ from simpletune.models.sd3.shapes import (
 )
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import Attention, DiffusersNames, Licence, TextRegion
-from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
+from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.single_file import FileLayout
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd3.text import SD3Prompts
-    from simpletune.models.shared.denoiser import Transformer
-    from simpletune.models.shared.prompts import Encoder
+    from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.models.shared.prompts import TextEncoder
     from simpletune.models.shared.weights import TensorSource
 
 CLIP_TOKENS = 77
@@ -144,14 +144,14 @@ class SD3(Family):
         pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
-    def attentions(self, size: Size) -> Sequence[Attention]:
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """List joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
         config, image = self.known_config(), self.image_tokens(size)
         heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
         both = (joint, image) if config.get("dual_attention_layers") else (joint,)
-        return [Attention(heads, tokens, tokens, width) for tokens in both]
+        return [AttentionShape(heads, tokens, tokens, width) for tokens in both]
 
-    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch."""
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
@@ -174,17 +174,17 @@ class SD3(Family):
         """Whether a module only serves to compute modulations."""
         return is_conditioning(module)
 
-    def empty_model(self, config: ModelConfig) -> Transformer:
+    def empty_model(self, config: ModelConfig) -> Denoiser:
         """Build the transformer on the meta device."""
-        from simpletune.models.sd3.transformer import empty_transformer
+        from simpletune.models.sd3.transformer import empty_denoiser
 
-        return empty_transformer(config)
+        return empty_denoiser(config)
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
         """Return random weights, with the folder's position table."""
-        from simpletune.models.sd3.transformer import RandomTensors
+        from simpletune.models.sd3.transformer import RandomTransformerTensors
 
-        return RandomTensors(config, seed, folder)
+        return RandomTransformerTensors(config, seed, folder)
 
     def empty_tensors(self, config: ModelConfig) -> TensorSource:
         """Uninitialised weights."""
@@ -210,13 +210,16 @@ class SD3(Family):
 
         return whole_positions(model)
 
-    def encoders(self) -> tuple[Encoder, ...]:
+    def encoders(self) -> tuple[TextEncoder, ...]:
         """Return CLIP-L, CLIP-G and, if in use, T5."""
-        from simpletune.models.shared.prompts import Encoder
+        from simpletune.models.shared.prompts import TextEncoder
 
-        clip = Encoder("clip_l", "tokenizer", "text_encoder"), Encoder("clip_g", "tokenizer_2", "text_encoder_2")
+        clip = (
+            TextEncoder("clip_l", "tokenizer", "text_encoder"),
+            TextEncoder("clip_g", "tokenizer_2", "text_encoder_2"),
+        )
         packed = self.t5_cached == "int8"
-        t5 = Encoder("t5", "tokenizer_3", "text_encoder_3", self.t5_length, is_t5=True, packed=packed)
+        t5 = TextEncoder("t5", "tokenizer_3", "text_encoder_3", self.t5_length, is_t5=True, packed=packed)
         return (*clip, t5) if self.t5 else clip
 
     def empty_clip(self, config: ModelConfig) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.models.shared.parts import Part, load_text_model
-from simpletune.models.shared.prompts import Encoder, Prompts
+from simpletune.models.shared.prompts import Prompts, TextEncoder
 
 
 class SD3Prompts(Prompts):
@@ -28,7 +28,7 @@ class SD3Prompts(Prompts):
     def __init__(
         self,
         part: Callable[[str], Part],
-        encoders: tuple[Encoder, ...],
+        encoders: tuple[TextEncoder, ...],
         dtype: torch.dtype,
         t5_length: int,
         width: int,
@@ -36,7 +36,9 @@ class SD3Prompts(Prompts):
         super().__init__(part, encoders, dtype)
         self.t5_length, self.width = t5_length, width
 
-    def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def run(
+        self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
         """Load an encoder and run it; yields for each prompt ``hidden`` [L or T, width], and for CLIP ``pooled``
         [width]."""
         return (_run_t5 if encoder.is_t5 else _run_clip)(self.part(encoder.model), ids, self.dtype, device, batch_size)

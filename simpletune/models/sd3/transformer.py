@@ -15,14 +15,14 @@ from simpletune.models.sd3.joint_block import use_joint_blocks
 from simpletune.models.sd3.positions import TABLE, crop_positions
 from simpletune.models.sd3.shapes import parameter_shapes, unit_names
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Transformer, set_units
+from simpletune.models.shared.denoiser import Denoiser, set_units
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.weights import EmptyTensors, TensorSource, random_weight
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import WeightReader
 
 
-class RandomTensors:
+class RandomTransformerTensors:
     """Random weights: each tensor is a function of the seed and its name.
 
     Weights are normal with standard deviation 1/sqrt(inputs), biases are zero, norms are one. Modulations and the
@@ -64,7 +64,7 @@ def empty_tensors(config: ModelConfig) -> EmptyTensors:
     return EmptyTensors({**shapes, TABLE: (1, config["pos_embed_max_size"] ** 2, hidden)})
 
 
-def empty_transformer(config: ModelConfig) -> Transformer:
+def empty_denoiser(config: ModelConfig) -> Denoiser:
     """Build the transformer with all its tensors on the meta device.
 
     Args:
@@ -73,7 +73,7 @@ def empty_transformer(config: ModelConfig) -> Transformer:
     with init_empty_weights(include_buffers=True):
         model = SD3Transformer2DModel.from_config(config)
     use_joint_blocks(model.transformer_blocks)
-    return set_units(cast(Transformer, model), unit_names(parameter_shapes(config)), "norm_out")
+    return set_units(cast(Denoiser, model), unit_names(parameter_shapes(config)), "norm_out")
 
 
 def crop_to(model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype) -> None:

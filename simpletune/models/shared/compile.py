@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletune.models.shared.denoiser import units_of
+from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.fp16_blocks import block_pass_of
 from simpletune.system.console import say
 from simpletune.system.options import UserError
@@ -41,7 +41,7 @@ def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
     """
     if not can_compile(device):
         return False
-    for block in units_of(transformer):
+    for block in model_units(transformer):
         watched = block_pass_of(block)
         if watched is None:
             block.compile(dynamic=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system import strict_json
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 from simpletune.system.strict_json import JsonError, JsonValue
 
 WIDTH = (1, 16_384)
@@ -89,7 +89,7 @@ def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> Non
     ]
     if odd:
         raise UserError(
-            f"{place}: sizes outside the allowed range for a {part}: {shortened(odd)}. "
+            f"{place}: sizes outside the allowed range for a {part}: {join_names(odd)}. "
             "Download the model again, or use another"
         )
     if part == "transformer":

@@ -11,7 +11,7 @@ from torch import nn
 from simpletune.engine.quant.precision import WeightPrecision
 
 
-class Transformer(nn.Module):
+class Denoiser(nn.Module):
     """The protocol of a family's trained model (SD3's transformer, SD 1.5's UNet).
 
     A class rather than a ``Protocol``, because it must also be an ``nn.Module``. Never instantiated: families load
@@ -34,12 +34,12 @@ def set_units(model: Model, names: Sequence[str], after: str) -> Model:
     return model
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
+def model_units(model: nn.Module) -> list[nn.Module]:
     """The units of a model, in the order of the forward pass."""
     return [model.get_submodule(name) for name in model.units]  # type: ignore[union-attr]
 
 
-def inside(units: Sequence[str]) -> Callable[[str], bool]:
+def in_units(units: Sequence[str]) -> Callable[[str], bool]:
     """Return a predicate: whether the module or parameter of a given name belongs to one of these units."""
     prefixes = tuple(f"{name}." for name in units)
     return lambda name: f"{name}.".startswith(prefixes)
@@ -47,11 +47,11 @@ def inside(units: Sequence[str]) -> Callable[[str], bool]:
 
 def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[str]:
     """The names of the layers inside of a model's units that a precision quantises, before any of them is."""
-    within = inside(model.units)  # type: ignore[arg-type]
+    within = in_units(model.units)  # type: ignore[arg-type]
     return frozenset(name for name, layer in model.named_modules() if within(name) and precision.quantises(layer))
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """The device on which a model computes: that of its parameters outside of the units, which are never streamed."""
-    within = inside(model.units)  # type: ignore[arg-type]
+    within = in_units(model.units)  # type: ignore[arg-type]
     return next(parameter.device for name, parameter in model.named_parameters() if not within(name))

@@ -18,7 +18,7 @@ from simpletune.models.shared import sources
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family_facts import FamilyFacts
 from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
-from simpletune.models.shared.parts import Part, load_autoencoder, loading, use_tiles
+from simpletune.models.shared.parts import Part, explain_load_errors, load_autoencoder, use_tiles
 from simpletune.system.hub.fetch import fetch, is_hub_name
 from simpletune.system.options import Problem
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from simpletune.engine.quant.precision import WeightPrecision
     from simpletune.models.objectives.objective import TrainingObjective
     from simpletune.models.objectives.solvers import Solver
-    from simpletune.models.shared.denoiser import Transformer
+    from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.weights import TensorSource
 
 OnHost = Callable[[str], bool]
@@ -48,7 +48,7 @@ class Family(FamilyFacts):
         Raises:
             UserError: it is missing, or cannot be downloaded.
         """
-        return sources.locate(self, name)
+        return sources.locate_part(self, name)
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
@@ -107,7 +107,7 @@ class Family(FamilyFacts):
             UserError: the scheduler's configuration is damaged, or does not fit the objective.
         """
         part = self.part("scheduler")
-        with loading(part):
+        with explain_load_errors(part):
             return objective.solver(part.config(), steps, skipped)
 
     def shapes(self, fetch: bool = True) -> Shapes | None:
@@ -140,7 +140,7 @@ class Family(FamilyFacts):
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
         return self.latent_channels, height // DOWNSAMPLING, width // DOWNSAMPLING
 
-    def load_transformer(
+    def load_denoiser(
         self,
         precision: WeightPrecision,
         device: torch.device,
@@ -148,7 +148,7 @@ class Family(FamilyFacts):
         on_host: OnHost = lambda name: False,
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
-    ) -> Transformer:
+    ) -> Denoiser:
         """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
 
         Args:
@@ -164,7 +164,7 @@ class Family(FamilyFacts):
         """
         from simpletune.models.shared.fp16_blocks import watch_fp16
         from simpletune.models.shared.quantised_cache import QuantisedBase
-        from simpletune.models.shared.weights import fill, open_tensors
+        from simpletune.models.shared.weights import fill_model, open_tensors
 
         config, part = self.known_config(), self.part(self.denoiser)
 
@@ -172,8 +172,8 @@ class Family(FamilyFacts):
             random = self.init == "random"
             return self.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
-        def fresh() -> Transformer:
-            return fill(self.empty_model(config), tensors(), precision, device, on_host, part.place)
+        def fresh() -> Denoiser:
+            return fill_model(self.empty_model(config), tensors(), precision, device, on_host, part.place)
 
         if cache is None or self.init == "random" or not precision.cacheable:
             model = fresh()
@@ -184,22 +184,22 @@ class Family(FamilyFacts):
             self.fit_to(model, sizes, tensors, precision.base_dtype())
         return watch_fp16(model, precision.product_dtype())
 
-    def empty_transformer(
+    def empty_denoiser(
         self,
         precision: WeightPrecision,
         device: torch.device,
         on_host: OnHost = lambda name: False,
         sizes: Collection[Size] | None = None,
-    ) -> Transformer:
-        """Build the model as ``load_transformer`` does, with uninitialised weights; needs only the config.
+    ) -> Denoiser:
+        """Build the model as ``load_denoiser`` does, with uninitialised weights; needs only the config.
 
         Takes no memory under fake tensors, and otherwise as much as the real one.
         """
         from simpletune.models.shared.fp16_blocks import watch_fp16
-        from simpletune.models.shared.weights import fill
+        from simpletune.models.shared.weights import fill_model
 
         config = self.known_config()
-        model = fill(self.empty_model(config), self.empty_tensors(config), precision, device, on_host)
+        model = fill_model(self.empty_model(config), self.empty_tensors(config), precision, device, on_host)
         if sizes is not None:
             self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.base_dtype())
         return watch_fp16(model, precision.product_dtype())

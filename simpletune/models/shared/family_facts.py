@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
 
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.flops import Flops, Trained
+from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.single_file import FileLayout
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from simpletune.models.shared.denoiser import Transformer
-    from simpletune.models.shared.prompts import Encoder, Prompts
+    from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.models.shared.prompts import Prompts, TextEncoder
     from simpletune.models.shared.weights import TensorSource
 
 
-class Attention(NamedTuple):
+class AttentionShape(NamedTuple):
     """One shape of attention in the trained model, which has no mask and no dropout.
 
     Args:
@@ -178,11 +178,11 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
-    def attentions(self, size: Size) -> Sequence[Attention]:
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """The distinct shapes of attention for a picture, largest first."""
         raise NotImplementedError
 
-    def flops(self, trained: Trained, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         """Count the operations of one micro-batch.
 
         Args:
@@ -193,7 +193,7 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
-    def empty_model(self, config: ModelConfig) -> Transformer:
+    def empty_model(self, config: ModelConfig) -> Denoiser:
         """Build the trained model with all tensors on the meta device, its units set."""
         raise NotImplementedError
 
@@ -213,7 +213,7 @@ class FamilyFacts(Option):
         """Say which text encoders are in use, for ``check``."""
         raise NotImplementedError
 
-    def encoders(self) -> Sequence[Encoder]:
+    def encoders(self) -> Sequence[TextEncoder]:
         """The text encoders in use."""
         raise NotImplementedError
 

@@ -38,7 +38,7 @@ class Flops:
         return self.forward + self.backward
 
 
-class Update(NamedTuple):
+class UpdateProducts(NamedTuple):
     """The products of a layer's update, in order, as multiply-adds for each row of the layer's input.
 
     Args:
@@ -54,16 +54,16 @@ class Update(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameters:
     """The trained parameters: names of base parameters, updates by layer, and networks."""
 
     names: frozenset[str] = frozenset()
-    updates: Mapping[str, Update] = field(default_factory=dict)
+    updates: Mapping[str, UpdateProducts] = field(default_factory=dict)
     networks: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     """Products of a hypernetwork's networks, in order, by side (k or v) and width."""
 
 
-def trained_of(parameters: Mapping[str, Shape]) -> Trained:
+def trained_of(parameters: Mapping[str, Shape]) -> TrainedParameters:
     """Sort the trained parameters of a model with its adapter into base parameters and the products of updates."""
     factors: dict[str, dict[str, Shape]] = {}
     networks: dict[str, list[Shape]] = {}
@@ -77,25 +77,25 @@ def trained_of(parameters: Mapping[str, Shape]) -> Trained:
             names.add(name)
     updates = {layer: _update(found) for layer, found in factors.items()}
     products = {(layer[-1], found[0][1]): tuple(map(math.prod, found)) for layer, found in networks.items()}
-    return Trained(frozenset(names), updates, products)
+    return TrainedParameters(frozenset(names), updates, products)
 
 
-def _update(factors: Mapping[str, Shape]) -> Update:
+def _update(factors: Mapping[str, Shape]) -> UpdateProducts:
     """The update that has factors of these shapes."""
     if "lora_A" in factors:
         (rank, inputs), (outputs, _) = factors["lora_A"], factors["lora_B"]
         norms = rank * (outputs * inputs + rank * inputs + rank * outputs) if "magnitude" in factors else 0
-        return Update((rank * inputs, rank * outputs), constant=(norms, 0))
+        return UpdateProducts((rank * inputs, rank * outputs), constant=(norms, 0))
     if "oft_triangle" in factors:
         count, numbers = factors["oft_triangle"]
         side = (1 + math.isqrt(1 + 8 * numbers)) // 2  # of a matrix with this many entries above its diagonal
-        return Update((count * side**2,), constant=(0, count * side**3))
+        return UpdateProducts((count * side**2,), constant=(0, count * side**3))
     if "hada_w1_a" in factors:  # a low-rank update whose rank is the product of both ranks
         (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]
         other = factors["hada_w2_b"][0]
-        return Update((rank * other * inputs, rank * other * outputs))
+        return UpdateProducts((rank * other * inputs, rank * other * outputs))
     products = _lokr(factors)
-    return Update(products, sum(products[:-1]))
+    return UpdateProducts(products, sum(products[:-1]))
 
 
 def _lokr(factors: Mapping[str, Shape]) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def _lokr(factors: Mapping[str, Shape]) -> tuple[int, ...]:
 class Count:
     """Accumulates operations. A boolean stands for a tensor: whether it carries a gradient."""
 
-    def __init__(self, shapes: Mapping[str, Shape], trained: Trained):
+    def __init__(self, shapes: Mapping[str, Shape], trained: TrainedParameters):
         self.shapes, self.trained, self.flops = shapes, trained, Flops()
 
     def linear(self, name: str, rows: int, grad: bool) -> bool:
@@ -124,7 +124,7 @@ class Count:
         grad = self._network(name, inputs, rows, grad)
         self.flops.forward += product
         self.flops.backward += product * (grad + trains)
-        update = self.trained.updates.get(name, Update(()))
+        update = self.trained.updates.get(name, UpdateProducts(()))
         self.flops.recomputed += 2 * rows * update.recomputed
         self.flops.forward += 2 * update.constant[0]
         self.flops.backward += 2 * update.constant[1]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.shared.denoiser import Transformer, units_of
+from simpletune.models.shared.denoiser import Denoiser, model_units
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -63,12 +63,12 @@ class Fp16Blocks:
         transformer: changed in place, before anything else wraps its blocks.
     """
 
-    def __init__(self, transformer: Transformer):
+    def __init__(self, transformer: Denoiser):
         self.wide: frozenset[int] = frozenset()
         """The blocks that compute in fp32."""
         self.drawn_wide: frozenset[int] = frozenset()
         """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
-        blocks = units_of(transformer)
+        blocks = model_units(transformer)
         self.count = len(blocks)
         self._flags: Tensor | None = None
         for index, block in enumerate(blocks):
@@ -122,7 +122,7 @@ class Fp16Blocks:
                 if not new:
                     return result
                 self.drawn_wide |= new
-                say(f"fp16    {in_words(new)} outside of training: repeated with fp32 there")
+                say(f"fp16    {describe_overflow(new)} outside of training: repeated with fp32 there")
         finally:
             self.wide = training
             self.clear()
@@ -131,21 +131,21 @@ class Fp16Blocks:
         """The flagged blocks."""
         if self._flags is None or isinstance(self._flags, FakeTensor):
             return []
-        return flagged(self._flags.tolist())
+        return flagged_blocks(self._flags.tolist())
 
 
-def flagged(flags: Sequence[float]) -> list[int]:
+def flagged_blocks(flags: Sequence[float]) -> list[int]:
     """The indices of the flags that are set."""
     return [index for index, flag in enumerate(flags) if flag]
 
 
-def in_words(blocks: Sequence[int] | frozenset[int]) -> str:
+def describe_overflow(blocks: Sequence[int] | frozenset[int]) -> str:
     """Say which blocks overflowed."""
     listed = ", ".join(str(index) for index in sorted(blocks))
     return f"{plural(len(blocks), 'block overflows', 'blocks overflow')} fp16 ({listed})"
 
 
-def watch_fp16(transformer: Transformer, dtype: torch.dtype) -> Transformer:
+def watch_fp16(transformer: Denoiser, dtype: torch.dtype) -> Denoiser:
     """Watch a loaded transformer if its products are in fp16.
 
     Args:

@@ -13,7 +13,7 @@ from simpletune.models.shared.config_limits import read_config
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, SingleFile, open_file
 from simpletune.system.model_folder import fingerprint, weight_files
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
 
     if part.file is None:
         kind = getattr(diffusers, name)
-        with loading(part):
+        with explain_load_errors(part):
             with init_empty_weights():
                 expected = _shapes(kind.from_config(config).state_dict())
             _require_weights(part, expected)
@@ -149,11 +149,11 @@ def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> A
 
     disable_progress_bar()
     kind = CLIPTextModelWithProjection if projected else CLIPTextModel
-    with loading(part), init_empty_weights():
+    with explain_load_errors(part), init_empty_weights():
         config = CLIPTextConfig.from_dict(part.config())
         expected = _shapes(kind(config).state_dict())
     if part.file is None:
-        with loading(part):
+        with explain_load_errors(part):
             _require_weights(part, expected, "" if projected else "text_model.")
             return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
     tensors = _clip_tensors(part)
@@ -188,7 +188,7 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
 
 
 @contextmanager
-def loading(part: Part) -> Iterator[None]:
+def explain_load_errors(part: Part) -> Iterator[None]:
     """Translate exceptions raised while a part is built or read.
 
     Raises:
@@ -233,7 +233,7 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
     missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     sized = [key for key in expected if key in found and found[key] != expected[key]]
     kinds = {"missing": missing, "unexpected": odd, "wrong shape": sized}
-    listed = [f"{title}: {shortened(names)}" for title, names in kinds.items() if names]
+    listed = [f"{title}: {join_names(names)}" for title, names in kinds.items() if names]
     if listed:
         of_file = "Set model.text_encoders to a folder with the file's own configurations"
         remedy = of_file if part.file else "Download it again"

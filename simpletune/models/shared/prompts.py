@@ -28,7 +28,7 @@ BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's em
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """A text encoder with the names of its parts in a pipeline's folder.
 
     Args:
@@ -57,10 +57,12 @@ class Prompts:
         dtype: the type of the encoders' weights and of the embeddings.
     """
 
-    def __init__(self, part: Callable[[str], Part], encoders: tuple[Encoder, ...], dtype: torch.dtype):
+    def __init__(self, part: Callable[[str], Part], encoders: tuple[TextEncoder, ...], dtype: torch.dtype):
         self.part, self.encoders, self.dtype = part, encoders, dtype
 
-    def run(self, encoder: Encoder, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def run(
+        self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
         """Load an encoder and run it.
 
         Args:
@@ -90,16 +92,16 @@ class Prompts:
         raise NotImplementedError
 
     @property
-    def pooling(self) -> tuple[Encoder, ...]:
+    def pooling(self) -> tuple[TextEncoder, ...]:
         """The encoders whose outputs ``pool`` reads."""
         return tuple(encoder for encoder in self.encoders if not encoder.is_t5)
 
-    def _tokenizer_folder(self, encoder: Encoder) -> Path:
+    def _tokenizer_folder(self, encoder: TextEncoder) -> Path:
         folder = self.part(encoder.tokenizer).folder
         assert folder is not None  # single files never contain tokenizers
         return folder
 
-    def tokenizer(self, encoder: Encoder) -> PreTrainedTokenizerBase:
+    def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
         """Read an encoder's tokenizer.
 
         Raises:
@@ -108,7 +110,7 @@ class Prompts:
         folder = self._tokenizer_folder(encoder)
         return _known_tokenizer(encoder, folder, _folder_hash(folder), get_ident())
 
-    def fingerprint(self, encoder: Encoder) -> str:
+    def fingerprint(self, encoder: TextEncoder) -> str:
         """A name for everything an encoder's output depends on, apart from the prompt."""
         length = "" if encoder.length is None else f"-{encoder.length}"
         tokens = _folder_hash(self._tokenizer_folder(encoder))
@@ -117,7 +119,7 @@ class Prompts:
         return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}"
 
     def encode(
-        self, encoder: Encoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
+        self, encoder: TextEncoder, prompts: list[str], device: torch.device, batch_size: int = BATCH
     ) -> Iterator[dict[str, Tensor]]:
         """Load one encoder, encode prompts with it, and free it.
 
@@ -176,12 +178,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: in
 
 
 @lru_cache(maxsize=8)
-def _known_tokenizer(encoder: Encoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
+def _known_tokenizer(encoder: TextEncoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
     """A tokenizer, cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
     return read_tokenizer(encoder, folder)
 
 
-def read_tokenizer(encoder: Encoder, folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(encoder: TextEncoder, folder: Path) -> PreTrainedTokenizerBase:
     """Read an encoder's tokenizer.
 
     Raises:

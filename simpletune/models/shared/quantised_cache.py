@@ -22,18 +22,18 @@ from torch import nn
 from simpletune.engine.memory.machine_weights import host_copy
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import to_device
-from simpletune.models.shared.denoiser import Transformer, quantised_layers
+from simpletune.models.shared.denoiser import Denoiser, quantised_layers
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module
 from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
 from simpletune.system.checksums import fingerprint_of_range, sha256_of
 from simpletune.system.console import say
-from simpletune.system.disk import DiskFull, free_bytes
+from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.model_folder import weight_files
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 
@@ -62,7 +62,7 @@ class QuantisedBase:
         self,
         cache: Path,
         config: ModelConfig,
-        empty: Callable[[], Transformer],
+        empty: Callable[[], Denoiser],
         part: Part,
         precision: WeightPrecision,
         device: torch.device,
@@ -81,7 +81,7 @@ class QuantisedBase:
         self._what = f"base    {self.made_from['precision']['weights']} weights"
         self._place = part.place
 
-    def load(self, on_host: Callable[[str], bool]) -> Transformer | None:
+    def load(self, on_host: Callable[[str], bool]) -> Denoiser | None:
         """Load the frozen transformer from the cache. Returns None if the entry is missing or damaged; logs damage.
 
         Args:
@@ -99,7 +99,7 @@ class QuantisedBase:
         model.eval().requires_grad_(False)
         return model
 
-    def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Transformer]) -> Transformer:
+    def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Denoiser]) -> Denoiser:
         """Quantise the transformer and cache it. Of several runs, the first writes the entry, and the others wait and
         load it.
 
@@ -112,7 +112,7 @@ class QuantisedBase:
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
             return self.load(on_host) or self.keep(fresh())
 
-    def keep(self, model: Transformer) -> Transformer:
+    def keep(self, model: Denoiser) -> Denoiser:
         """Write a freshly quantised transformer to the cache; if that fails, log why and continue.
 
         Returns:
@@ -140,7 +140,7 @@ class QuantisedBase:
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(self.folder.parent)
-        free = free_bytes(self.folder.parent)
+        free = free_disk_bytes(self.folder.parent)
         if free < needed + ROOM:
             raise OSError(
                 f"they need {needed / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB is free, of which the run needs "
@@ -176,7 +176,7 @@ class QuantisedBase:
         if sha256_of(file) != checksum:
             raise _DamagedBase(f"the SHA-256 of {FILE} does not match")
 
-    def _read(self, on_host: Callable[[str], bool]) -> Transformer:
+    def _read(self, on_host: Callable[[str], bool]) -> Denoiser:
         """Build the model on the meta device with quantised layers, then load each tensor from the mapped file."""
         model = self._empty()
         names = {name for name, _ in model.named_modules()}
@@ -185,7 +185,7 @@ class QuantisedBase:
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):
-            raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {shortened(odd, 4)}")
+            raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {join_names(odd, 4)}")
         tensors = {}
         for name, shaped in expected.items():
             value = reader.get(name)

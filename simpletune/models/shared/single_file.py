@@ -16,7 +16,7 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.config_limits import require_sizes
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.checksums import fingerprint_of_range
-from simpletune.system.options import UserError, shortened
+from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class SingleFile:
         require_sizes(config, part, str(self.path))
         wanted = {origin.name for origin in self.layout.origins(config).values()}
         if missing := sorted(wanted - set(found)):
-            raise UserError(f"{self._incomplete()}; missing: {shortened(missing)}. Download it again")
+            raise UserError(f"{self._incomplete()}; missing: {join_names(missing)}. Download it again")
         return config
 
     def _incomplete(self) -> str:

@@ -46,7 +46,7 @@ def provider(model: FamilyFacts, part: str) -> tuple[str, str | None]:
     return "pretrained", model.pretrained
 
 
-def locate(model: FamilyFacts, part: str) -> Part:
+def locate_part(model: FamilyFacts, part: str) -> Part:
     """Locate a part, downloading it from the Hub if necessary.
 
     Raises:

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.tensors import to_device
-from simpletune.models.shared.parts import Part, loading, require_tensor_shapes
+from simpletune.models.shared.parts import Part, explain_load_errors, require_tensor_shapes
 from simpletune.system.console import progress
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
@@ -111,7 +111,7 @@ class LayeredT5:
 
     def __init__(self, part: Part, dtype: torch.dtype, device: torch.device, tensors: Tensors | None = None):
         self.dtype, self.device = dtype, device
-        with loading(part), init_empty_weights():
+        with explain_load_errors(part), init_empty_weights():
             self.model = T5EncoderModel(T5Config.from_dict(part.config())).eval()
         self.tensors = tensors or PartTensors(part)
         found = {name: s for name, s in self.tensors.shapes.items() if not name.startswith(NOT_ENCODER)}

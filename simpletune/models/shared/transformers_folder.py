@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simpletune.system import strict_json
 from simpletune.system.hub.fetch import is_hub_name
 from simpletune.system.hub.files import model_folder
-from simpletune.system.options import Json, UserError, shortened
+from simpletune.system.options import Json, UserError, join_names
 
 if TYPE_CHECKING:
     import torch
@@ -88,10 +88,10 @@ class ModelFolder:
                 raise self.damaged(f"cannot be loaded ({_first_line(error)})") from None
         if info["missing_keys"]:
             lacking = sorted(info["missing_keys"])
-            raise self.damaged(f"lacks {len(lacking)} weights of its model ({shortened(lacking, 3)})")
+            raise self.damaged(f"lacks {len(lacking)} weights of its model ({join_names(lacking, 3)})")
         if info["mismatched_keys"]:
             other = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
-            raise self.damaged(f"has weights whose shapes differ from config.json ({shortened(other, 3)})")
+            raise self.damaged(f"has weights whose shapes differ from config.json ({join_names(other, 3)})")
         return model.eval().requires_grad_(False)
 
     def empty(self, kind: Any, config: type[PretrainedConfig], **options: object) -> PreTrainedModel:

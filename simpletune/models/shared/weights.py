@@ -17,8 +17,8 @@ from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import OriginalReader
 from simpletune.system.model_folder import weight_files
-from simpletune.system.options import UserError, shortened
-from simpletune.system.rng import key_of
+from simpletune.system.options import UserError, join_names
+from simpletune.system.rng import random_key
 from simpletune.system.safetensors_file import WeightReader
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -62,11 +62,11 @@ def random_weight(name: str, shape: Shape, seed: int, scale: float = 1.0) -> Ten
     """
     if len(shape) == 1:
         return torch.ones(shape) if "norm" in name and name.endswith(".weight") else torch.zeros(shape)
-    generator = torch.Generator().manual_seed(key_of(seed, "init", name) % 2**63)
+    generator = torch.Generator().manual_seed(random_key(seed, "init", name) % 2**63)
     return torch.empty(shape).normal_(0, scale / math.sqrt(math.prod(shape[1:])), generator=generator)
 
 
-def fill(
+def fill_model(
     model: Model,
     tensors: TensorSource,
     precision: WeightPrecision,
@@ -128,7 +128,7 @@ def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
     complaints = []
     for title, names in (("missing", expected - tensors.names), ("unexpected", tensors.names - expected)):
         if names:
-            complaints.append(f"{title}: {shortened(sorted(names))}")
+            complaints.append(f"{title}: {join_names(sorted(names))}")
     if complaints:
         raise UserError(
             f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
 from simpletune.runs.remote.fetch import fetch
-from simpletune.runs.remote.index import Index, read_index, stored_words, take
+from simpletune.runs.remote.index import RunIndex, read_index, stored_words, take
 from simpletune.runs.remote.link import link, require_same_run
 from simpletune.runs.remote.upload import Uploader
 from simpletune.system.console import say
@@ -21,7 +21,7 @@ from simpletune.system.processes import is_first_process
 from simpletune.system.stores.store import Store, StoreError
 
 
-class Saves(Protocol):
+class CheckpointStore(Protocol):
     """The protocol by which a run reports its checkpoints."""
 
     def begins(self, step: int) -> None:
@@ -31,7 +31,7 @@ class Saves(Protocol):
         """A checkpoint has been written."""
 
 
-class OnlyHere:
+class LocalOnly:
     """For a run that is kept only in its folder."""
 
     def begins(self, step: int) -> None:
@@ -42,7 +42,7 @@ class OnlyHere:
 
 
 @contextmanager
-def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
+def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[CheckpointStore]:
     """Within this context, keep a run in the object store that ``output.runs`` names; upload the last files at the end.
     Does nothing if ``output.runs`` is a folder.
 
@@ -55,7 +55,7 @@ def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
     """
     url, folder = run_url(config), run_folder(config)
     if url is None:
-        yield OnlyHere()
+        yield LocalOnly()
         return
     store = Store(url)
     try:
@@ -66,7 +66,7 @@ def kept_in_store(config: TrainConfig, resume: str | None) -> Iterator[Saves]:
     except StoreError as error:
         raise UserError(f"output.runs: {error}. Check the URL, the credentials and the network") from None
     if owned is None:
-        yield OnlyHere()
+        yield LocalOnly()
         return
     index, tag = owned
     with Uploader(store, folder, index, tag, config.checkpoint) as uploader:
@@ -84,7 +84,7 @@ def _fetch(store: Store, folder: Path) -> None:
         link(folder, store.url, index.run)
 
 
-def _owned(store: Store, folder: Path, stored: Index | None, resume: str | None) -> Index:
+def _owned(store: Store, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
     """Make the index with which this process takes a run over.
 
     Raises:
@@ -92,7 +92,7 @@ def _owned(store: Store, folder: Path, stored: Index | None, resume: str | None)
     """
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:
-        return Index(owner=owner, machine=machine)
+        return RunIndex(owner=owner, machine=machine)
     if stored.checkpoints and resume is None:
         raise UserError(
             f"output.runs: {store.url} already holds a run ({stored_words(stored)}). Use --resume auto to continue it, "
@@ -100,4 +100,4 @@ def _owned(store: Store, folder: Path, stored: Index | None, resume: str | None)
         )
     if stored.checkpoints:
         require_same_run(folder, store.url, stored.run)
-    return Index(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)
+    return RunIndex(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)

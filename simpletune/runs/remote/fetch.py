@@ -7,20 +7,20 @@ from functools import partial
 from pathlib import Path
 
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
-from simpletune.runs.remote.index import INDEX, Index, StoredCheckpoint
+from simpletune.runs.remote.index import INDEX, RunIndex, StoredCheckpoint
 from simpletune.runs.remote.link import require_same_run
 from simpletune.runs.remote.upload import LEFT_OUT
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
-from simpletune.system.disk import in_words
+from simpletune.system.disk import format_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
-from simpletune.system.stores.store import Store, StoreError, repeated
+from simpletune.system.stores.store import Store, StoreError, send_with_retries
 
 
-def fetch(store: Store, index: Index, folder: Path) -> None:
+def fetch(store: Store, index: RunIndex, folder: Path) -> None:
     """Bring a run's folder to the state of the stored run, unless the folder has later checkpoints. Skips a damaged
     checkpoint with a warning; an older one is then the newest.
 
@@ -49,12 +49,12 @@ def fetch(store: Store, index: Index, folder: Path) -> None:
 
 def _fetch_checkpoints(store: Store, missing: dict[int, StoredCheckpoint], folder: Path) -> None:
     size = sum(file.size for each in missing.values() for file in each.files.values())
-    say(f"fetch   {store.url}: {in_words(size)}")
+    say(f"fetch   {store.url}: {format_bytes(size)}")
     with progress("fetch", sum(len(each.files) for each in missing.values()), "files") as advance:
         for step, stored in sorted(missing.items(), reverse=True):
             try:
                 _fetch_checkpoint(store, stored, checkpoint_folder(folder, step), advance)
-            except Damaged as damage:
+            except DamagedFile as damage:
                 say(f"warning {damage}: the checkpoint of step {step} is left out")
 
 
@@ -73,7 +73,7 @@ def _fetch_checkpoint(store: Store, stored: StoredCheckpoint, target: Path, adva
         failpoint("remote.fetched")
 
 
-class Damaged(StoreError):
+class DamagedFile(StoreError):
     """Report that a stored file is missing or differs from what was uploaded."""
 
 
@@ -89,16 +89,16 @@ def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path)
     def fetch_and_check() -> None:
         store.fetch(key, folder / name, known.size)
         if sha256_of(folder / name) != known.sha256:
-            raise Damaged(f"{store.url}/{key} is damaged (its checksum does not match)")
+            raise DamagedFile(f"{store.url}/{key} is damaged (its checksum does not match)")
 
     try:
-        repeated(fetch_and_check)
+        send_with_retries(fetch_and_check)
     except StoreError:
         there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
         if key not in there:
-            raise Damaged(f"{store.url}/{key} is missing") from None
+            raise DamagedFile(f"{store.url}/{key} is missing") from None
         if there[key] != known.size:
-            raise Damaged(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}") from None
+            raise DamagedFile(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}") from None
         raise
 
 
@@ -108,5 +108,5 @@ def _fetch_files(store: Store, folder: Path) -> None:
         parts = key.split("/")
         if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
             continue
-        repeated(partial(store.fetch, key, folder / key, size))
+        send_with_retries(partial(store.fetch, key, folder / key, size))
         poll()

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from simpletune.system.options import UserError, plural
-from simpletune.system.stores.store import Changed, Store, StoreError
+from simpletune.system.stores.store import ObjectChanged, Store, StoreError
 
 INDEX = "index.json"
 READS = 3  # attempts to read a damaged index
@@ -44,7 +44,7 @@ class StoredCheckpoint(BaseModel):
     files: dict[str, StoredFile]
 
 
-class Index(BaseModel):
+class RunIndex(BaseModel):
     """The content of ``index.json``.
 
     Args:
@@ -70,14 +70,14 @@ class Index(BaseModel):
 class LostRun(UserError):
     """Report that another process has taken over the run."""
 
-    def __init__(self, url: str, index: Index):
+    def __init__(self, url: str, index: RunIndex):
         super().__init__(
             f"{url} has been continued on {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC, so this process "
             "stops. Its own files stay in its folder. Stop one of the two, or give this run another name: name=..."
         )
 
 
-def read_index(store: Store) -> tuple[Index, str | None] | None:
+def read_index(store: Store) -> tuple[RunIndex, str | None] | None:
     """Read the index of a run.
 
     Returns:
@@ -94,7 +94,7 @@ def read_index(store: Store) -> tuple[Index, str | None] | None:
             return None
         content, tag = found
         try:
-            index = Index.model_validate_json(content)
+            index = RunIndex.model_validate_json(content)
             break
         except ValidationError as error:
             if not left:  # read again: an answer may have been cut short
@@ -105,7 +105,7 @@ def read_index(store: Store) -> tuple[Index, str | None] | None:
     return index, tag
 
 
-def put_index(store: Store, index: Index, known: str | None) -> str | None:
+def put_index(store: Store, index: RunIndex, known: str | None) -> str | None:
     """Replace the index.
 
     Args:
@@ -124,7 +124,7 @@ def put_index(store: Store, index: Index, known: str | None) -> str | None:
     while True:
         try:
             return store.replace(INDEX, content, known)
-        except Changed:
+        except ObjectChanged:
             found = read_index(store)
             if found is None or found[0].owner != index.owner:
                 raise LostRun(store.url, found[0] if found else index) from None
@@ -133,7 +133,7 @@ def put_index(store: Store, index: Index, known: str | None) -> str | None:
             known = found[1]
 
 
-def take(store: Store, change: Callable[[Index | None], Index]) -> tuple[Index, str | None]:
+def take(store: Store, change: Callable[[RunIndex | None], RunIndex]) -> tuple[RunIndex, str | None]:
     """Replace the index, regardless of its owner.
 
     Args:
@@ -153,12 +153,12 @@ def take(store: Store, change: Callable[[Index | None], Index]) -> tuple[Index, 
         try:
             content = index.model_dump_json(indent=2).encode()
             return index, store.replace(INDEX, content, found[1] if found else None)
-        except Changed:
+        except ObjectChanged:
             continue  # another process has written it in between, or an answer was lost
     raise StoreError(f"{store.url}/{INDEX} keeps changing: several processes are starting this run at once")
 
 
-def stored_words(index: Index) -> str:
+def stored_words(index: RunIndex) -> str:
     """Describe the checkpoints that an index names."""
     steps = list(index.checkpoints)
     return f"{plural(len(steps), 'checkpoint')}, the last of step {steps[-1]}" if steps else "no checkpoint yet"

@@ -15,13 +15,13 @@ from simpletune.config.checkpoints import Checkpoint
 from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints
 from simpletune.runs.folder import REMOTE
-from simpletune.runs.remote.index import Index, LostRun, StoredCheckpoint, StoredFile, put_index
+from simpletune.runs.remote.index import LostRun, RunIndex, StoredCheckpoint, StoredFile, put_index
 from simpletune.runs.remote.link import link, linked_run
 from simpletune.runs.state_file import read_state
 from simpletune.system.atomic import remove
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import duration, say
-from simpletune.system.disk import in_words
+from simpletune.system.disk import format_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
@@ -34,7 +34,7 @@ AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last uploa
 
 
 @dataclass(frozen=True)
-class Job:
+class UploadJob:
     """What the next upload sends to the store, besides the run's other files.
 
     Args:
@@ -62,12 +62,12 @@ class Uploader:
         keeps: which checkpoints to keep.
     """
 
-    def __init__(self, store: Store, folder: Path, index: Index, tag: str | None, keeps: Checkpoint):
+    def __init__(self, store: Store, folder: Path, index: RunIndex, tag: str | None, keeps: Checkpoint):
         self.store, self.folder, self.keeps = store, folder, keeps
         self.index, self._tag = index, tag
         self.uploaded, self.seconds = 0, 0.0
         self._stored: dict[str, tuple[int, int]] = {}  # size and time of change of the files as last uploaded, by key
-        self._waiting: Job | None = None
+        self._waiting: UploadJob | None = None
         self._stagings = 0
         self._start: int | None = None  # step from which this process trains; None: it does not
         self._failure: BaseException | None = None
@@ -112,9 +112,9 @@ class Uploader:
             raise self._failure
         link(self.folder, self.store.url, self.index.run)
         with self._changed:
-            self._queue(Job(step, self._stage(step)))
+            self._queue(UploadJob(step, self._stage(step)))
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: UploadJob) -> None:
         """Make a job the next one; it replaces a waiting job."""
         if self._waiting is not None and self._waiting.staged is not None:
             remove(self._waiting.staged)
@@ -134,7 +134,9 @@ class Uploader:
         """Upload everything that is left, waiting at most ``patience`` seconds."""
         found = [step for step, _ in list_checkpoints(self.folder)]
         with self._changed:
-            self._queue(Job(found[-1], self._stage(found[-1]), finished) if found else Job(finished=finished))
+            self._queue(
+                UploadJob(found[-1], self._stage(found[-1]), finished) if found else UploadJob(finished=finished)
+            )
         began, said = time.monotonic(), False
         while not self._is_done() and time.monotonic() - began < patience:
             if not said and time.monotonic() - began > 2:
@@ -161,7 +163,7 @@ class Uploader:
                 f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
                 f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
             )
-        say(f"upload  {self.store.url}: {in_words(self.uploaded)} in {duration(self.seconds)}, during training")
+        say(f"upload  {self.store.url}: {format_bytes(self.uploaded)} in {duration(self.seconds)}, during training")
 
     def _work(self) -> None:
         """Upload waiting jobs, and retry after a failure, until the run ends."""
@@ -185,7 +187,7 @@ class Uploader:
                 self._done(None)
                 pause = AGAIN
 
-    def _next(self) -> Job | None:
+    def _next(self) -> UploadJob | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._ends)
             job, self._waiting = self._waiting, None
@@ -196,7 +198,7 @@ class Uploader:
         with self._changed:
             self._failure, self._busy = failure, False
 
-    def _failed(self, error: Exception, job: Job, pause: float) -> None:
+    def _failed(self, error: Exception, job: UploadJob, pause: float) -> None:
         """Queue a failed job again, unless a newer checkpoint is waiting, and pause."""
         with self._changed:
             self._failure = error
@@ -207,7 +209,7 @@ class Uploader:
             self._busy = False
             self._changed.wait_for(lambda: self._ends, timeout=pause)
 
-    def _upload(self, job: Job) -> None:
+    def _upload(self, job: UploadJob) -> None:
         """Upload the run's files, then a checkpoint, then name it in the index; then remove checkpoints that are no
         longer kept.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.runs.report.content import Report, Section
+from simpletune.runs.report.content import Report, ReportSection
 from simpletune.system.atomic import write_text
 from simpletune.system.disk import DiskFull
 from simpletune.system.options import UserError
@@ -19,7 +19,7 @@ def make_report(
     title: str = "",
     lead: str = "",
     names: Sequence[str] = (),
-    more: Sequence[Section] = (),
+    more: Sequence[ReportSection] = (),
 ) -> Report:
     """Build the content of a report.
 
@@ -40,7 +40,11 @@ def make_report(
     runs = read_runs(list(folders))
     for run, name in zip(runs, names, strict=False):
         run.name = name
-    report = single_run.report_of(runs[0], price) if len(runs) == 1 else comparison.report_of(runs, price, title, lead)
+    report = (
+        single_run.single_run_report(runs[0], price)
+        if len(runs) == 1
+        else comparison.comparison_report(runs, price, title, lead)
+    )
     report.sections += more
     return report
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.config.validation_schedule import drift_group
-from simpletune.runs.best_checkpoint import LAST, Choice, choose, compared
+from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, paired_difference
 from simpletune.runs.folder import EVALUATIONS, read_rows
-from simpletune.runs.report.content import Chart, Section, Table
-from simpletune.runs.report.run_data import RunRecord
+from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable
+from simpletune.runs.report.run_data import RunData
 from simpletune.system.options import Json, UserError
 
 ABOUT = (
@@ -18,17 +18,17 @@ ABOUT = (
 )
 
 
-def choice_sections(run: RunRecord) -> Iterator[Section]:
+def choice_sections(run: RunData) -> Iterator[ReportSection]:
     """Show what each evaluated step measured, and the best checkpoint; yield nothing without evaluations."""
     try:
         rows = sorted(read_rows(run.folder / EVALUATIONS), key=lambda row: row["step"])
-        best = choose(run.folder)
+        best = choose_best(run.folder)
     except UserError:  # another note of the page names the damaged file
         return
     rows = [row for row in rows if row.get("eval_losses")]
     if len(rows) < 2:
         return
-    section = Section("best", "Which checkpoint")
+    section = ReportSection("best", "Which checkpoint")
     if best is not None:
         section.notes.append(best_words(run.name, best))
     drifted = [row for row in rows if row.get("drift")]
@@ -39,14 +39,14 @@ def choice_sections(run: RunRecord) -> Iterator[Section]:
     yield section
 
 
-def best_words(name: str, best: Choice) -> str:
+def best_words(name: str, best: BestCheckpoint) -> str:
     """Say which checkpoint to use, and why."""
     if best.by == LAST:
         return f"The last checkpoint, step {best.step:,}, counts as the best: {best.why}."
     return f"Best: step {best.step:,} ({name}{best.suffix}), by {best.by}: {best.why}."
 
 
-def drift_chart(rows: list[Json]) -> Chart:
+def drift_chart(rows: list[Json]) -> ReportChart:
     """Draw the drift of each group of prompts over the steps, with its standard error."""
     points = [
         {"step": row["step"], "prompts": drift_group(group), "drift": value,
@@ -79,10 +79,10 @@ def drift_chart(rows: list[Json]) -> Chart:
         ],
     }  # fmt: skip
     last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in rows[-1]["drift"].items())
-    return Chart("drift", "Drift from the base", f"Drift from the base over the steps; at the last: {last}", spec)
+    return ReportChart("drift", "Drift from the base", f"Drift from the base over the steps; at the last: {last}", spec)
 
 
-def table(rows: list[Json], loss_is: str, best: Choice | None) -> Table:
+def table(rows: list[Json], loss_is: str, best: BestCheckpoint | None) -> ReportTable:
     """Tabulate every evaluation: the loss, its paired difference to the first one, and the drifts."""
     groups = list(dict.fromkeys(group for row in rows for group in row.get("drift", {})))
     cells = []
@@ -91,9 +91,9 @@ def table(rows: list[Json], loss_is: str, best: Choice | None) -> Table:
         mark = " (best)" if best is not None and best.by != LAST and best.step == row["step"] else ""
         change = ""
         if row is not rows[0] and len(row["eval_losses"]) == len(rows[0]["eval_losses"]):
-            change = "{:+.4f} ± {:.4f}".format(*compared(row["eval_losses"], rows[0]["eval_losses"]))
+            change = "{:+.4f} ± {:.4f}".format(*paired_difference(row["eval_losses"], rows[0]["eval_losses"]))
         drifts = [f"{row['drift'][group]:.2%}" if group in row.get("drift", {}) else "" for group in groups]
         cells.append((f"{step}{mark}", f"{row['eval_loss']:.4f}", change, *drifts))
     head = ("step", "loss", "change, ± paired error", *(drift_group(group).removeprefix("the ") for group in groups))
     drift = ", and drift by prompts" if groups else ""
-    return Table(f"{loss_is[0].upper()}{loss_is[1:]}{drift}", head, cells)
+    return ReportTable(f"{loss_is[0].upper()}{loss_is[1:]}{drift}", head, cells)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.engine.memory.snapshot import KINDS
-from simpletune.runs.report.content import Chart
+from simpletune.runs.report.content import ReportChart
 from simpletune.system.options import Json
 
 KIND_COLOURS = {kind: number for number, kind in enumerate(KINDS)}
@@ -92,7 +92,7 @@ def _part_colours(shown: list[str], colours: dict[str, int]) -> Json:
     return {"field": "part", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
 
 
-def timeline(rows: list[Json], phases: list[Json]) -> Chart:
+def timeline(rows: list[Json], phases: list[Json]) -> ReportChart:
     """Draw memory over one step, stacked by kind.
 
     Args:
@@ -135,7 +135,7 @@ def timeline(rows: list[Json], phases: list[Json]) -> Chart:
     }  # fmt: skip
     spec = {"height": 240, "layer": [area, borders]}
     says = "Memory in MiB over the milliseconds of one training step, stacked by kind, divided into phases"
-    return Chart("timeline", "Memory over one step", says, spec)
+    return ReportChart("timeline", "Memory over one step", says, spec)
 
 
 def label_lanes(phases: list[Json]) -> dict[int, list[Json]]:
@@ -176,7 +176,7 @@ def _labels(lane: int, named: list[Json]) -> Json:
     return {"layer": layers}
 
 
-def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> Chart:
+def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> ReportChart:
     """Draw one value over the steps.
 
     Args:
@@ -202,7 +202,7 @@ def line(name: str, title: str, field: str, axis: str, rows: list[Json], format:
             _hover(y, tooltip),
         ],
     }  # fmt: skip
-    return Chart(name, title, f"{title} over the training steps", spec)
+    return ReportChart(name, title, f"{title} over the training steps", spec)
 
 
 def _hover(y: Json, tooltip: list[Json]) -> Json:
@@ -219,7 +219,7 @@ def _hover(y: Json, tooltip: list[Json]) -> Json:
     }  # fmt: skip
 
 
-def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str) -> Chart:
+def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str) -> ReportChart:
     """Draw the raw and the smoothed loss; the page's script supplies and smooths the data set ``loss``.
 
     Args:
@@ -278,4 +278,4 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str
             },
         }  # fmt: skip
         spec["layer"].append(points)
-    return Chart("loss", "Loss", f"Loss of every step (faint) and smoothed loss{points_are}", spec)
+    return ReportChart("loss", "Loss", f"Loss of every step (faint) and smoothed loss{points_are}", spec)

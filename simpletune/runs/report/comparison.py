@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from simpletune.runs.report import charts, pictures
-from simpletune.runs.report.content import Chart, Fact, Report, Section, Table, dollars, gib, seconds
+from simpletune.runs.report.content import (
+    Fact,
+    Report,
+    ReportChart,
+    ReportSection,
+    ReportTable,
+    dollars,
+    format_gib,
+    seconds,
+)
 from simpletune.runs.report.fidelity import fidelity_sections
 from simpletune.runs.report.losses import MIXED, loss_data, loss_section, loss_title
 from simpletune.runs.report.outcome import outcome, resumes
-from simpletune.runs.report.run_data import Json, RunRecord
+from simpletune.runs.report.run_data import Json, RunData
 from simpletune.runs.report.settings import plain_settings, settings_of
 from simpletune.system.console import duration
 
@@ -18,7 +27,7 @@ WEIGHTY = (
 PICTURES = 12  # maximum of prompts on the page
 
 
-def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead: str = "") -> Report:
+def comparison_report(runs: list[RunData], price: float | None, title: str = "", lead: str = "") -> Report:
     """Build the report of several runs, compared with the first.
 
     Args:
@@ -46,13 +55,15 @@ def report_of(runs: list[RunRecord], price: float | None, title: str = "", lead:
     return Report(title or f"{len(runs)} runs", lead, "", status, headline(runs), sections, price, [], data)
 
 
-def headline(runs: list[RunRecord]) -> list[Fact]:
+def headline(runs: list[RunData]) -> list[Fact]:
     """Name the runs with the least memory and the fastest step, relative to the first run."""
     facts = []
     peaks = [run for run in runs if run.peak]
     if peaks and len({run.peak_key for run in peaks}) == 1:
         least = min(peaks, key=lambda run: run.peak or 0.0)
-        facts.append(Fact("Least memory", gib(least.peak), f"{least.name}, {_against(least.peak, runs[0].peak)}"))
+        facts.append(
+            Fact("Least memory", format_gib(least.peak), f"{least.name}, {_against(least.peak, runs[0].peak)}")
+        )
     quick = [run for run in runs if run.seconds_per_step]
     if quick:
         best = min(quick, key=lambda run: run.seconds_per_step or 0.0)
@@ -66,10 +77,10 @@ def _against(value: float | None, first: float | None) -> str:
     return f"{value / first:.0%} of the first" if value and first else "not known for the first"
 
 
-def runtime_section(runs: list[RunRecord]) -> Section:
+def runtime_section(runs: list[RunData]) -> ReportSection:
     """Chart seconds per epoch; seconds per step if not every run knows its epoch's length."""
     epochs = all(run.seconds_per_epoch for run in runs)
-    section = Section("runtime", "Runtime per epoch" if epochs else "Runtime per step")
+    section = ReportSection("runtime", "Runtime per epoch" if epochs else "Runtime per step")
     first = runs[0].seconds_per_epoch if epochs else runs[0].seconds_per_step
     rows: list[Json] = []
     for run in runs:
@@ -78,7 +89,7 @@ def runtime_section(runs: list[RunRecord]) -> Section:
         rows.append({"name": run.name, "value": value, "label": f"{seconds(value)}{percent}" if value else "not known"})
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
     unit = "seconds per epoch" if epochs else "seconds per step"
-    section.charts.append(Chart("runtime", "", f"{section.title}: {says}", charts.bars(rows, unit, "@runs")))
+    section.charts.append(ReportChart("runtime", "", f"{section.title}: {says}", charts.bars(rows, unit, "@runs")))
     lengths = sorted({run.steps_per_epoch for run in runs if run.steps_per_epoch})
     if epochs:
         listed = ", ".join(f"{steps:,}" for steps in lengths)
@@ -89,19 +100,23 @@ def runtime_section(runs: list[RunRecord]) -> Section:
     return section
 
 
-def peak_section(runs: list[RunRecord]) -> Section:
+def peak_section(runs: list[RunData]) -> ReportSection:
     """Chart the peak memory."""
-    section = Section("peak", "Peak memory usage")
+    section = ReportSection("peak", "Peak memory usage")
     kinds = {run.peak_words for run in runs if run.peak}
     rows: list[Json] = []
     for run in runs:
         first = runs[0].peak if run.peak_key == runs[0].peak_key else None
         percent = f" ({run.peak / first:.0%})" if run.peak and first else ""
         rows.append(
-            {"name": run.name, "value": run.peak, "label": f"{gib(run.peak)}{percent}" if run.peak else "not known"}
+            {
+                "name": run.name,
+                "value": run.peak,
+                "label": f"{format_gib(run.peak)}{percent}" if run.peak else "not known",
+            }
         )
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
-    section.charts.append(Chart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
+    section.charts.append(ReportChart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
     if len(kinds) == 1:
         section.notes.append(
             f"Peak of the whole job, {kinds.pop()}: the maximum over text, latents, training and validation."
@@ -111,7 +126,7 @@ def peak_section(runs: list[RunRecord]) -> Section:
     return section
 
 
-def table_section(runs: list[RunRecord], price: float | None) -> Section:
+def table_section(runs: list[RunData], price: float | None) -> ReportSection:
     """Tabulate all figures, with percentages of the first run's."""
     head = [
         "run",
@@ -138,7 +153,7 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
             _percent(run.seconds_per_step, runs[0].seconds_per_step),
             seconds(run.seconds_per_epoch),
             f"{run.samples_per_second:.3g}" if run.samples_per_second else "",
-            gib(run.peak),
+            format_gib(run.peak),
             _percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
@@ -146,11 +161,11 @@ def table_section(runs: list[RunRecord], price: float | None) -> Section:
         cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
     note = f"Percentages refer to the first run, {runs[0].name}." + (f" Cost at ${price:g} per hour." if price else "")
-    tables = [Table("Runs", tuple(head), rows), _time_table(runs, price)]
-    return Section("figures", "Figures", notes=[note], tables=tables)
+    tables = [ReportTable("Runs", tuple(head), rows), _time_table(runs, price)]
+    return ReportSection("figures", "Figures", notes=[note], tables=tables)
 
 
-def _time_table(runs: list[RunRecord], price: float | None) -> Table:
+def _time_table(runs: list[RunData], price: float | None) -> ReportTable:
     """Tabulate each run's time over all attempts, and how it ended."""
     rows = []
     for run in runs:
@@ -159,14 +174,14 @@ def _time_table(runs: list[RunRecord], price: float | None) -> Table:
         took = duration(time) if time is not None else ""
         rows.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
     head = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
-    return Table("Time of the whole job", head, rows)
+    return ReportTable("Time of the whole job", head, rows)
 
 
 def _percent(value: float | None, first: float | None) -> str:
     return f"{value / first:.1%}" if value and first else ""
 
 
-def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
+def differing(runs: list[RunData]) -> dict[str, list[str]]:
     """Find the settings in which the runs differ: path, and each run's value."""
     tables = [
         {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
@@ -184,7 +199,7 @@ def differing(runs: list[RunRecord]) -> dict[str, list[str]]:
     return found
 
 
-def comparability(runs: list[RunRecord], differences: dict[str, list[str]]) -> list[str]:
+def comparability(runs: list[RunData], differences: dict[str, list[str]]) -> list[str]:
     """List caveats for comparing times and peaks of these runs."""
     notes = []
     weighty = [path for path in WEIGHTY if path in differences]
@@ -199,36 +214,36 @@ def comparability(runs: list[RunRecord], differences: dict[str, list[str]]) -> l
     return notes
 
 
-def difference_section(runs: list[RunRecord], differences: dict[str, list[str]]) -> Section:
+def difference_section(runs: list[RunData], differences: dict[str, list[str]]) -> ReportSection:
     """Tabulate the settings that differ between the runs."""
-    section = Section("differences", "Differences")
+    section = ReportSection("differences", "Differences")
     if not differences:
         section.notes.append("These runs have the same configuration.")
         return section
     head = ("setting", *(run.name for run in runs))
     rows = [(path, *values) for path, values in differences.items()]
-    section.tables.append(Table("Settings", head, rows))
+    section.tables.append(ReportTable("Settings", head, rows))
     return section
 
 
-def environment_section(runs: list[RunRecord]) -> Section:
+def environment_section(runs: list[RunData]) -> ReportSection:
     """List machine and versions, once for all runs that share them."""
-    section = Section("environment", "Environment")
+    section = ReportSection("environment", "Environment")
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
         found.setdefault(tuple((name, str(value)) for name, value in run.environment.items()), []).append(run.name)
     for pairs, names in found.items():
         who = "All runs" if len(found) == 1 else ", ".join(names)
         if pairs:
-            section.tables.append(Table(who, ("item", "value"), list(pairs)))
+            section.tables.append(ReportTable(who, ("item", "value"), list(pairs)))
         else:
             section.notes.append(f"{who}: machine and versions were not recorded.")
     return section
 
 
-def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> Section:
+def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> ReportSection:
     """Show every run's pictures of the same prompts."""
-    section = Section("pictures", "The same prompts in every run", block="grid")
+    section = ReportSection("pictures", "The same prompts in every run", block="grid")
     if not any(found.values()):
         section.block = ""
         section.notes.append("No run drew validation pictures.")

@@ -24,7 +24,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Chart:
+class ReportChart:
     """A chart.
 
     Args:
@@ -41,7 +41,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table; the first column names the row.
 
     Args:
@@ -58,7 +58,7 @@ class Table:
 
 
 @dataclass
-class Section:
+class ReportSection:
     """A part of a report.
 
     Args:
@@ -72,8 +72,8 @@ class Section:
     name: str
     title: str
     notes: list[str] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    charts: list[ReportChart] = field(default_factory=list)
+    tables: list[ReportTable] = field(default_factory=list)
     block: str = ""
     lines: list[str] = field(default_factory=list)
 
@@ -98,13 +98,13 @@ class Report:
     about: str
     status: list[str]
     facts: list[Fact]
-    sections: list[Section]
+    sections: list[ReportSection]
     price: float | None = None
     priced: list[tuple[str, float]] = field(default_factory=list)
     data: Json = field(default_factory=dict)
 
 
-def gib(value: float | None) -> str:
+def format_gib(value: float | None) -> str:
     """Format memory in GiB, small values in MiB."""
     if value is None:
         return ""

@@ -11,8 +11,8 @@ from PIL import Image
 
 from simpletune.config.validation_schedule import UNRELATED
 from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
-from simpletune.runs.report.content import Chart, Section, Table
-from simpletune.runs.report.run_data import RunRecord
+from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable
+from simpletune.runs.report.run_data import RunData
 from simpletune.system.options import Json, UserError
 
 SIDE = 40  # of a thumbnail, in pixels
@@ -22,14 +22,14 @@ NAMES = {
 }  # fmt: skip
 
 
-def fidelity_sections(runs: Sequence[RunRecord]) -> Iterator[Section]:
+def fidelity_sections(runs: Sequence[RunData]) -> Iterator[ReportSection]:
     """Show the encoder evaluations of one or several runs; yield nothing if there are none."""
-    section, points = Section("fidelity", "Fidelity"), list[Json]()
+    section, points = ReportSection("fidelity", "Fidelity"), list[Json]()
     for run in runs:
         result = _result(run, section)
         if result is None:
             continue
-        own = list(points_of(run, result))
+        own = list(fidelity_rows(run, result))
         points += own
         name = f"{run.name}: " if len(runs) > 1 else ""
         section.tables += [table(name, result, encoder) for encoder in result["encoders"]]
@@ -49,7 +49,7 @@ def fidelity_sections(runs: Sequence[RunRecord]) -> Iterator[Section]:
     yield section
 
 
-def _result(run: RunRecord, section: Section) -> Json | None:
+def _result(run: RunData, section: ReportSection) -> Json | None:
     try:
         return read_scores(run.folder)
     except UserError as error:
@@ -57,7 +57,7 @@ def _result(run: RunRecord, section: Section) -> Json | None:
         return None
 
 
-def points_of(run: RunRecord, result: Json) -> Iterator[Json]:
+def fidelity_rows(run: RunData, result: Json) -> Iterator[Json]:
     """One row for each model of an evaluation: its figures, intervals and picture."""
     main, drift = result["main"], _drift(run)
     subject, prompt = main["subject_fidelity"], main["prompt_fidelity"]
@@ -82,7 +82,7 @@ def points_of(run: RunRecord, result: Json) -> Iterator[Json]:
         yield row
 
 
-def _drift(run: RunRecord) -> dict[int, tuple[float, float, float]]:
+def _drift(run: RunData) -> dict[int, tuple[float, float, float]]:
     """The drift for unrelated prompts by step, with its standard error."""
     found = {}
     for row in read_rows(run.folder / EVALUATIONS):
@@ -104,13 +104,13 @@ def thumbnail(file: Path) -> str | None:
     return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
 
 
-def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
+def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart:
     """Draw subject fidelity against another figure, with intervals, a picture and the name of each model.
 
     Args:
         x: the other figure's field, with ``_low`` and ``_high``.
         axis: its title.
-        points: rows of ``points_of``.
+        points: rows of ``fidelity_rows``.
         several: whether they belong to several runs, distinguished by colour.
     """
 
@@ -148,17 +148,19 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> Chart:
         ],
     }  # fmt: skip
     said = "; ".join(f"{point['title']} {point['subject']:.3f} at {point[x]:.3f}" for point in points if x in point)
-    return Chart(f"fidelity-{x}", f"Subject fidelity against {axis}", f"Subject fidelity against {axis}: {said}", spec)
+    return ReportChart(
+        f"fidelity-{x}", f"Subject fidelity against {axis}", f"Subject fidelity against {axis}: {said}", spec
+    )
 
 
-def table(name: str, result: Json, encoder: Json) -> Table:
+def table(name: str, result: Json, encoder: Json) -> ReportTable:
     """Tabulate every score of one encoder with its interval, a row for each model."""
     title = encoder["title"]
     shown = [score for score in NAMES if title in result["points"][0]["scores"].get(score, {})]
     rows = [
         (point["title"], *(_cell(point["scores"][score].get(title)) for score in shown)) for point in result["points"]
     ]
-    return Table(f"{name}Scores by {title}", ("model", *(NAMES[score] for score in shown)), rows)
+    return ReportTable(f"{name}Scores by {title}", ("model", *(NAMES[score] for score in shown)), rows)
 
 
 def _cell(score: Json | None) -> str:

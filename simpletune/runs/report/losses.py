@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from simpletune.runs.report import charts
-from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.run_data import Json, RunRecord
+from simpletune.runs.report.content import ReportSection, ReportTable
+from simpletune.runs.report.run_data import Json, RunData
 
 ROOM = 20_000  # maximum of steps per run on a page
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -12,15 +12,15 @@ ROWS = 10
 MIXED = "loss at fixed noise"
 
 
-def loss_data(run: RunRecord) -> Json:
+def loss_data(run: RunData) -> Json:
     """Return columns for the page's script: step, loss, and fields for the tooltip."""
-    rows = averaged(run.metrics, ROOM)
+    rows = mean_by_group(run.metrics, ROOM)
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
     columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}
     return {"run": run.name, **columns}
 
 
-def averaged(rows: list[Json], room: int) -> list[Json]:
+def mean_by_group(rows: list[Json], room: int) -> list[Json]:
     """Reduce to at most ``room`` rows; each then has the mean loss of its group."""
     many = max(1, -(-len(rows) // room))
     if many == 1:
@@ -37,9 +37,9 @@ def _short(value: object) -> float | int | None:
     return number if number - number == 0 else None  # JSON has no infinities and no NaN
 
 
-def loss_section(runs: list[RunRecord]) -> Section:
+def loss_section(runs: list[RunData]) -> ReportSection:
     """Draw the curve, and its text version for the Markdown file."""
-    section = Section("loss", "Loss", block="loss")
+    section = ReportSection("loss", "Loss", block="loss")
     drawn = [run for run in runs if run.metrics]
     if not drawn:
         section.block = ""
@@ -65,17 +65,17 @@ def loss_section(runs: list[RunRecord]) -> Section:
     return section
 
 
-def loss_title(runs: list[RunRecord]) -> str:
+def loss_title(runs: list[RunData]) -> str:
     """Name the runs' evaluation loss; ``MIXED`` if they evaluated different pictures."""
     names = {run.loss_is for run in runs if run.evaluations}
     return MIXED if len(names) > 1 else "".join(names)
 
 
-def _by_run(runs: list[RunRecord]) -> str:
+def _by_run(runs: list[RunData]) -> str:
     return "; ".join(f"{run.name}: {run.loss_is}" for run in runs if run.evaluations)
 
 
-def _table(run: RunRecord) -> Table:
+def _table(run: RunData) -> ReportTable:
     """Tabulate the mean losses of equal parts of the run."""
     many = -(-len(run.metrics) // ROWS)
     groups = [run.metrics[start : start + many] for start in range(0, len(run.metrics), many)]
@@ -87,7 +87,7 @@ def _table(run: RunRecord) -> Table:
         rows.append((f"{first:,} to {last:,}", f"{mean:.4f}", f"{seen[-1]:.4f}" if seen else ""))
     before = [loss for step, loss in run.evaluations if step == 0]
     rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
-    return Table("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)
+    return ReportTable("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)
 
 
 def sparkline(values: list[float], width: int = 60) -> str:

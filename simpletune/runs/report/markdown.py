@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from simpletune.runs.report.content import Report, Section, Table, dollars
+from simpletune.runs.report.content import Report, ReportSection, ReportTable, dollars
 
 BLOCK = "█"
 WIDTH = 30
@@ -14,13 +14,16 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#])")
 
 def markdown(report: Report) -> str:
     """Render a report as Markdown."""
-    lines = [f"# {plain(report.title)}", ""]
-    lines += [plain(report.lead), ""] if report.lead else []
-    lines += [plain(report.about), ""] if report.about else []
-    lines += [f"> **{plain(note)}**\n" for note in report.status]
+    lines = [f"# {escape_markdown(report.title)}", ""]
+    lines += [escape_markdown(report.lead), ""] if report.lead else []
+    lines += [escape_markdown(report.about), ""] if report.about else []
+    lines += [f"> **{escape_markdown(note)}**\n" for note in report.status]
     if report.facts:
         lines += ["| | | |", "|---|---|---|"]
-        lines += [f"| {plain(f.name)} | **{plain(f.value)}** | {plain(f.note)} |" for f in report.facts]
+        lines += [
+            f"| {escape_markdown(f.name)} | **{escape_markdown(f.value)}** | {escape_markdown(f.note)} |"
+            for f in report.facts
+        ]
         lines += [""]
     lines += _cost(report)
     for section in report.sections:
@@ -28,7 +31,7 @@ def markdown(report: Report) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape Markdown and join lines: prompts and names may contain anything."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
@@ -41,12 +44,12 @@ def _cost(report: Report) -> Iterator[str]:
     yield ""
 
 
-def _section(section: Section) -> Iterator[str]:
-    yield f"## {plain(section.title)}"
+def _section(section: ReportSection) -> Iterator[str]:
+    yield f"## {escape_markdown(section.title)}"
     yield ""
     for note in section.notes:
         if section.block != "pictures" or "Drag" not in note:
-            yield plain(note)
+            yield escape_markdown(note)
             yield ""
     for line in section.lines:
         yield line
@@ -65,7 +68,7 @@ def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
     values = [value if isinstance(value := row["value"], int | float) else 0.0 for row in labelled]
     top, wide = max(values) or 1, max(len(str(row["name"])) for row in labelled)
     if title:
-        yield f"{plain(title)}:"
+        yield f"{escape_markdown(title)}:"
         yield ""
     yield "```text"
     for row, value in zip(labelled, values, strict=True):
@@ -75,11 +78,11 @@ def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
     yield ""
 
 
-def _table(table: Table) -> Iterator[str]:
-    yield f"**{plain(table.title)}**"
+def _table(table: ReportTable) -> Iterator[str]:
+    yield f"**{escape_markdown(table.title)}**"
     yield ""
-    yield "| " + " | ".join(plain(cell) for cell in table.head) + " |"
+    yield "| " + " | ".join(escape_markdown(cell) for cell in table.head) + " |"
     yield "|" + "---|" * len(table.head)
     for row in table.rows:
-        yield "| " + " | ".join(plain(cell) for cell in row) + " |"
+        yield "| " + " | ".join(escape_markdown(cell) for cell in row) + " |"
     yield ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from simpletune.runs.attempts import Attempt
-from simpletune.runs.report.content import Section, Table, gib
-from simpletune.runs.report.run_data import RunRecord, without_folders
+from simpletune.runs.report.content import ReportSection, ReportTable, format_gib
+from simpletune.runs.report.run_data import RunData, without_folders
 from simpletune.system.console import duration
 from simpletune.system.stage_timer import largest_peak
 
 
-def resumes(run: RunRecord) -> str:
+def resumes(run: RunData) -> str:
     """Say how many attempts a run took and from which steps it was resumed; empty for one attempt."""
     if len(run.attempts) < 2:
         return ""
@@ -17,7 +17,7 @@ def resumes(run: RunRecord) -> str:
     return f"{len(run.attempts)} attempts; resumed from step{'s' * (len(steps) > 1)} {', '.join(steps)}"
 
 
-def outcome(run: RunRecord) -> str:
+def outcome(run: RunData) -> str:
     """Say how a run ended, in a few words."""
     if status := run.summary.get("status"):
         return str(status)
@@ -28,14 +28,14 @@ def outcome(run: RunRecord) -> str:
     return "running" if run.held else "finished" if run.summary else "not recorded"
 
 
-def attempts_section(run: RunRecord) -> Section | None:
+def attempts_section(run: RunData) -> ReportSection | None:
     """List the attempts; None for a single one that finished."""
     rows = run.attempts
     before = f"The attempts at steps 1 to {rows[0].from_step:,} were not recorded." if rows else ""
     unknown = bool(rows) and rows[0].from_step > 0
     if not unknown and (not rows or (len(rows) == 1 and rows[0].ended == "finished")):
         return None
-    section = Section("attempts", "Attempts", notes=[before] if unknown else [])
+    section = ReportSection("attempts", "Attempts", notes=[before] if unknown else [])
     if len(rows) > 1:
         section.notes.append("Time, cost and memory on this page cover all attempts together.")
     for earlier, later in zip(rows, rows[1:], strict=False):
@@ -46,7 +46,7 @@ def attempts_section(run: RunRecord) -> Section | None:
          duration(row.seconds), _peak(row), row.device, _ending(row, run.held and row is rows[-1]))
         for row in rows
     ]  # fmt: skip
-    section.tables.append(Table("Attempts", head, cells))
+    section.tables.append(ReportTable("Attempts", head, cells))
     return section
 
 
@@ -59,7 +59,7 @@ def _resumed(earlier: Attempt, later: Attempt) -> str:
 
 def _peak(row: Attempt) -> str:
     on_gpu = largest_peak(row.stages, "peak_allocated_gib")
-    return gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
+    return format_gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
 
 
 def _steps(row: Attempt) -> str:

@@ -6,7 +6,7 @@ import functools
 import re
 
 from simpletune import __version__
-from simpletune.runs.report.content import Report, Table
+from simpletune.runs.report.content import Report, ReportTable
 from simpletune.runs.report.templates import page_template
 from simpletune.system.package import ASSETS
 
@@ -27,7 +27,7 @@ def page(report: Report) -> str:
     )
 
 
-def numeric_column(table: Table, column: int) -> bool:
+def numeric_column(table: ReportTable, column: int) -> bool:
     """Whether a column holds numbers, which are right-aligned."""
     cells = [row[column] for row in table.rows if column < len(row) and row[column]]
     return bool(cells) and all(NUMBER.match(cell) for cell in cells)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.stages.png import drawn_as
+from simpletune.stages.png import generation_parameters
 
 BASE = "base"
 LARGEST = 512  # pixels of the longer side
@@ -48,7 +48,7 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
             continue
         for file in sorted(state.glob("prompt-*.png")):
             try:
-                how = drawn_as(file)
+                how = generation_parameters(file)
             except (OSError, ValueError, SyntaxError) as error:
                 notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
                 continue

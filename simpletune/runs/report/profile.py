@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.runs.report import charts
-from simpletune.runs.report.content import Chart, Section, Table, seconds
+from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable, seconds
 from simpletune.runs.report.run_data import Json
 
 OPERATORS = 15
@@ -14,10 +14,10 @@ MISSING = (
 )
 
 
-def profile_sections(profiles: list[Json]) -> list[Section]:
+def profile_sections(profiles: list[Json]) -> list[ReportSection]:
     """Show time by phase, memory over a step, and operators; without traces, explain how to get them."""
     if not profiles:
-        return [Section("phases", "Time by phase", notes=[MISSING])]
+        return [ReportSection("phases", "Time by phase", notes=[MISSING])]
     with_memory = [profile for profile in profiles if (profile.get("memory") or {}).get("timeline")]
     sections = [_phases(profiles)]
     if with_memory:
@@ -27,8 +27,8 @@ def profile_sections(profiles: list[Json]) -> list[Section]:
     return sections
 
 
-def _phases(profiles: list[Json]) -> Section:
-    section = Section("phases", "Time by phase")
+def _phases(profiles: list[Json]) -> ReportSection:
+    section = ReportSection("phases", "Time by phase")
     rows, cells = [], []
     for profile in profiles:
         epoch = f"epoch {profile['epoch']}"
@@ -38,14 +38,14 @@ def _phases(profiles: list[Json]) -> Section:
     if rows:
         says = "Milliseconds per step by phase of the training step, one bar for each traced epoch"
         section.charts.append(
-            Chart("phases", "A traced step", says, charts.stacked(rows, "ms/step", charts.PHASE_COLOURS, ",.1f"))
+            ReportChart("phases", "A traced step", says, charts.stacked(rows, "ms/step", charts.PHASE_COLOURS, ",.1f"))
         )
         total = sum(row["value"] for row in rows if row["name"] == rows[-1]["name"]) or 1.0  # all may round to 0 ms
         last = [row for row in rows if row["name"] == rows[-1]["name"]]
         shares = [(str(r["part"]), f"{r['value']:,.1f}", f"{r['value'] / total:.1%}") for r in last]
         title = f"Phases of {rows[-1]['name']}"
-        section.tables.append(Table(title, ("phase", "ms/step", "share"), shares, folded=True))
-    section.tables.append(Table("Traced epochs", ("epoch", "s/step", "TFLOP/s", "MFU", "idle"), cells))
+        section.tables.append(ReportTable(title, ("phase", "ms/step", "share"), shares, folded=True))
+    section.tables.append(ReportTable("Traced epochs", ("epoch", "s/step", "TFLOP/s", "MFU", "idle"), cells))
     section.notes += [str(note) for profile in profiles[-1:] for note in profile.get("notes") or []]
     return section
 
@@ -65,7 +65,7 @@ def _number(name: str, value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _timeline(profile: Json) -> Section:
+def _timeline(profile: Json) -> ReportSection:
     memory = profile["memory"]
     points = memory["timeline"]
     many = max(1, -(-len(points) // POINTS))
@@ -76,13 +76,13 @@ def _timeline(profile: Json) -> Section:
         for point in kept
         for kind in kinds
     ]
-    section = Section("timeline", "Memory over one step", charts=[charts.timeline(rows, phases_of(points))])
+    section = ReportSection("timeline", "Memory over one step", charts=[charts.timeline(rows, phases_of(points))])
     at = memory.get("at")
     where = f" in {at}" if isinstance(at, str) else f" in {at.get('phase', '')}" if isinstance(at, dict) else ""
     if memory.get("peak_mib") is not None:
         section.notes.append(f"Epoch {profile['epoch']}; peak {memory['peak_mib']:,.0f} MiB{where}.")
     ends = [(p["name"], f"{p['from']:.1f} to {p['to']:.1f}", f"{p['peak']:,.0f}") for p in phases_of(points)]
-    section.tables.append(Table("Peak by phase", ("phase", "ms", "peak MiB"), ends, folded=True))
+    section.tables.append(ReportTable("Peak by phase", ("phase", "ms", "peak MiB"), ends, folded=True))
     if many > 1:
         section.notes.append(f"Each point is the largest of {many} neighbouring ones.")
     return section
@@ -105,10 +105,10 @@ def phases_of(points: list[Json]) -> list[Json]:
     return found
 
 
-def _operators(profile: Json) -> Section:
+def _operators(profile: Json) -> ReportSection:
     rows = [
         (str(row["name"]), f"{row['calls']:,}", f"{row['self_ms']:,.2f}", f"{row['share']:.1%}")
         for row in profile["operators"][:OPERATORS]
     ]
-    table = Table(f"By self time, epoch {profile['epoch']}", ("operator", "calls", "self ms", "share"), rows)
-    return Section("operators", "Operators", tables=[table])
+    table = ReportTable(f"By self time, epoch {profile['epoch']}", ("operator", "calls", "self ms", "share"), rows)
+    return ReportSection("operators", "Operators", tables=[table])

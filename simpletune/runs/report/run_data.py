@@ -14,7 +14,14 @@ from pydantic import ValidationError
 from simpletune.config.schema import TrainConfig
 from simpletune.config.stored_configs import read_saved
 from simpletune.config.validation_schedule import ON_TRAINING
-from simpletune.runs.attempts import Attempt, known, median_seconds, merged_stages, read_attempts, total_seconds
+from simpletune.runs.attempts import (
+    Attempt,
+    median_seconds,
+    merged_stages,
+    read_attempts,
+    total_seconds,
+    with_unrecorded_steps,
+)
 from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError, plural
@@ -29,7 +36,7 @@ NAME_A_RUN = "Name a run's folder, such as runs/demo"
 
 
 @dataclass
-class RunRecord:
+class RunData:
     """A run as read from its files.
 
     Args:
@@ -157,7 +164,7 @@ class RunRecord:
         return trained / total if trained and total else None
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RunData:
     """Read a run's folder.
 
     Args:
@@ -175,8 +182,8 @@ def read_run(folder: Path) -> RunRecord:
     notes: list[str] = []
     settings = read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
-    attempts = known(_attempts(folder, notes), metrics)
-    found = RunRecord(
+    attempts = with_unrecorded_steps(_attempts(folder, notes), metrics)
+    found = RunData(
         folder=folder,
         name=folder.resolve().name,
         settings=settings,
@@ -200,7 +207,7 @@ def read_run(folder: Path) -> RunRecord:
     return found
 
 
-def read_runs(folders: list[Path]) -> list[RunRecord]:
+def read_runs(folders: list[Path]) -> list[RunData]:
     """Read several runs; those with equal names are named by their folders. Raises what ``read_run`` raises."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
@@ -211,7 +218,7 @@ def read_runs(folders: list[Path]) -> list[RunRecord]:
     return runs
 
 
-def state_notes(run: RunRecord) -> list[str]:
+def state_notes(run: RunData) -> list[str]:
     """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
 
     Args:
@@ -311,7 +318,7 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
         return None
 
 
-def _evaluations(folder: Path, run: RunRecord, notes: list[str]) -> list[tuple[int, float]]:
+def _evaluations(folder: Path, run: RunData, notes: list[str]) -> list[tuple[int, float]]:
     """Collect evaluation losses by step from the records and the summary; a repeated step counts once."""
     found: dict[int, float] = {}
     first = read_object(folder / EVALUATION, notes, expected=False)

@@ -11,13 +11,13 @@ from simpletune.runs.folder import overflow_words
 from simpletune.runs.report import charts, pictures
 from simpletune.runs.report.best_checkpoint import choice_sections
 from simpletune.runs.report.checkpoints import checkpoint_sections
-from simpletune.runs.report.content import Fact, Report, Section, Table, gib, seconds
+from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
 from simpletune.runs.report.fidelity import fidelity_sections
 from simpletune.runs.report.losses import loss_data, loss_section
 from simpletune.runs.report.outcome import attempts_section, resumes
 from simpletune.runs.report.peaks import memory_section
 from simpletune.runs.report.profile import profile_sections
-from simpletune.runs.report.run_data import Json, RunRecord
+from simpletune.runs.report.run_data import Json, RunData
 from simpletune.runs.report.settings import Setting, plain_settings, settings_of
 from simpletune.runs.report.sources import source_sections, text_sections
 from simpletune.runs.report.time_and_price import time_sections
@@ -27,7 +27,7 @@ from simpletune.system.options import plural
 STEPS_SHOWN = 12  # maximum of steps whose pictures are on the page
 
 
-def report_of(run: RunRecord, price: float | None) -> Report:
+def single_run_report(run: RunData, price: float | None) -> Report:
     """Build the report of one run.
 
     Args:
@@ -66,12 +66,12 @@ def report_of(run: RunRecord, price: float | None) -> Report:
         headline(run),
         sections,
         price,
-        priced(run),
+        priced_parts(run),
         data,
     )
 
 
-def summary_sentence(run: RunRecord) -> str:
+def summary_sentence(run: RunData) -> str:
     """Describe the run in a sentence."""
     config = run.config
     if config is None:
@@ -88,14 +88,14 @@ def summary_sentence(run: RunRecord) -> str:
     )
 
 
-def headline(run: RunRecord) -> list[Fact]:
+def headline(run: RunData) -> list[Fact]:
     """Return the key figures."""
     unknown = "not known"
     peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "not recorded"
     pace = "median, without warm-up, validation and saving"
     rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
     facts = [
-        Fact("Peak of the whole job", gib(run.peak) or unknown, peak),
+        Fact("Peak of the whole job", format_gib(run.peak) or unknown, peak),
         Fact("Seconds per step", seconds(run.seconds_per_step) or unknown, pace),
         Fact("Samples per second", rate, "training pictures per second at this pace"),
     ]
@@ -113,7 +113,7 @@ def headline(run: RunRecord) -> list[Fact]:
     return facts
 
 
-def _losses(run: RunRecord) -> Iterator[Fact]:
+def _losses(run: RunData) -> Iterator[Fact]:
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
         change = f" {after / before - 1:+.1%}," if before else ""
@@ -126,7 +126,7 @@ def _losses(run: RunRecord) -> Iterator[Fact]:
         yield Fact("Loss", f"{mean:.4f}", last)
 
 
-def priced(run: RunRecord) -> list[tuple[str, float]]:
+def priced_parts(run: RunData) -> list[tuple[str, float]]:
     """List what costs money: (item, seconds)."""
     found = []
     if run.seconds_per_step:
@@ -136,15 +136,15 @@ def priced(run: RunRecord) -> list[tuple[str, float]]:
     return found
 
 
-def step_section(run: RunRecord) -> Section:
+def step_section(run: RunData) -> ReportSection:
     """Chart learning rate, gradient norm and seconds per step."""
-    section = Section("steps", "Over the steps")
+    section = ReportSection("steps", "Over the steps")
     wanted = {
         "lr": ("Learning rate", "learning rate", ".3~e"),
         "grad_norm": ("Gradient norm", "gradient norm", ".4~g"),
         "seconds": ("Seconds per step", "s", ".3~g"),
     }
-    thin = thinned(run.metrics, 800)
+    thin = thin_rows(run.metrics, 800)
     for field, (title, axis, form) in wanted.items():
         rows = [row for row in thin if isinstance(row.get(field), int | float)]
         if rows:
@@ -156,7 +156,7 @@ def step_section(run: RunRecord) -> Section:
     ]
     if ranges:
         section.tables.append(
-            Table("Range of values", ("value", "first", "median", "largest", "last"), ranges, folded=True)
+            ReportTable("Range of values", ("value", "first", "median", "largest", "last"), ranges, folded=True)
         )
     if not section.charts:
         section.notes.append("No step was recorded.")
@@ -165,7 +165,7 @@ def step_section(run: RunRecord) -> Section:
     return section
 
 
-def thinned(rows: list[Json], room: int) -> list[Json]:
+def thin_rows(rows: list[Json], room: int) -> list[Json]:
     """Take every n-th row, so that at most ``room`` are left."""
     return rows[:: max(1, -(-len(rows) // room))]
 
@@ -183,9 +183,9 @@ def picture_data(found: list[pictures.ValidationPicture]) -> list[Json]:
     return [row for row in prompts.values() if any(row["steps"])]
 
 
-def picture_section(run: RunRecord, found: list[pictures.ValidationPicture]) -> Section:
+def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> ReportSection:
     """Compare the base with the tuned model over the steps."""
-    section = Section("pictures", "Base and tuned model", block="pictures")
+    section = ReportSection("pictures", "Base and tuned model", block="pictures")
     if not found:
         section.block = ""
         section.notes.append("This run drew no validation pictures (validation.prompts).")
@@ -213,18 +213,18 @@ def _size(file: Path) -> tuple[int, int]:
         return image.size
 
 
-def settings_section(settings: list[Setting], known: bool) -> Section:
+def settings_section(settings: list[Setting], known: bool) -> ReportSection:
     """Show the whole configuration."""
-    section = Section("settings", "Configuration", block="settings")
+    section = ReportSection("settings", "Configuration", block="settings")
     changed = [row for row in settings if row.changed]
     if known:
         section.notes.append(f"{len(changed)} of {len(settings)} values differ from the defaults.")
         rows = [(row.path, row.value, row.default or "(none, required)") for row in changed]
-        section.tables.append(Table("Changed settings", ("setting", "value", "default"), rows, folded=True))
+        section.tables.append(ReportTable("Changed settings", ("setting", "value", "default"), rows, folded=True))
     elif settings:
         section.notes.append("Another version of the tool wrote this configuration, so the defaults are not known.")
         section.tables.append(
-            Table("Settings", ("setting", "value"), [(r.path, r.value) for r in settings], folded=True)
+            ReportTable("Settings", ("setting", "value"), [(r.path, r.value) for r in settings], folded=True)
         )
     else:
         section.block = ""
@@ -232,9 +232,9 @@ def settings_section(settings: list[Setting], known: bool) -> Section:
     return section
 
 
-def environment_section(run: RunRecord) -> Section:
+def environment_section(run: RunData) -> ReportSection:
     """List machine and versions."""
-    section = Section("environment", "Environment")
+    section = ReportSection("environment", "Environment")
     rows = [("run on", str(run.summary["device"]))] if run.summary.get("device") else []
     for name, value in run.environment.items():
         if name == "versions":
@@ -242,23 +242,23 @@ def environment_section(run: RunRecord) -> Section:
         else:
             rows.append((name, str(value)))
     if rows:
-        section.tables.append(Table("Machine and versions", ("item", "value"), rows))
+        section.tables.append(ReportTable("Machine and versions", ("item", "value"), rows))
     else:
         section.notes.append("Machine and versions were not recorded.")
     return section
 
 
-def warnings_section(run: RunRecord) -> Section:
+def warnings_section(run: RunData) -> ReportSection:
     """List the run's warnings."""
-    section = Section("warnings", "Warnings")
+    section = ReportSection("warnings", "Warnings")
     warnings = [str(text) for text in run.summary.get("warnings", [])]
     section.notes += warnings or (["None."] if run.summary else ["Warnings are recorded when a run finishes."])
     return section
 
 
-def files_section(run: RunRecord) -> Section:
+def files_section(run: RunData) -> ReportSection:
     """List the run's files with their sizes."""
-    section = Section("files", "Files")
+    section = ReportSection("files", "Files")
     rows = []
     for path in sorted(run.folder.iterdir(), key=lambda path: (path.is_file(), path.name)):
         if path.name.startswith(".") or path.name.startswith("report."):
@@ -266,7 +266,7 @@ def files_section(run: RunRecord) -> Section:
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _size_words(size)))
-    section.tables.append(Table("In the run's folder", ("name", "files", "size"), rows))
+    section.tables.append(ReportTable("In the run's folder", ("name", "files", "size"), rows))
     return section
 
 

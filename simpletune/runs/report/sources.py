@@ -9,12 +9,12 @@ from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.folder import DATA
-from simpletune.runs.report.content import Section, Table
-from simpletune.runs.report.run_data import RunRecord, read_object
+from simpletune.runs.report.content import ReportSection, ReportTable
+from simpletune.runs.report.run_data import RunData, read_object
 from simpletune.system.options import Json, UserError
 
 
-def source_sections(run: RunRecord) -> list[Section]:
+def source_sections(run: RunData) -> list[ReportSection]:
     """List what each of several sources contributed; yield nothing for one source or a run of an earlier version."""
     found = read_object(run.folder / DATA, run.notes, expected=False).get("sources", [])
     try:
@@ -25,14 +25,18 @@ def source_sections(run: RunRecord) -> list[Section]:
         return []
     if len(shares) < 2:
         return []
-    return [Section("sources", "Data sources", tables=[Table("What an epoch consists of", SOURCE_COLUMNS, rows)])]
+    return [
+        ReportSection(
+            "sources", "Data sources", tables=[ReportTable("What an epoch consists of", SOURCE_COLUMNS, rows)]
+        )
+    ]
 
 
-def text_sections(run: RunRecord) -> list[Section]:
+def text_sections(run: RunData) -> list[ReportSection]:
     """List a run's token vectors and text encoder updates; yield nothing if the text side did not train."""
     if run.config is None or not run.config.text.trains:
         return []
-    section = Section(
+    section = ReportSection(
         "text-side", "Text side", [f"{each[0].upper()}{each[1:]}." for each in run.config.text.describe()]
     )
     result = run.folder / LORA_FILE
@@ -44,13 +48,13 @@ def text_sections(run: RunRecord) -> list[Section]:
             continue
         for each in about.get("embeddings", ()):
             head = ("encoder", "vectors", "width", "norms", "cosine with the first value")
-            section.tables.append(Table(f"{each['token']} in {file.name}", head, _vector_rows(each["encoders"])))
+            section.tables.append(ReportTable(f"{each['token']} in {file.name}", head, _vector_rows(each["encoders"])))
             section.notes += [
                 f"{tool['tool']}: {'; '.join([tool['loads'], *tool['notes']])}." for tool in each["tools"]
             ]
         if counts := about.get("text_encoders"):
             rows = [(title, str(count)) for title, count in counts.items()]
-            section.tables.append(Table(f"Updates of text encoders in {file.name}", ("encoder", "layers"), rows))
+            section.tables.append(ReportTable(f"Updates of text encoders in {file.name}", ("encoder", "layers"), rows))
     return [section]
 
 

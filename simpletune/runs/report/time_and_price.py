@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.runs.report import charts
-from simpletune.runs.report.content import Chart, Section, Table, seconds
-from simpletune.runs.report.run_data import Json, RunRecord
+from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable, seconds
+from simpletune.runs.report.run_data import Json, RunData
 from simpletune.system.prices import Price
 
 HEAD = ("", "predicted", "measured", "predicted / measured")
 
 
-def time_sections(run: RunRecord) -> Iterator[Section]:
+def time_sections(run: RunData) -> Iterator[ReportSection]:
     """Compare predicted and measured time of a step, each stage and the job; yield nothing without a prediction."""
     time = run.summary.get("predicted_time")
     if not time:
         return
     step, stages = time["seconds_per_step"], time.get("stages") or {}
     low, high = time.get("seconds_per_step_range") or (None, None)
-    section = Section("time", "Time and price, predicted and measured")
+    section = ReportSection("time", "Time and price, predicted and measured")
     within = "" if low is None else f", expected between {seconds(low)} and {seconds(high)}"
     bound = f", bound by {time['bound_by']}" if time.get("bound_by") else ""
     section.notes.append(
@@ -37,7 +37,7 @@ def time_sections(run: RunRecord) -> Iterator[Section]:
         section.notes.append(f"Price: {price.words}. The measured one includes the start of the process.")
     if stages:
         section.charts.append(_chart(stages))
-    section.tables.append(Table("Predicted and measured", HEAD, rows))
+    section.tables.append(ReportTable("Predicted and measured", HEAD, rows))
     yield section
 
 
@@ -45,7 +45,7 @@ def _cells(pair: Json) -> tuple[str, str, str]:
     return seconds(pair["predicted"]), seconds(pair["measured"]), f"{pair['ratio']:.2f}"
 
 
-def _chart(stages: Json) -> Chart:
+def _chart(stages: Json) -> ReportChart:
     """Draw the measured seconds as bars, with the predicted ones as ticks."""
     rows: list[Json] = [
         {"name": name, "value": pair["measured"], "label": seconds(pair["measured"]),
@@ -53,4 +53,4 @@ def _chart(stages: Json) -> Chart:
         for name, pair in stages.items()
     ]  # fmt: skip
     says = ", ".join(f"{row['name']} {row['label']}, predicted {row['mark_label']}" for row in rows)
-    return Chart("stage-seconds", "Seconds by stage", says, charts.bars(rows, "s", marks="predicted"))
+    return ReportChart("stage-seconds", "Seconds by stage", says, charts.bars(rows, "s", marks="predicted"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Share:
+class RankMicroBatches:
     """One process's share of a step.
 
     Args:

@@ -6,19 +6,19 @@ import torch
 
 from simpletune.adapters.text.update import NAME, TextUpdate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import Sharding, held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, held_parameters
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.models.shared.compile import compile_training
-from simpletune.models.shared.denoiser import Transformer, device_of, units_of
+from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
 
 def attach(
     config: TrainConfig,
-    transformer: Transformer,
+    transformer: Denoiser,
     sizes: int = 1,
     scale: LossScale | None = None,
     text: TextUpdate | None = None,
@@ -36,10 +36,10 @@ def attach(
     """
     assert config.text.trains == (text is not None)
     config.adapter.attach(transformer, config.train.seed)
-    in_backward, blocks = config.memory.optimizer_in_backward, units_of(transformer)
+    in_backward, blocks = config.memory.optimizer_in_backward, model_units(transformer)
     config.precision.prepare(blocks)
-    sharding = None if place is None else Sharding(transformer, blocks, place)
-    device = device_of(transformer)
+    sharding = None if place is None else FsdpModel(transformer, blocks, place)
+    device = model_device(transformer)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward

@@ -37,7 +37,7 @@ def attention_by(kernel: Kernel) -> Iterator[None]:
         yield
 
 
-class Shape(NamedTuple):
+class AttentionCall(NamedTuple):
     """One shape of attention in a run, which has no mask and no dropout: queries [batch, heads, tokens, width].
 
     Args:
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     what: str
 
 
-def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
+def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[AttentionCall]:
     """List the shapes of attention in a run's training, evaluation loss and validation pictures, largest first.
 
     Args:
@@ -73,14 +73,14 @@ def shapes_of(config: TrainConfig, sizes: Iterable[Size]) -> list[Shape]:
         passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
     if drawn.prompts != []:
         passes.append((config.picture_size(), rows, False, "validation pictures"))
-    found: dict[Shape, None] = {}
+    found: dict[AttentionCall, None] = {}
     for size, batch, trained, what in passes:
         for shape in config.model.attentions(size):
-            found[Shape(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px")] = None
+            found[AttentionCall(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px")] = None
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
 
 
-def usable(kernel: Kernel, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
     """Find the kernel for one shape of the model's attention by running it, with its backward pass if it has one.
 
     Args:
@@ -133,7 +133,7 @@ def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.d
     Raises:
         UserError: the kernel that ``speed.attention`` requests cannot run here.
     """
-    asked, shapes = config.speed.attention, shapes_of(config, sizes)
+    asked, shapes = config.speed.attention, attention_calls(config, sizes)
     tried = shapes[:1] if asked == "auto" else shapes
     found = [usable(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
     say(f"attend  with the {found} kernel (speed.attention {asked})")

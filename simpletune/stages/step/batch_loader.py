@@ -14,13 +14,13 @@ from torch import Tensor
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.config.prior import NoPrior, PriorOption
 from simpletune.data.cache.cache import Cache, view_key
-from simpletune.data.cache.shards.prefetch import ReadAhead
-from simpletune.data.samples import Draw
+from simpletune.data.cache.shards.prefetch import ShardPrefetcher
+from simpletune.data.samples import SampleDraw
 from simpletune.data.sources.masks import mask_key
-from simpletune.stages.modulation_plan import Modulation, ModulationPlan
-from simpletune.stages.prepared import Prepared
-from simpletune.stages.step.assignment import Share
-from simpletune.stages.step.passes import WHOLE, Passes
+from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.assignment import RankMicroBatches
+from simpletune.stages.step.passes import WHOLE, TrainingPasses
 from simpletune.system.rng import stream
 
 NO_PRIOR = NoPrior()
@@ -59,7 +59,7 @@ class Batch:
         return replace(moved, weight=weight, prior=prior, text=None if self.text is None else self.text.map(change))
 
 
-class Batches:
+class BatchLoader:
     """Loads micro-batches.
 
     Args:
@@ -73,16 +73,16 @@ class Batches:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedData,
         seed: int,
         device: torch.device,
-        modulation: Modulation | None = None,
+        modulation: DetachedModulation | None = None,
         prior: PriorOption = NO_PRIOR,
-        share: Share = WHOLE,
+        share: RankMicroBatches = WHOLE,
     ):
         self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
         self.seed, self.device, self.share = seed, device, share
-        self.passes = Passes(self.plan, prior, share)
+        self.passes = TrainingPasses(self.plan, prior, share)
         self.remote = prepared.remote
         self.modulations: ModulationPlan | None = None
         self._named = range(0)
@@ -134,12 +134,12 @@ class Batches:
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
-    def trial(self, draws: list[Draw]) -> Batch:
+    def trial(self, draws: list[SampleDraw]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
         batch = self._placed(self._fetched(draws, self.passes.prior.second_pass))
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
 
-    def one_by_one(self, draws: Sequence[Draw]) -> Iterator[Batch]:
+    def one_by_one(self, draws: Sequence[SampleDraw]) -> Iterator[Batch]:
         """Yield a batch of one for each draw, without the base's predictions as targets."""
         if self.modulations is None:
             yield from (replace(self.load([draw]), prior=None) for draw in draws)
@@ -151,11 +151,11 @@ class Batches:
             for draw, row in zip(portion, rows, strict=True):
                 yield replace(self.load([draw]), pooled=row[None], prior=None)
 
-    def load(self, draws: list[Draw]) -> Batch:
+    def load(self, draws: list[SampleDraw]) -> Batch:
         """Load one micro-batch. Draws noise in fp32 on the CPU from its key, so that it is the same on every device."""
         return self._placed(self._fetched(draws))
 
-    def _fetched(self, draws: list[Draw], second: bool = False) -> Batch:
+    def _fetched(self, draws: list[SampleDraw], second: bool = False) -> Batch:
         """Load a micro-batch, or its second pass, into host memory, pinned for CUDA."""
         weight, prior = self._weights(draws, second)
         z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
@@ -174,7 +174,7 @@ class Batches:
         # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
 
-    def _weights(self, draws: Sequence[Draw], second: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _weights(self, draws: Sequence[SampleDraw], second: bool) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the draws (of their positions if any has a mask): in the loss against their targets, None if
         all are 1, and in the loss against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each."""
         weights, masks = torch.tensor([draw.loss_weight for draw in draws]).view(-1, 1, 1, 1), None
@@ -194,7 +194,7 @@ class Batches:
     def _placed(self, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _noise(self, draw: Draw, shape: torch.Size) -> Tensor:
+    def _noise(self, draw: SampleDraw, shape: torch.Size) -> Tensor:
         return torch.from_numpy(self.plan.objective.noise(stream(self.seed, *draw.noise_key), shape))
 
 
@@ -210,14 +210,16 @@ class Prefetcher:
         on: whether to prefetch; if not, loads batches on demand.
     """
 
-    def __init__(self, batches: Batches, steps: int, on: bool = True):
+    def __init__(self, batches: BatchLoader, steps: int, on: bool = True):
         self._batches, self._steps = batches, steps
         self._thread = ThreadPoolExecutor(1, "prefetch") if on else None
         self._coming: tuple[int, Future[list[Batch]]] | None = None
         self._remote = batches.remote
-        self._ahead: ReadAhead | None = None
+        self._ahead: ShardPrefetcher | None = None
         if self._remote:
-            self._ahead = ReadAhead(batches.needs, steps, min(cache.part.limit for cache in self._remote if cache.part))
+            self._ahead = ShardPrefetcher(
+                batches.needs, steps, min(cache.part.limit for cache in self._remote if cache.part)
+            )
         self.waited: float | None = None
         """Seconds that the last step waited for its samples; None if the cache is a folder."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from simpletune.engine.optim.loss_scale import SMALLEST, LossScale
-from simpletune.models.shared.fp16_blocks import Fp16Blocks, flagged
+from simpletune.models.shared.fp16_blocks import Fp16Blocks, flagged_blocks
 from simpletune.system.options import Json
 
 LATER = 2
@@ -61,7 +61,7 @@ class Fp16:
         Returns:
             The blocks that were not in fp32 before.
         """
-        new = [block for block in flagged(flags) if block not in self.wide_from]
+        new = [block for block in flagged_blocks(flags) if block not in self.wide_from]
         self.wide_from |= dict.fromkeys(new, step + LATER)
         return new
 
@@ -90,4 +90,4 @@ def is_overflow(loss: float, norm: float, figures: Sequence[float]) -> bool:
     if not figures or (math.isfinite(loss) and math.isfinite(norm)):
         return False
     scale, *flags = figures
-    return bool(flagged(flags)) or (math.isfinite(loss) and scale > SMALLEST)
+    return bool(flagged_blocks(flags)) or (math.isfinite(loss) and scale > SMALLEST)

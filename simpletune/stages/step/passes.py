@@ -11,13 +11,13 @@ from torch import Tensor
 
 from simpletune.config.prior import PriorOption
 from simpletune.data.plan import Plan
-from simpletune.data.samples import Draw
-from simpletune.stages.step.assignment import Share
+from simpletune.data.samples import SampleDraw
+from simpletune.stages.step.assignment import RankMicroBatches
 
-WHOLE = Share()
+WHOLE = RankMicroBatches()
 
 
-class Passes:
+class TrainingPasses:
     """Selects the draws of each pass of one process, and their targets.
 
     A second pass follows its micro-batch with the same crops, noise and noise levels, and another prompt. So a step's
@@ -29,7 +29,7 @@ class Passes:
         share: which micro-batches of a step the process computes.
     """
 
-    def __init__(self, plan: Plan, prior: PriorOption, share: Share = WHOLE):
+    def __init__(self, plan: Plan, prior: PriorOption, share: RankMicroBatches = WHOLE):
         self.plan, self.prior, self.share = plan, prior, share
         self.batch_size, self._each = plan.batch_size, 2 if prior.second_pass else 1
         self.accumulation = -(-plan.accumulation // share.processes) * self._each
@@ -55,14 +55,14 @@ class Passes:
         place = places[own] if own < len(places) else self.plan.micros(step)
         return place * self._each + micro % self._each
 
-    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """The draws of one pass."""
         draws = self.plan.micro_batch(step, self.place(step, micro) // self._each)
         if self.is_second(micro):
             draws = [replace(draw, caption=self.prior.class_prompt(draw.caption)) for draw in draws]
         return draws
 
-    def micro_batches(self, step: int) -> list[list[Draw]]:
+    def micro_batches(self, step: int) -> list[list[SampleDraw]]:
         """The draws of this process's micro-batches in a step, each once."""
         return [self.plan.micro_batch(step, place) for place in self.places(step)]
 
@@ -70,7 +70,7 @@ class Passes:
         """Whether a pass is the second one of its micro-batch."""
         return micro % self._each == 1
 
-    def shares(self, draws: Sequence[Draw], second: bool) -> tuple[Tensor, Tensor]:  # [b, 1, 1, 1] each
+    def shares(self, draws: Sequence[SampleDraw], second: bool) -> tuple[Tensor, Tensor]:  # [b, 1, 1, 1] each
         """The draws' factors in the loss against their targets, and in the loss against the base's predictions.
 
         The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the

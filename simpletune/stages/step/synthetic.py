@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import Draw, View
+from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.source import Picture
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.train_step import StepCore
+from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.text_side import empty_text_inputs
 
 CPU = torch.device("cpu")
-DRAW = Draw(View(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
+DRAW = SampleDraw(Crop(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
 
 class SyntheticBatches:
@@ -32,7 +32,7 @@ class SyntheticBatches:
         device: the target device.
     """
 
-    def __init__(self, config: TrainConfig, core: StepCore, size: Size | None = None, device: torch.device = CPU):
+    def __init__(self, config: TrainConfig, core: TrainStep, size: Size | None = None, device: torch.device = CPU):
         self.core, self.config, self.device = core, config, device
         self.size = size or (config.data.resolution, config.data.resolution)
         self.text = config.precision.encoder_dtype()
@@ -58,7 +58,7 @@ class SyntheticBatches:
         kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
         return replace(batch, prior=kept) if self.config.prior.predicts else batch
 
-    def micro_batch(self, step: int, micro: int) -> list[Draw]:
+    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
         return [DRAW] * self.batch_size
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.adapters.methods.adapter import TrainingMethod
-from simpletune.adapters.text.update import TextUpdate, text_disabled, text_of, without_text
+from simpletune.adapters.text.update import TextUpdate, text_disabled, trained_text, without_text
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import held_parameters, sharding_of
+from simpletune.engine.fsdp.fsdp_model import fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.loss_scale import LossScale
@@ -24,10 +24,10 @@ from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.profiling import phase
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.shared.denoiser import Transformer
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.stages.load import modulation_of
-from simpletune.stages.modulation_plan import Modulation
+from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import autocast_of
 from simpletune.stages.step.attach import attach
 from simpletune.stages.step.attention import attention_by
@@ -37,7 +37,7 @@ from simpletune.stages.step.reduction import TreeSum
 from simpletune.system.rng import reseed_global
 
 
-class StepCore:
+class TrainStep:
     """Runs a training step on the device without reading from it: noise, predict, loss, backward, clip, update.
 
     Args:
@@ -56,16 +56,16 @@ class StepCore:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         accelerator: Accelerator,
-        modulation: Modulation | None = None,
+        modulation: DetachedModulation | None = None,
         fp16: Fp16 | None = None,
     ):
-        self.text = text_of(unwrapped(model))
+        self.text = trained_text(unwrapped(model))
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.modulation, self.fp16 = modulation, fp16
         self.process = config.objective.process(config.model.scheduler_config)
         self.device = accelerator.device
         self.parameters = list(held_parameters(model).values())
-        self.named, self.sharding = trained_parameters(model), sharding_of(model)
+        self.named, self.sharding = trained_parameters(model), fsdp_model(model)
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per pass
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
@@ -236,11 +236,11 @@ def untrained(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
 
 def assemble(
     config: TrainConfig,
-    transformer: Transformer,
+    transformer: Denoiser,
     accelerator: Accelerator,
     sizes: int = 1,
     text: TextUpdate | None = None,
-) -> StepCore:
+) -> TrainStep:
     """Assemble a step core from a loaded model, for the trainer and for the memory simulation.
 
     Args:
@@ -253,7 +253,7 @@ def assemble(
     modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
     blocks = fp16_blocks_of(transformer)
     fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
-    divided = config.train.is_sharded(accelerator.num_processes)
+    divided = config.train.uses_fsdp(accelerator.num_processes)
     place = accelerator.device if divided else None
     optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale, text, place)
     model: nn.Module = transformer
@@ -261,7 +261,7 @@ def assemble(
         if accelerator.num_processes > 1:
             ignore_frozen_in_ddp(transformer)
         model = accelerator.prepare_model(transformer, device_placement=False)
-    return StepCore(config, model, optimizer, accelerator, modulation, fp16)
+    return TrainStep(config, model, optimizer, accelerator, modulation, fp16)
 
 
 def ignore_frozen_in_ddp(transformer: nn.Module) -> None:

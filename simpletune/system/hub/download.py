@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
-from simpletune.system.hub.errors import class_names, clear_errors
+from simpletune.system.hub.errors import class_names, explain_hub_errors
 from simpletune.system.hub.repository import HubFile
 from simpletune.system.options import UserError
 
@@ -35,7 +35,7 @@ def fetch_file(file: HubFile) -> None:
         UserError: the download failed, or the file arrived damaged.
     """
     large = file.sha256 is not None
-    with clear_errors(file.repository, file):
+    with explain_hub_errors(file.repository, file):
         shown = progress(f"fetch {file.path}", -(-file.size // MB), "MB") if large else nullcontext(lambda: None)
         with shown as count:
             _download(file, _progress_bar(count))

@@ -29,7 +29,7 @@ def class_names(error: BaseException) -> set[str]:
 
 
 @contextmanager
-def clear_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
+def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
     """Turn failures of the hub, the network or the disk into a message with value, rule and remedy.
 
     Args:

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.system.console import say
-from simpletune.system.disk import DiskFull, free_bytes
+from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.hub.download import fetch_file
-from simpletune.system.hub.errors import Unreachable, clear_errors
+from simpletune.system.hub.errors import Unreachable, explain_hub_errors
 from simpletune.system.hub.repository import HubFile, Repository
 from simpletune.system.model_folder import NAMES, weight_files
 from simpletune.system.options import UserError, plural
@@ -150,7 +150,7 @@ def require_space(files: Sequence[HubFile]) -> None:
     if not files:
         return
     size, cache = sum(file.bytes_to_fetch for file in files), files[0].repository.cache.parent
-    free = free_bytes(cache)
+    free = free_disk_bytes(cache)
     names = ", ".join(dict.fromkeys(file.repository.name for file in files))
     if size > free:
         t5 = sum(file.size for file in files if file.path.startswith("text_encoder_3/"))
@@ -173,7 +173,7 @@ def listing(repository: Repository) -> tuple[HubFile, ...]:
     """
     from huggingface_hub import HfApi, constants
 
-    with clear_errors(repository):
+    with explain_hub_errors(repository):
         info = HfApi().repo_info(
             repository.name,
             repo_type=repository.kind,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class StoreError(OSError):
     """Report that a request to an object store failed."""
 
 
-class Changed(StoreError):
+class ObjectChanged(StoreError):
     """Report that an object to be replaced has changed."""
 
 
@@ -147,7 +147,7 @@ class Store:
                 raise StoreError(f"{key} in {self.url} gave {len(content):,} bytes instead of {end - start:,}")
             return content
 
-        return repeated(read)
+        return send_with_retries(read)
 
     def replace(self, key: str, content: bytes, known: str | None) -> str | None:
         """Store a small object if the stored one has not changed.
@@ -171,7 +171,7 @@ class Store:
                 mode = "create" if known is None else {"e_tag": known}
                 return obstore.put(self._store, key, content, mode=mode)["e_tag"]  # type: ignore[arg-type]
             except (AlreadyExistsError, PreconditionError):
-                raise Changed(CHANGED) from None
+                raise ObjectChanged(CHANGED) from None
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects; ignores those that do not exist."""
@@ -194,10 +194,10 @@ class Store:
         except StoreError:
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise StoreError(redact(f"{what} in {self.url} failed ({first_sentence(error)})")) from None
+            raise StoreError(redact(f"{what} in {self.url} failed ({short_reason(error)})")) from None
 
 
-def repeated(call: Callable[[], T]) -> T:
+def send_with_retries(call: Callable[[], T]) -> T:
     """Send a request to a store, up to ``READS`` times, until it answers.
 
     Raises:
@@ -207,16 +207,16 @@ def repeated(call: Callable[[], T]) -> T:
     for _ in range(READS - 1):
         try:
             return call()
-        except Changed:
+        except ObjectChanged:
             raise
         except StoreError:
             continue
     return call()
 
 
-def first_sentence(error: Exception) -> str:
+def short_reason(error: Exception) -> str:
     """Shorten a store's error to its first sentence; obstore appends its own state over many lines."""
-    return reason_of(error).partition("Debug source")[0].strip()[:300]
+    return describe_exception(error).partition("Debug source")[0].strip()[:300]
 
 
 def _open(url: str, field: str) -> ObjectStore:
@@ -242,5 +242,5 @@ def _open(url: str, field: str) -> ObjectStore:
             retry_config=RETRIES,
         )
     except (BaseError, ValueError) as error:
-        reason = redact(first_sentence(error))
+        reason = redact(short_reason(error))
         raise UserError(f"{field}: {url} cannot be opened ({reason}). Check the URL and the credentials") from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.tracker import Json, Tracker
@@ -95,7 +95,7 @@ class Trackers:
             call()
         except Exception as error:  # a tracker must not fail the run
             self._open.pop(name, None)
-            self.warn(f"{name} failed and is off for the rest of the run ({reason_of(error)})")
+            self.warn(f"{name} failed and is off for the rest of the run ({describe_exception(error)})")
 
     def warn(self, text: str) -> None:
         """Print a warning and add it to the run's summary."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from simpletune.system.printable import reason_of
+from simpletune.system.printable import describe_exception
 from simpletune.training.trackers.tracker import Json
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Wandb:
             import wandb
 
             wandb.teardown()  # otherwise wandb keeps the id of the run that did not start
-            warn(f"wandb: continues offline, because the server started no run ({reason_of(error)})")
+            warn(f"wandb: continues offline, because the server started no run ({describe_exception(error)})")
             return self._start("offline")
 
     def _start(self, mode: Literal["online", "offline"]) -> Any:

@@ -51,7 +51,9 @@ class HypernetworkFile:
         return found
 
 
-def write(pairs: Mapping[int, Pair], structure: Structure, file: Path, metadata: Mapping[str, str]) -> Path:
+def write_hypernetwork(
+    pairs: Mapping[int, Pair], structure: Structure, file: Path, metadata: Mapping[str, str]
+) -> Path:
     """Write networks under names such as ``768.k.linear.0.weight``, with their structure in the header."""
     tensors = {
         f"{width}.{side}.{name}": tensor.detach()
@@ -62,7 +64,7 @@ def write(pairs: Mapping[int, Pair], structure: Structure, file: Path, metadata:
     return write_safetensors(tensors, file, {**metadata, **structure.header()})
 
 
-def read(file: Path) -> HypernetworkFile:
+def read_hypernetwork(file: Path) -> HypernetworkFile:
     """Read a file that ``write`` wrote.
 
     Raises:

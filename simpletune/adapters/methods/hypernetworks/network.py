@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.hypernetworks.structure import Stage, Structure
+from simpletune.adapters.methods.hypernetworks.structure import NetworkLayer, Structure
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-class Linear(nn.Linear):
+class CastLinear(nn.Linear):
     """Linear layer that computes in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
         return y
 
 
-class Norm(nn.LayerNorm):
+class CastNorm(nn.LayerNorm):
     """Layer norm that computes in the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., o] -> [..., o]
@@ -86,11 +86,11 @@ class Network(nn.Module):
         return torch.add(x, self.linear(x), alpha=strength)
 
 
-def _module(stage: Stage, structure: Structure) -> nn.Module:
+def _module(stage: NetworkLayer, structure: Structure) -> nn.Module:
     if stage.kind == "linear":
-        return Linear(stage.inputs, stage.outputs)
+        return CastLinear(stage.inputs, stage.outputs)
     if stage.kind == "norm":
-        return Norm(stage.outputs)
+        return CastNorm(stage.outputs)
     return nn.Dropout(structure.dropout) if stage.kind == "dropout" else ACTIVATIONS[structure.activation]()
 
 
@@ -101,7 +101,7 @@ class Pair(NamedTuple):
     v: Network
 
 
-def drawn(width: int, structure: Structure, dtype: torch.dtype = torch.float32) -> Pair:
+def random_networks(width: int, structure: Structure, dtype: torch.dtype = torch.float32) -> Pair:
     """Draw two networks from the global generator: normal weights, biases of zero.
 
     Weights start near zero rather than at zero, so a run starts close to its base.

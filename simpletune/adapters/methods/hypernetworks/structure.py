@@ -28,7 +28,7 @@ LARGEST_MULTIPLE = 16
 LONGEST = 16
 
 
-class Stage(NamedTuple):
+class NetworkLayer(NamedTuple):
     """One layer of a network: its kind, inputs and outputs."""
 
     kind: Kind
@@ -52,18 +52,18 @@ class Structure:
     layer_norm: bool = False
     dropout: float = 0.0
 
-    def stages(self, width: int) -> list[Stage]:
+    def stages(self, width: int) -> list[NetworkLayer]:
         """Return the layers for an input of a given width, in order."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
-        found, last = list[Stage](), len(widths) - 2
+        found, last = list[NetworkLayer](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
-            found.append(Stage("linear", inputs, outputs))
+            found.append(NetworkLayer("linear", inputs, outputs))
             if self.activation != "linear" and number < last:
-                found.append(Stage("activation", outputs, outputs))
+                found.append(NetworkLayer("activation", outputs, outputs))
             if self.layer_norm:
-                found.append(Stage("norm", outputs, outputs))
+                found.append(NetworkLayer("norm", outputs, outputs))
             if self.dropout and number < last:
-                found.append(Stage("dropout", outputs, outputs))
+                found.append(NetworkLayer("dropout", outputs, outputs))
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from simpletune.apps.web.form.fields import PROFILE, Section, Shown, sections_of
+from simpletune.apps.web.form.fields import PROFILE, FieldGroup, FormField, sections_of
 from simpletune.config.load import _trains_base, with_default_tags
 from simpletune.config.overrides import BESIDE_THE_JOB, merge
 from simpletune.config.rules.family import with_family
@@ -24,7 +24,7 @@ YOU, DEFAULT = "you", "default"
 
 
 @dataclass(frozen=True)
-class Base:
+class StartingConfig:
     """A configuration to start from.
 
     Args:
@@ -45,7 +45,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Edited:
+class EditedForm:
     """A configuration in the form.
 
     Args:
@@ -56,11 +56,11 @@ class Edited:
     """
 
     data: Json
-    sections: list[Section]
+    sections: list[FieldGroup]
     mine: Mapping[str, str]
     sources: Mapping[str, str]
 
-    def fields(self) -> dict[str, Shown]:
+    def fields(self) -> dict[str, FormField]:
         """Return the fields by path."""
         return {each.path: each for section in self.sections for each in section.fields()}
 
@@ -78,7 +78,7 @@ def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[s
     return {**mine, **touched}
 
 
-def edited(base: Base, mine: Mapping[str, str]) -> Edited:
+def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
     """Apply a user's changes, starting with those that determine which fields exist.
 
     Args:
@@ -101,7 +101,7 @@ def edited(base: Base, mine: Mapping[str, str]) -> Edited:
             set_at(data, each.path, each.parse(mine[each.path]))
     _drop_about(base.data, data)
     sections = [_with_texts(section, kept) for section in sections_of(complete(data))]
-    return Edited(data, sections, kept, _sources(base, data, sections, kept))
+    return EditedForm(data, sections, kept, _sources(base, data, sections, kept))
 
 
 def complete(data: Json) -> Json:
@@ -137,11 +137,11 @@ def overrides(base: Json, data: Json) -> dict[str, object]:
     return found
 
 
-def _fields(data: Json) -> list[Shown]:
+def _fields(data: Json) -> list[FormField]:
     return [each for section in sections_of(complete(data)) for each in section.fields()]
 
 
-def _with_structure(data: Json, field: Shown, text: str) -> Json:
+def _with_structure(data: Json, field: FormField, text: str) -> Json:
     """Set a tag as an override does, which drops fields that the new member lacks; or set an optional section."""
     if field.info is None or field.path == PROFILE:
         set_at(data, field.path, field.parse(text))
@@ -150,19 +150,19 @@ def _with_structure(data: Json, field: Shown, text: str) -> Json:
     return data if problems else merged
 
 
-def _with_texts(section: Section, mine: Mapping[str, str]) -> Section:
+def _with_texts(section: FieldGroup, mine: Mapping[str, str]) -> FieldGroup:
     """Show the user's own texts, which may not be valid values yet."""
-    items: list[Shown | Section] = []
+    items: list[FormField | FieldGroup] = []
     for each in section.items:
-        if isinstance(each, Section):
+        if isinstance(each, FieldGroup):
             items.append(_with_texts(each, mine))
         else:
             text = mine.get(each.path, each.text)
-            items.append(Shown(each.path, text, each.help, each.kind, each.choices, each.structure, each.info))
-    return Section(section.path, section.help, items)
+            items.append(FormField(each.path, text, each.help, each.kind, each.choices, each.structure, each.info))
+    return FieldGroup(section.path, section.help, items)
 
 
-def _sources(base: Base, data: Json, sections: list[Section], mine: Mapping[str, str]) -> dict[str, str]:
+def _sources(base: StartingConfig, data: Json, sections: list[FieldGroup], mine: Mapping[str, str]) -> dict[str, str]:
     """Name the source of every field's value."""
     own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
     whole, profile = complete(data), get_at(data, PROFILE)

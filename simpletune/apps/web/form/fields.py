@@ -21,7 +21,7 @@ PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 
 
 @dataclass(frozen=True)
-class Shown:
+class FormField:
     """One field of the form.
 
     Args:
@@ -66,7 +66,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Section:
+class FieldGroup:
     """A group of fields.
 
     Args:
@@ -77,7 +77,7 @@ class Section:
 
     path: str
     help: str
-    items: list[Shown | Section] = field(default_factory=list)
+    items: list[FormField | FieldGroup] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -89,27 +89,27 @@ class Section:
         """Its name in words."""
         return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
-    def fields(self) -> Iterator[Shown]:
+    def fields(self) -> Iterator[FormField]:
         """Yield the fields, including those of nested sections."""
         for item in self.items:
-            if isinstance(item, Section):
+            if isinstance(item, FieldGroup):
                 yield from item.fields()
             else:
                 yield item
 
 
-def sections_of(data: Json) -> list[Section]:
+def sections_of(data: Json) -> list[FieldGroup]:
     """List a configuration's sections, starting with the one for fields outside of sections.
 
     Args:
         data: JSON, completed with profile and tags; values may be invalid.
     """
     items = list(_items(TrainConfig, data, ""))
-    general = Section("", "The run's name and device.", [item for item in items if isinstance(item, Shown)])
-    return [general, *(item for item in items if isinstance(item, Section))]
+    general = FieldGroup("", "The run's name and device.", [item for item in items if isinstance(item, FormField)])
+    return [general, *(item for item in items if isinstance(item, FieldGroup))]
 
 
-def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Iterator[Shown | Section]:
+def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Iterator[FormField | FieldGroup]:
     for name, info in option.model_fields.items():
         key = info.alias or name
         if key in HIDDEN or key == skip:
@@ -118,23 +118,27 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
         if option_classes(info.annotation):
             yield _section(info, path, value)
         elif item_of(info) is not None:
-            yield Shown(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
+            yield FormField(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
         elif not _is_fixed(info):
             kind, choices = _kind(info)
-            yield Shown(path, text_of(value, kind), _help(info), kind, choices, path == PROFILE, info)
+            yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
 
 
-def _section(info: FieldInfo, path: str, value: object) -> Section:
-    section = Section(path, _help(info))
+def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
+    section = FieldGroup(path, _help(info))
     data = value if isinstance(value, dict) else {}
     union, member = union_of(info), member_for(info, data)
     if union is not None:
         tag = str(data.get(union.tag, union.default))
         tag_info = next(iter(union.members.values())).model_fields[union.tag]
         about = " ".join(((member.__doc__ if member is not None else "") or "").split())
-        section.items.append(Shown(f"{path}.{union.tag}", tag, about, "choice", tuple(union.members), True, tag_info))
+        section.items.append(
+            FormField(f"{path}.{union.tag}", tag, about, "choice", tuple(union.members), True, tag_info)
+        )
     elif types.NoneType in _arms(info):
-        section.items.append(Shown(path, ON if isinstance(value, dict) else "", _help(info), "choice", ("", ON), True))
+        section.items.append(
+            FormField(path, ON if isinstance(value, dict) else "", _help(info), "choice", ("", ON), True)
+        )
         if not isinstance(value, dict):
             return section
     if member is not None:
@@ -142,7 +146,7 @@ def _section(info: FieldInfo, path: str, value: object) -> Section:
     return section
 
 
-def text_of(value: object, kind: Kind = "text") -> str:
+def format_value(value: object, kind: Kind = "text") -> str:
     """Format a JSON value for a form."""
     if value is None:
         return ""
@@ -155,7 +159,7 @@ def text_of(value: object, kind: Kind = "text") -> str:
 
 def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
     arms = _arms(info)
-    words = tuple(text_of(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm))
+    words = tuple(format_value(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm))
     rest = [arm for arm in arms if get_origin(arm) is not Literal and arm is not types.NoneType]
     empty = ("",) if types.NoneType in arms else ()
     if rest == [bool]:

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 from simpletune.apps.web.form import presets
-from simpletune.apps.web.form.edit import YOU, Base, Edited, changes, edited, get_at, overrides, set_at
-from simpletune.apps.web.form.paths import inside
+from simpletune.apps.web.form.edit import (
+    YOU,
+    EditedForm,
+    StartingConfig,
+    apply_edits,
+    changes,
+    get_at,
+    overrides,
+    set_at,
+)
+from simpletune.apps.web.form.paths import absolute_paths
 from simpletune.config.explain import explain
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import TrainConfig
@@ -47,7 +56,7 @@ class Places(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class FormRequest:
     """A form's request.
 
     Args:
@@ -68,7 +77,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledForm:
     """A filled-in form.
 
     Args:
@@ -83,10 +92,10 @@ class Filled:
         problems: all problems.
     """
 
-    asked: Asked
-    base: Base
+    asked: FormRequest
+    base: StartingConfig
     card: Card | None
-    edited: Edited
+    edited: EditedForm
     data: Json
     config: TrainConfig | None
     planned: TrainConfig | None
@@ -132,7 +141,7 @@ class Filled:
         return f"{shlex.join(['simpletune', *made_by, self.base.origin])} &&\n{train}" if made_by else train
 
 
-def fill(places: Places, asked: Asked) -> Filled:
+def fill_form(places: Places, asked: FormRequest) -> FilledForm:
     """Fill in a form.
 
     Args:
@@ -145,21 +154,23 @@ def fill(places: Places, asked: Asked) -> Filled:
     card = presets.card_named(asked.card)
     mine = changes(asked.texts, asked.shown, asked.mine)
     base = _base(places, asked, card, mine.get(FOLDER, ""))
-    found = edited(base, mine)
+    found = apply_edits(base, mine)
     if mine.get(FOLDER):  # the folder is the user's, whichever base is chosen next
-        found = Edited(found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU})
-    data, outside = inside(found.data, places.resolve, places.runs)
+        found = EditedForm(
+            found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU}
+        )
+    data, outside = absolute_paths(found.data, places.resolve, places.runs)
     problems = [*outside, *_problems(data, {each.path for each in outside})]
     config = None if problems else validate(data, "form")
-    return Filled(asked, base, card, found, data, config, config or _without_pictures(data), problems)
+    return FilledForm(asked, base, card, found, data, config, config or _without_pictures(data), problems)
 
 
-def _base(places: Places, asked: Asked, card: Card | None, folder: str) -> Base:
+def _base(places: Places, asked: FormRequest, card: Card | None, folder: str) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
         pictures = _folder(places, folder)
         made = presets.preset(card, pictures, asked.trigger) if kind == "preset" else None
-        return made or presets.shipped(name, pictures, asked.trigger)
+        return made or presets.shipped_config(name, pictures, asked.trigger)
     if kind == "run":
         run = places.run(name)
         if run is None:
@@ -172,7 +183,7 @@ def _base(places: Places, asked: Asked, card: Card | None, folder: str) -> Base:
         raise UserError(f"{asked.base[:80]!r} is not a configuration to start from")
     data = read_json(file)
     data.pop("$schema", None)
-    return Base(data, label, str(file))
+    return StartingConfig(data, label, str(file))
 
 
 def _folder(places: Places, text: str) -> Path | None:

@@ -20,7 +20,7 @@ MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
 OUTPUT = ("profiles", "cache", "prices")
 
 
-def inside(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
+def absolute_paths(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
     """Make a configuration's paths absolute, and set its runs' folder to the page's.
 
     Args:

@@ -6,14 +6,14 @@ import copy
 from functools import cache, lru_cache
 from pathlib import Path
 
-from simpletune.apps.web.form.edit import Base, set_at
+from simpletune.apps.web.form.edit import StartingConfig, set_at
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.defaults import TRIGGER, profile_of
 from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_json
 from simpletune.config.run_name import run_name
 from simpletune.config.shipped import shipped_names
-from simpletune.system.gpus import CARDS, Card, card_of
+from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import Json, UserError
 
 HERE = "here"  # the machine that serves the page
@@ -47,10 +47,10 @@ def card_named(value: str) -> Card | None:
     Raises:
         UserError: there is no such card.
     """
-    return card_here() if value == HERE else card_of(value)
+    return card_here() if value == HERE else find_card(value)
 
 
-def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
+def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConfig:
     """Return a configuration for a card.
 
     Args:
@@ -75,20 +75,20 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> Base:
         reasons["memory.profile"] = profile_of(card)[1]
     data["name"] = run_name(folder.name if folder else "", "my_run")
     _use_folder(data, folder, trigger, reasons)
-    return Base(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
+    return StartingConfig(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
 
 
 @lru_cache(maxsize=64)
-def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> Base:
+def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> StartingConfig:
     """Return what ``simpletune init`` suggests for a folder; cached until the folder changes."""
     found = suggest(folder, Answers(trigger=trigger or None), card)
     reasons = {each.path: each.why for each in found.reasons}
     words = ["init", str(folder), *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
     notes = tuple(found.notes) if card is not None else (TRY_OUT, *found.notes)
-    return Base(found.config, "preset", f"{found.config['name']}.json", reasons, notes, tuple(words))
+    return StartingConfig(found.config, "preset", f"{found.config['name']}.json", reasons, notes, tuple(words))
 
 
-def shipped(name: str, folder: Path | None, trigger: str) -> Base:
+def shipped_config(name: str, folder: Path | None, trigger: str) -> StartingConfig:
     """Return a shipped configuration for the user's pictures.
 
     Raises:
@@ -100,7 +100,7 @@ def shipped(name: str, folder: Path | None, trigger: str) -> Base:
     data.pop("$schema", None)
     reasons: dict[str, str] = {}
     _use_folder(data, folder, trigger, reasons)
-    return Base(data, f"file {name}", name, reasons)
+    return StartingConfig(data, f"file {name}", name, reasons)
 
 
 def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ Dot = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A line of a chart.
 
     Args:
@@ -42,7 +42,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class DrawnLine:
+class LinePath:
     """A line in pixels."""
 
     name: str
@@ -52,7 +52,7 @@ class DrawnLine:
 
 
 @dataclass(frozen=True)
-class Chart:
+class ChartLayout:
     """A chart in pixels.
 
     Args:
@@ -66,7 +66,7 @@ class Chart:
 
     title: str
     about: str
-    lines: list[DrawnLine]
+    lines: list[LinePath]
     values: list[tuple[float, str]]
     steps: list[tuple[float, str]]
     width: int
@@ -80,7 +80,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Frame:
+class PlotArea:
     """Maps values to positions in a drawing.
 
     Args:
@@ -104,17 +104,17 @@ class Frame:
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
-    def drawn(self, line: Line) -> DrawnLine:
+    def drawn(self, line: ChartLine) -> LinePath:
         """Lay out a line."""
         points = " ".join(f"{self.x(step)},{self.y(value)}" for step, value in line.dots)
         bars = [
             Bar(self.x(step), self.y(value), self.y(value - error), self.y(value + error))
             for (step, value), error in zip(line.dots, line.errors, strict=False)
         ]
-        return DrawnLine(line.name, line.kind, points, bars)
+        return LinePath(line.name, line.kind, points, bars)
 
 
-def chart(title: str, lines: Sequence[Line], steps: int | None = None, width: int = WIDTH) -> Chart | None:
+def chart(title: str, lines: Sequence[ChartLine], steps: int | None = None, width: int = WIDTH) -> ChartLayout | None:
     """Lay out a chart; None if no line has a dot.
 
     Args:
@@ -126,19 +126,19 @@ def chart(title: str, lines: Sequence[Line], steps: int | None = None, width: in
     drawn = [line for line in lines if line.dots]
     if not drawn:
         return None
-    frame = Frame(max(max(dot[0] for line in drawn for dot in line.dots), steps or 0), *limits(drawn), width)
-    ends = [f"{each.name or title} {shown(each.dots[-1][1])} at step {each.dots[-1][0]:,.0f}" for each in drawn]
-    return Chart(
+    frame = PlotArea(max(max(dot[0] for line in drawn for dot in line.dots), steps or 0), *limits(drawn), width)
+    ends = [f"{each.name or title} {format_number(each.dots[-1][1])} at step {each.dots[-1][0]:,.0f}" for each in drawn]
+    return ChartLayout(
         title,
         f"{title} by step: {', '.join(ends)}",
         [frame.drawn(line) for line in drawn],
-        [(frame.y(value), shown(value)) for value in ticks(frame.low, frame.high)],
+        [(frame.y(value), format_number(value)) for value in ticks(frame.low, frame.high)],
         [(frame.x(step), f"{step:,.0f}") for step in ticks(0, frame.last, most=6)],
         width,
     )
 
 
-def limits(lines: Sequence[Line]) -> tuple[float, float]:
+def limits(lines: Sequence[ChartLine]) -> tuple[float, float]:
     """The range of values of a chart, without the most extreme hundredth of a line on either side."""
     found: list[float] = []
     for line in lines:
@@ -160,7 +160,7 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
     return [number * apart for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)]
 
 
-def shown(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with at most four digits."""
     return f"{value:.4g}"
 

@@ -13,7 +13,7 @@ COMPARISONS = 3  # shown on the page, newest first
 
 
 @dataclass(frozen=True)
-class Frame:
+class ComparedPicture:
     """A picture of a comparison: the model's title, and the file in the run's folder."""
 
     title: str
@@ -35,7 +35,7 @@ class Comparison:
     name: str
     prompt: str
     seed: int | None
-    frames: list[Frame]
+    frames: list[ComparedPicture]
     page: str
 
 
@@ -56,6 +56,6 @@ def _comparison(folder: Path, name: str) -> Comparison | None:
     except (KeyError, TypeError, IndexError):
         return None
     page = f"{COMPARE}/{name}/compare.html"
-    frames = [Frame(title, f"{COMPARE}/{name}/{label}/000.png") for title, label in labels]
+    frames = [ComparedPicture(title, f"{COMPARE}/{name}/{label}/000.png") for title, label in labels]
     there = [frame for frame in frames if (folder / frame.file).is_file()]
     return Comparison(name, prompt, seed, there, page if (folder / page).is_file() else "") if there else None

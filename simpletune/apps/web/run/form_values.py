@@ -11,7 +11,7 @@ STRENGTHS = "0.25 0.5 0.75 1 1.25"
 MOST_STRENGTHS = 8
 
 
-def whole(text: str, what: str) -> int:
+def whole_number(text: str, what: str) -> int:
     """Read a whole number.
 
     Raises:

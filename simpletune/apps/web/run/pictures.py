@@ -12,7 +12,7 @@ from PIL import Image
 
 from simpletune.apps.web.run.charts import thinned_places
 from simpletune.runs.folder import SAMPLES
-from simpletune.stages.png import drawn_as
+from simpletune.stages.png import generation_parameters
 from simpletune.system.options import Json
 
 COLUMNS = 7  # steps in the matrix besides the base
@@ -36,7 +36,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """The pictures of one prompt: the base's first, then by step."""
 
     prompt: str
@@ -54,7 +54,7 @@ class Matrix:
     """
 
     titles: list[str]
-    rows: list[Row]
+    rows: list[PromptRow]
     left_out: int
 
 
@@ -74,14 +74,14 @@ def matrix_of(folder: Path) -> Matrix:
     return Matrix(titles, rows, len(steps) - len(shown))
 
 
-def _row(place: Path, name: str, states: list[str], titles: list[str]) -> Row:
+def _row(place: Path, name: str, states: list[str], titles: list[str]) -> PromptRow:
     files = [place / state / name for state in states]
     prompt = next((str(how["prompt"]) for file in files if "prompt" in (how := drawing_of(file))), name)
     cells = [
         Cell(f"{SAMPLES}/{state}/{name}" if file.is_file() else "", f"{prompt}: {title}")
         for file, state, title in zip(files, states, titles, strict=True)
     ]
-    return Row(prompt, cells)
+    return PromptRow(prompt, cells)
 
 
 def drawing_of(file: Path) -> Json:
@@ -96,7 +96,7 @@ def drawing_of(file: Path) -> Json:
 @functools.lru_cache(maxsize=512)
 def _drawing(file: Path, changed: int, size: int) -> Json:
     try:
-        return drawn_as(file)
+        return generation_parameters(file)
     except (OSError, SyntaxError, ValueError):
         return {}
 

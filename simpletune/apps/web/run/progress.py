@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.apps.web.run.charts import WIDE, Chart, Line, chart
+from simpletune.apps.web.run.charts import WIDE, ChartLayout, ChartLine, chart
 from simpletune.apps.web.run.series import Follower, Followers
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import Attempt, attempts_of, merged_stages
@@ -64,7 +64,7 @@ class Progress:
         return min(100, 100 * self.state.done // self.steps) if self.steps else 0
 
 
-def progress_of(folder: Path, state: RunState) -> Progress:
+def read_progress(folder: Path, state: RunState) -> Progress:
     """Read a run's progress; damaged files count as missing.
 
     Args:
@@ -132,22 +132,22 @@ def _each_took(folder: Path, name: str, stages: dict[str, Stage]) -> float:
     return stages[name].seconds / max(1, times)
 
 
-def charts_of(folder: Path, steps: int | None) -> list[Chart]:
+def charts_of(folder: Path, steps: int | None) -> list[ChartLayout]:
     """Chart the loss, the learning rate, the gradient norm and the seconds of a step."""
     series = METRIC_ROWS.of(folder / METRICS).series
     loss = series["loss"].points
     lines = [
-        Line("each step", [(point.step, point.mean) for point in loss], "raw"),
-        Line("smoothed", [(point.step, point.smooth) for point in loss], "smooth"),
+        ChartLine("each step", [(point.step, point.mean) for point in loss], "raw"),
+        ChartLine("smoothed", [(point.step, point.smooth) for point in loss], "smooth"),
     ]
     found = [chart("Loss", [*lines, *evaluation_lines(folder)], steps, WIDE)]
     for name, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("seconds", "Seconds per step")):
         dots = [(point.step, point.mean) for point in series[name].points]
-        found.append(chart(title, [Line("", dots, "smooth")], steps))
+        found.append(chart(title, [ChartLine("", dots, "smooth")], steps))
     return [each for each in found if each is not None]
 
 
-def evaluation_lines(folder: Path) -> list[Line]:
+def evaluation_lines(folder: Path) -> list[ChartLine]:
     """The evaluation losses with their standard errors, on held-out or training pictures."""
     rows = EVALUATION_ROWS.of(folder / EVALUATIONS).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
@@ -159,7 +159,7 @@ def evaluation_lines(folder: Path) -> list[Line]:
         dots.append((row["step"], float(row["eval_loss"])))
         errors.append(error_of(row.get("eval_losses")))
     held = bool(found) and bool(found[-1].get("held_out"))
-    return [Line("held-out pictures" if held else "fixed samples of training", dots, "held", errors)]
+    return [ChartLine("held-out pictures" if held else "fixed samples of training", dots, "held", errors)]
 
 
 def error_of(losses: object) -> float:

@@ -23,7 +23,7 @@ KEPT = 16  # runs whose series are kept
 
 
 @dataclass
-class Point:
+class SeriesPoint:
     """Several neighbouring steps.
 
     Args:
@@ -47,17 +47,17 @@ class Point:
         """The mean of the values."""
         return self.total / self.count
 
-    def merged(self, later: Point) -> Point:
+    def merged(self, later: SeriesPoint) -> SeriesPoint:
         """Merge this point and the next."""
         low, high = min(self.low, later.low), max(self.high, later.high)
-        return Point(later.step, self.count + later.count, self.total + later.total, low, high, later.smooth)
+        return SeriesPoint(later.step, self.count + later.count, self.total + later.total, low, high, later.smooth)
 
 
 @dataclass
 class Series:
     """A number by step, in at most ``MOST`` points that cover equally many steps."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[SeriesPoint] = field(default_factory=list)
     width: int = 1
     _count: int = 0
     _smooth: float = 0.0
@@ -66,7 +66,7 @@ class Series:
         """Add the value of a later step."""
         self._smooth += (value - self._smooth) / min(1 + SHARE * self._count, LONGEST)
         self._count += 1
-        new = Point(step, 1, value, value, value, self._smooth)
+        new = SeriesPoint(step, 1, value, value, value, self._smooth)
         if self.points and self.points[-1].count < self.width:
             self.points[-1] = self.points[-1].merged(new)
         else:

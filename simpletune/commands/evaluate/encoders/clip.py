@@ -9,33 +9,33 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import About, Encoder, projected
-from simpletune.commands.evaluate.encoders.preprocessing import CLIP, normalised, scaled_and_cut
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder, projected
+from simpletune.commands.evaluate.encoders.preprocessing import CLIP, normalise, scaled_and_cut
 from simpletune.commands.evaluate.encoders.weights import complete, empty_model, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Clip(Encoder):
+class Clip(ImageEncoder):
     """CLIP in transformers' ``CLIPModel``, such as openai/clip-vit-large-patch14."""
 
     reads_prompts = True
     about_preprocessing = "shorter side bicubic, centre, CLIP's mean and deviation; prompts cut at 77 tokens"
 
-    def __init__(self, about: About, device: torch.device):
+    def __init__(self, about: EncoderInfo, device: torch.device):
         self.tokenizer = tokenizer_of(about)
         super().__init__(about, device)
 
     @staticmethod
-    def empty(about: About) -> PreTrainedModel:
+    def empty(about: EncoderInfo) -> PreTrainedModel:
         """Build the model from its configuration alone."""
         from transformers import CLIPConfig, CLIPModel
 
         return empty_model(CLIPModel, CLIPConfig, about)
 
     @staticmethod
-    def load(about: About) -> PreTrainedModel:
+    def load(about: EncoderInfo) -> PreTrainedModel:
         """Load the model from its folder."""
         from transformers import CLIPModel
 
@@ -49,7 +49,7 @@ class Clip(Encoder):
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale the shorter side to s, and crop the centre."""
         side = self.side(self.model.config)
-        return normalised([scaled_and_cut(picture, side, side) for picture in pictures], CLIP)
+        return normalise([scaled_and_cut(picture, side, side) for picture in pictures], CLIP)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
         """Return the projected embedding of pictures."""

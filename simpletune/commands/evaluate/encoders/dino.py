@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import About, Encoder
-from simpletune.commands.evaluate.encoders.preprocessing import IMAGENET, normalised, scaled_and_cut
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
+from simpletune.commands.evaluate.encoders.preprocessing import IMAGENET, normalise, scaled_and_cut
 from simpletune.commands.evaluate.encoders.weights import complete, empty_model
 
 if TYPE_CHECKING:
@@ -19,20 +19,20 @@ TRAINED, SHORTER = 224, 256
 """Side of the pictures that both papers evaluate on, and length of the shorter side before cropping."""
 
 
-class Dino(Encoder):
+class Dino(ImageEncoder):
     """DINO in transformers' ``ViTModel``, such as facebook/dino-vits16."""
 
     about_preprocessing = "shorter side 256 of 224 bicubic, centre, ImageNet's mean and deviation"
 
     @staticmethod
-    def empty(about: About) -> PreTrainedModel:
+    def empty(about: EncoderInfo) -> PreTrainedModel:
         """Build the model from its configuration alone."""
         from transformers import ViTConfig, ViTModel
 
         return empty_model(ViTModel, ViTConfig, about, add_pooling_layer=False)
 
     @staticmethod
-    def load(about: About) -> PreTrainedModel:
+    def load(about: EncoderInfo) -> PreTrainedModel:
         """Load the model from its folder without its pooler, which DINO did not train."""
         from transformers import ViTModel
 
@@ -47,7 +47,7 @@ class Dino(Encoder):
         """Scale the shorter side to s x 256 / 224, and crop the centre."""
         side = self.side(self.model.config)
         cut = [scaled_and_cut(picture, round(side * SHORTER / TRAINED), side) for picture in pictures]
-        return normalised(cut, IMAGENET)
+        return normalise(cut, IMAGENET)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
         """Return the class token after the last layer's norm."""
@@ -58,14 +58,14 @@ class Dino2(Dino):
     """DINOv2, with or without registers, such as facebook/dinov2-base."""
 
     @staticmethod
-    def empty(about: About) -> PreTrainedModel:
+    def empty(about: EncoderInfo) -> PreTrainedModel:
         """Build the model from its configuration alone."""
         from transformers import AutoConfig, AutoModel
 
         return empty_model(AutoModel, AutoConfig, about)
 
     @staticmethod
-    def load(about: About) -> PreTrainedModel:
+    def load(about: EncoderInfo) -> PreTrainedModel:
         """Load the model from its folder."""
         from transformers import AutoModel
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class About:
+class EncoderInfo:
     """An encoder that is not loaded yet.
 
     Args:
@@ -48,7 +48,7 @@ class About:
         return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind
 
 
-class Encoder(ABC):
+class ImageEncoder(ABC):
     """A frozen model in fp32 that embeds pictures.
 
     Args:
@@ -62,18 +62,18 @@ class Encoder(ABC):
     reads_prompts: ClassVar[bool] = False
     about_preprocessing: ClassVar[str]
 
-    def __init__(self, about: About, device: torch.device):
+    def __init__(self, about: EncoderInfo, device: torch.device):
         self.about, self.device = about, device
         self.model: PreTrainedModel = self.load(about).to(device)
 
     @staticmethod
     @abstractmethod
-    def empty(about: About) -> PreTrainedModel:
+    def empty(about: EncoderInfo) -> PreTrainedModel:
         """Build the model from its configuration alone."""
 
     @staticmethod
     @abstractmethod
-    def load(about: About) -> PreTrainedModel:
+    def load(about: EncoderInfo) -> PreTrainedModel:
         """Load the model from its folder."""
 
     @staticmethod

@@ -9,16 +9,16 @@ import torch
 
 from simpletune.commands.evaluate.encoders.clip import Clip
 from simpletune.commands.evaluate.encoders.dino import Dino, Dino2
-from simpletune.commands.evaluate.encoders.encoder import About, Encoder
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
 from simpletune.commands.evaluate.encoders.siglip import Siglip
-from simpletune.commands.evaluate.encoders.weights import folder_of
+from simpletune.commands.evaluate.encoders.weights import encoder_folder
 from simpletune.data.demo import ENCODERS
 from simpletune.models.shared.transformers_folder import ModelFolder, find_folder
 from simpletune.system.model_folder import fingerprint, weight_files
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
 
-KINDS: dict[str, tuple[str, type[Encoder]]] = {
+KINDS: dict[str, tuple[str, type[ImageEncoder]]] = {
     "vit": ("dino", Dino),
     "dinov2": ("dinov2", Dino2),
     "dinov2_with_registers": ("dinov2", Dino2),
@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[str, type[Encoder]]] = {
 """The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
 
 
-def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] = ()) -> About:
+def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] = ()) -> EncoderInfo:
     """Find an encoder and read its configuration; load no weights.
 
     Args:
@@ -44,10 +44,10 @@ def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] =
     if kinds and kind not in kinds:
         raise UserError(f"{option}: {name} is a {kind} model. Use one of {', '.join(kinds)}")
     parameters = _parameters(place)
-    return About(name, place.folder, kind, fingerprint(place.folder), parameters, option)
+    return EncoderInfo(name, place.folder, kind, fingerprint(place.folder), parameters, option)
 
 
-def load_encoder(about: About, device: torch.device) -> Encoder:
+def load_encoder(about: EncoderInfo, device: torch.device) -> ImageEncoder:
     """Load an encoder.
 
     Raises:
@@ -56,9 +56,9 @@ def load_encoder(about: About, device: torch.device) -> Encoder:
     return class_of(about)(about, device)
 
 
-def class_of(about: About) -> type[Encoder]:
+def class_of(about: EncoderInfo) -> type[ImageEncoder]:
     """Return the class of an encoder."""
-    return KINDS[_model_type(folder_of(about))][1]
+    return KINDS[_model_type(encoder_folder(about))][1]
 
 
 def _folder(name: str, option: str) -> ModelFolder:

@@ -42,7 +42,7 @@ def squashed(picture: Image.Image, side: int, chosen: Image.Resampling) -> Image
     return picture.convert("RGB").resize((side, side), chosen)
 
 
-def normalised(pictures: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, s, s]
+def normalise(pictures: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, s, s]
     """Stack pictures of one size and normalise their values."""
     values = torch.from_numpy(np.stack([np.asarray(picture, dtype=np.float32) for picture in pictures]))
     mean, deviation = (torch.tensor(each).view(1, 3, 1, 1) for each in norm)

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from simpletune.commands.evaluate.encoders.clip import Clip
-from simpletune.commands.evaluate.encoders.encoder import About, projected
-from simpletune.commands.evaluate.encoders.preprocessing import HALF, normalised, squashed
+from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, projected
+from simpletune.commands.evaluate.encoders.preprocessing import HALF, normalise, squashed
 from simpletune.commands.evaluate.encoders.weights import complete, empty_model
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ class Siglip(Clip):
     about_preprocessing = "squashed to a square, values -1 to 1; prompts in lower case, padded to 64 tokens"
 
     @staticmethod
-    def empty(about: About) -> PreTrainedModel:
+    def empty(about: EncoderInfo) -> PreTrainedModel:
         """Build the model from its configuration alone."""
         from transformers import SiglipConfig, SiglipModel
 
         return empty_model(SiglipModel, SiglipConfig, about)
 
     @staticmethod
-    def load(about: About) -> PreTrainedModel:
+    def load(about: EncoderInfo) -> PreTrainedModel:
         """Load the model from its folder."""
         from transformers import SiglipModel
 
@@ -44,7 +44,7 @@ class Siglip(Clip):
         bilinear one for SigLIP 2's, recognised by their vocabulary."""
         side, words = self.side(self.model.config), self.model.config.text_config.vocab_size
         chosen = Image.Resampling.BICUBIC if words == FIRST_VOCABULARY else Image.Resampling.BILINEAR
-        return normalised([squashed(picture, side, chosen) for picture in pictures], HALF)
+        return normalise([squashed(picture, side, chosen) for picture in pictures], HALF)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Return the embedding of prompts in lower case; padding is not masked, because it was not in training."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from simpletune.data.cache.cache import ALONE, READ_WHOLE, Cache, Share, checksum
-from simpletune.data.cache.shards.errors import Damaged, Reached
-from simpletune.data.cache.shards.local_cache import LocalPart
-from simpletune.data.cache.shards.shard import Row, tensors_of
-from simpletune.data.cache.shards.shard_index import Catalogue
-from simpletune.data.cache.shards.shard_store import Shelf
-from simpletune.data.cache.shards.shard_writer import Joiner
+from simpletune.data.cache.cache import ALONE, READ_WHOLE, Cache, KeyRange, checksum
+from simpletune.data.cache.shards.errors import DamagedSample, StoreErrorsExplained
+from simpletune.data.cache.shards.local_cache import LocalCache
+from simpletune.data.cache.shards.shard import SampleLocation, sample_tensors
+from simpletune.data.cache.shards.shard_index import ShardIndex
+from simpletune.data.cache.shards.shard_store import ShardStore
+from simpletune.data.cache.shards.shard_writer import ShardWriter
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import StoreError
@@ -41,21 +41,21 @@ class ShardedCache(Cache):
         label: the folder of this cache's samples there.
     """
 
-    def __init__(self, folder: Path, shelf: Shelf, part: LocalPart | None = None, label: str = ""):
+    def __init__(self, folder: Path, shelf: ShardStore, part: LocalCache | None = None, label: str = ""):
         super().__init__(folder / "staged")
         self.shelf, self.part, self.label = shelf, part, label
-        self.catalogue = Catalogue(shelf, folder / "index")
-        self.joiner = Joiner(self, shelf, self.catalogue)
+        self.catalogue = ShardIndex(shelf, folder / "index")
+        self.joiner = ShardWriter(self, shelf, self.catalogue)
         self.waited = 0.0
         """Seconds that ``load`` has waited for a remote shelf."""
         self._coming: dict[str, Lock] = {}
         self._reading = Lock()
 
-    def _row(self, key: str) -> Row | None:
+    def _row(self, key: str) -> SampleLocation | None:
         return self.catalogue.index.find(self.file(key).stem)
 
     def __contains__(self, key: str) -> bool:
-        with Reached(self.shelf):
+        with StoreErrorsExplained(self.shelf):
             if self.file(key).stem in self.catalogue.index or super().__contains__(key):
                 return True
             if not self.catalogue.is_stale():
@@ -63,7 +63,7 @@ class ShardedCache(Cache):
             self.catalogue.refresh()  # another process may have made a shard of it between the two looks
             return self.file(key).stem in self.catalogue.index or super().__contains__(key)
 
-    def lacking(self, keys: Iterable[str], share: Share = ALONE) -> list[str]:
+    def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         """The keys that still have to be encoded. First joins what a killed process has left into shards. Verifies the
         checksums of a folder's shards if these keys take at most ``READ_WHOLE`` bytes. Otherwise checks only that the
         shards exist, and verifies each sample when it is read.
@@ -72,7 +72,7 @@ class ShardedCache(Cache):
             UserError: the store does not answer.
         """
         wanted = list(dict.fromkeys(keys))
-        with Reached(self.shelf):
+        with StoreErrorsExplained(self.shelf):
             self.catalogue.refresh()
             staged = [key for key in wanted if super(ShardedCache, self).__contains__(key) and self._row(key) is None]
             super().lacking(staged, share)  # sets damaged ones aside
@@ -90,10 +90,10 @@ class ShardedCache(Cache):
         for key, row in rows.items():
             try:
                 self._sample(key, row)
-            except Damaged as reason:
+            except DamagedSample as reason:
                 say(f"cache   {reason}: noted in {self._set_row_aside(key, row)}; encoding it again")
 
-    def claimed(self, keys: Iterable[str], share: Share = ALONE, together: int = 1) -> Iterator[list[str]]:
+    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
         """Claim keys to encode, as ``Cache.claimed`` does; joins what was encoded into shards along the way and at the
         end. With a remote cache and several processes, each process encodes only its own share: it cannot claim keys of
         other machines.
@@ -105,7 +105,7 @@ class ShardedCache(Cache):
         if self.shelf.remote and share.of > 1:
             keys = [key for key in keys if share.owner(key) == share.number]
             share = ALONE
-        with Reached(self.shelf):
+        with StoreErrorsExplained(self.shelf):
             for group in super().claimed(keys, share, together):
                 yield group
                 self.joiner.join(everything=False, wait=False)
@@ -120,7 +120,7 @@ class ShardedCache(Cache):
         super().save(key, tensors)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if self.joiner.has_enough(size):
-            with Reached(self.shelf):
+            with StoreErrorsExplained(self.shelf):
                 self.joiner.join(everything=False, wait=False)
 
     def load(self, key: str) -> dict[str, Tensor]:
@@ -130,22 +130,22 @@ class ShardedCache(Cache):
             FileNotFoundError: the key is in no shard.
             UserError: the sample is damaged and was set aside, or the store does not answer.
         """
-        with Reached(self.shelf):
+        with StoreErrorsExplained(self.shelf):
             row = self._row(key)
         if row is None:
             try:
                 return super().load(key)
             except FileNotFoundError:
-                with Reached(self.shelf):
+                with StoreErrorsExplained(self.shelf):
                     self.catalogue.refresh()  # another process may have made a shard of it
                 row = self._row(key)
                 if row is None:
                     raise
         try:
-            with Reached(self.shelf):
+            with StoreErrorsExplained(self.shelf):
                 return self._sample(key, row)
-        except Damaged as reason:
-            with Reached(self.shelf):
+        except DamagedSample as reason:
+            with StoreErrorsExplained(self.shelf):
                 place = self._set_row_aside(key, row)
             raise UserError(
                 f"{reason}: noted in {place}. Restart, or continue with --resume latest, to encode it again"
@@ -165,11 +165,11 @@ class ShardedCache(Cache):
         row = self._row(key)
         if self.part is None or row is None or self._place(row) in self.part:
             return
-        with Reached(self.shelf), self._alone(row):
+        with StoreErrorsExplained(self.shelf), self._alone(row):
             if self._place(row) not in self.part:
                 self._fetched(key, row, self.part)
 
-    def _sample(self, key: str, row: Row) -> dict[str, Tensor]:
+    def _sample(self, key: str, row: SampleLocation) -> dict[str, Tensor]:
         """Read a sample.
 
         Raises:
@@ -180,13 +180,13 @@ class ShardedCache(Cache):
             try:
                 read = self.shelf.read(row.shard, row.start, row.start + row.size)
             except StoreError as error:  # in a folder: the shard is gone or truncated
-                raise Damaged(str(error)) from None
+                raise DamagedSample(str(error)) from None
             return self._checked(key, row, read)
         content = self.part.get(self._place(row))
         if content is not None:
             try:
                 return self._checked(key, row, content)
-            except Damaged:  # damaged on this machine; the store may have an intact copy
+            except DamagedSample:  # damaged on this machine; the store may have an intact copy
                 self.part.remove(self._place(row))
         began = time.perf_counter()
         try:
@@ -196,7 +196,7 @@ class ShardedCache(Cache):
         finally:
             self.waited += time.perf_counter() - began
 
-    def _fetched(self, key: str, row: Row, part: LocalPart) -> dict[str, Tensor]:
+    def _fetched(self, key: str, row: SampleLocation, part: LocalCache) -> dict[str, Tensor]:
         """Fetch a sample and keep it in the local part.
 
         Raises:
@@ -208,7 +208,7 @@ class ShardedCache(Cache):
             self._sound.discard(key)
             try:
                 tensors = self._checked(key, row, content)
-            except Damaged:
+            except DamagedSample:
                 if not left:
                     raise
                 continue
@@ -216,29 +216,29 @@ class ShardedCache(Cache):
             return tensors
         raise AssertionError("unreachable")
 
-    def _checked(self, key: str, row: Row, content: bytearray) -> dict[str, Tensor]:
+    def _checked(self, key: str, row: SampleLocation, content: bytearray) -> dict[str, Tensor]:
         """The tensors in a sample's bytes; verifies the checksum once per process.
 
         Raises:
             Damaged: the checksum does not match.
         """
         try:
-            tensors = tensors_of(content, row.layout)
+            tensors = sample_tensors(content, row.layout)
         except (ValueError, RuntimeError) as error:
-            raise Damaged(f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged ({error})") from None
+            raise DamagedSample(f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged ({error})") from None
         if key not in self._sound:
             if int(checksum(tensors), 16) != row.crc32:
-                raise Damaged(
+                raise DamagedSample(
                     f"{key[:80]!r} in shard {row.shard} of {self.shelf} is damaged (its checksum does not match)"
                 )
             self._sound.add(key)
         return tensors
 
-    def _place(self, row: Row) -> str:
+    def _place(self, row: SampleLocation) -> str:
         """The name of a sample in the local part; it includes the shard."""
         return f"{self.label}/{row.name}.{zlib.crc32(row.shard.encode()):08x}"
 
-    def _alone(self, row: Row) -> Lock:
+    def _alone(self, row: SampleLocation) -> Lock:
         """A lock that one thread holds while it fetches this sample."""
         with self._reading:
             if len(self._coming) > 4096:
@@ -252,7 +252,7 @@ class ShardedCache(Cache):
             return super().quarantine(key)
         return self._set_row_aside(key, row)
 
-    def _set_row_aside(self, key: str, row: Row) -> str:
+    def _set_row_aside(self, key: str, row: SampleLocation) -> str:
         self._sound.discard(key)
         place = self.shelf.set_aside(row.name, row.shard)
         self.catalogue.forget(row.name, row.shard)

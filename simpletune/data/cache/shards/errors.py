@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from simpletune.data.cache.shards.shard_store import Shelf
+from simpletune.data.cache.shards.shard_store import ShardStore
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import StoreError
 
 
-class Damaged(Exception):
+class DamagedSample(Exception):
     """Report that a sample's bytes differ from what was stored."""
 
 
-class Reached:
+class StoreErrorsExplained:
     """Turn a store's failure into a message for the user, within this context."""
 
-    def __init__(self, shelf: Shelf):
+    def __init__(self, shelf: ShardStore):
         self.shelf = shelf
 
     def __enter__(self) -> None:

@@ -13,7 +13,7 @@ from simpletune.system.locks import Ranges
 SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not searched for every sample
 
 
-class LocalPart:
+class LocalCache:
     """Files in a folder; removes the least recently used ones when they exceed a limit.
 
     Processes of one machine may share the folder. Threads may share an object.

@@ -57,13 +57,13 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     if place.form == "files":
         return Cache(folder)
     from simpletune.data.cache.shards.cache import ShardedCache
-    from simpletune.data.cache.shards.local_cache import LocalPart
-    from simpletune.data.cache.shards.shard_store import FolderShelf, StoreShelf
+    from simpletune.data.cache.shards.local_cache import LocalCache
+    from simpletune.data.cache.shards.shard_store import FolderShardStore, RemoteShardStore
 
     if place.url is None:
-        return ShardedCache(folder, FolderShelf(folder))
+        return ShardedCache(folder, FolderShardStore(folder))
     from simpletune.system.stores.store import Store
 
     store = Store("/".join(filter(None, (place.url, kind, name))), "output.cache")
-    part = LocalPart(place.local / PART, place.limit, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    return ShardedCache(folder, StoreShelf(store, folder / "stored"), part, f"{kind}/{name}")
+    part = LocalCache(place.local / PART, place.limit, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return ShardedCache(folder, RemoteShardStore(store, folder / "stored"), part, f"{kind}/{name}")

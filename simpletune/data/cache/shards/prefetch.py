@@ -13,7 +13,7 @@ AHEAD = 2**30  # bytes of coming steps, at most; and a quarter of the local part
 STEPS = 256  # coming steps, at most
 
 
-class ReadAhead:
+class ShardPrefetcher:
     """Fetches samples of coming steps into the local part.
 
     Does not report a failed fetch: the step that needs the sample tries again, and reports its own failure.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from simpletune.data.cache.shards.shard import Layout, Row
+from simpletune.data.cache.shards.shard import Layout, SampleLocation
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError
 
@@ -44,7 +44,7 @@ class Numbered(Generic[T]):
         return self._numbers[value]
 
 
-class Index:
+class SampleIndex:
     """The samples of all shards by the names of their keys; of two samples with the same name, keeps the first."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Index:
         self._recent: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @classmethod
-    def read(cls, file: Path) -> Index:
+    def read(cls, file: Path) -> SampleIndex:
         """Read an ``index.parquet``, without its keys.
 
         Raises:
@@ -100,7 +100,7 @@ class Index:
         own = numbers_of(name)
         return own in self._recent or self._place(own, self._sorted) is not None
 
-    def find(self, name: str) -> Row | None:
+    def find(self, name: str) -> SampleLocation | None:
         """Where a sample is, as a row without its key; None if it is in no shard."""
         own = numbers_of(name)
         recent = self._recent.get(own)
@@ -110,10 +110,10 @@ class Index:
         place = self._place(own, columns)
         return None if place is None else self._row(*(int(column[place]) for column in columns.values()))
 
-    def _row(self, *numbers: int) -> Row:
+    def _row(self, *numbers: int) -> SampleLocation:
         high, low, shard, start, size, crc32, layout = numbers
         name = f"{high:016x}{low:016x}"
-        return Row(name, self._shards.values[shard], start, size, crc32, self._layouts.values[layout])
+        return SampleLocation(name, self._shards.values[shard], start, size, crc32, self._layouts.values[layout])
 
     @staticmethod
     def _place(own: tuple[int, int], columns: dict[str, np.ndarray]) -> int | None:
@@ -125,7 +125,7 @@ class Index:
             place += 1
         return None
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[SampleLocation]) -> None:
         """Add samples."""
         for row in rows:
             if row.name not in self:
@@ -161,7 +161,7 @@ class Index:
             self._sorted = {field: column[keep] for field, column in self._sorted.items()}
 
 
-def read_rows(file: Path) -> Iterator[Row]:
+def read_rows(file: Path) -> Iterator[SampleLocation]:
     """Read the rows of an ``index.parquet`` with their keys, a part of the file at a time.
 
     Raises:
@@ -170,7 +170,7 @@ def read_rows(file: Path) -> Iterator[Row]:
     for batch in _batches(file, ("key", *COLUMNS)):
         for row in batch.to_pylist():
             name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
-            yield Row(**row, name=name, layout=layout)
+            yield SampleLocation(**row, name=name, layout=layout)
 
 
 def _batches(file: Path, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
@@ -210,7 +210,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"{file.name} is damaged ({reason}). Remove it: it is rebuilt from the shards")
 
 
-def write_rows(rows: Iterable[Row], file: Path, shards: Iterable[str]) -> None:
+def write_rows(rows: Iterable[SampleLocation], file: Path, shards: Iterable[str]) -> None:
     """Write an ``index.parquet``, whole or not at all.
 
     Args:
@@ -235,8 +235,8 @@ def write_rows(rows: Iterable[Row], file: Path, shards: Iterable[str]) -> None:
         writer.add_key_value_metadata({COVERED: json.dumps(sorted(shards))})
 
 
-def _portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    portion = list[Row]()
+def _portions(rows: Iterable[SampleLocation]) -> Iterator[list[SampleLocation]]:
+    portion = list[SampleLocation]()
     for row in rows:
         portion.append(row)
         if len(portion) >= BATCH:

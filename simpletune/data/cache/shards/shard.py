@@ -34,7 +34,7 @@ Layout = tuple[TensorPlace, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleLocation:
     """Where a sample is stored.
 
     Args:
@@ -107,7 +107,7 @@ def _content(file: Path) -> bytes:
     return content.ljust(len(content) + -len(content) % ALIGNED, b"\0")
 
 
-def rows_of(shard: str, header: Mapping[str, object], start: int) -> list[Row]:
+def sample_locations(shard: str, header: Mapping[str, object], start: int) -> list[SampleLocation]:
     """The samples of a shard.
 
     Args:
@@ -134,7 +134,7 @@ def rows_of(shard: str, header: Mapping[str, object], start: int) -> list[Row]:
             found.sort()
             first, last = found[0][0], found[-1][1]
             layout = tuple((tensor, kind, shape, begin - first) for begin, _, tensor, kind, shape in found)
-            rows.append(Row(name, shard, start + first, last - first, int(crc32, 16), layout, key))
+            rows.append(SampleLocation(name, shard, start + first, last - first, int(crc32, 16), layout, key))
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"the shard {shard} is damaged: its header is not a shard's. Remove it") from None
     return rows
@@ -161,7 +161,7 @@ def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | 
     return header, 8 + length
 
 
-def tensors_of(content: bytearray, layout: Iterable[TensorPlace]) -> dict[str, Tensor]:
+def sample_tensors(content: bytearray, layout: Iterable[TensorPlace]) -> dict[str, Tensor]:
     """A sample's tensors, which share the memory of ``content``.
 
     Raises:

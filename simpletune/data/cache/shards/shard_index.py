@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from simpletune.data.cache.shards.sample_index import INDEX, Index, named_shards, read_rows, write_rows
-from simpletune.data.cache.shards.shard import Row, parse_header, rows_of
-from simpletune.data.cache.shards.shard_store import TRIES, Shelf
+from simpletune.data.cache.shards.sample_index import INDEX, SampleIndex, named_shards, read_rows, write_rows
+from simpletune.data.cache.shards.shard import SampleLocation, parse_header, sample_locations
+from simpletune.data.cache.shards.shard_store import TRIES, ShardStore
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.console import say
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import READS, Changed, StoreError
+from simpletune.system.stores.store import READS, ObjectChanged, StoreError
 
 HEADER = 2**18  # bytes read first from a shard; its header usually fits into them
 UNNAMED = 16  # shards that the index may lack, besides an eighth of all, before it is rewritten
 
 
-class Catalogue:
+class ShardIndex:
     """The samples that a shelf holds.
 
     Args:
@@ -25,13 +25,13 @@ class Catalogue:
         folder: a folder of this machine for the index that is read or written.
     """
 
-    def __init__(self, shelf: Shelf, folder: Path):
+    def __init__(self, shelf: ShardStore, folder: Path):
         self.shelf, self.folder = shelf, folder
-        self._index: Index | None = None
+        self._index: SampleIndex | None = None
         self._stamp, self._unnamed, self._gone = -1, 0, False
 
     @property
-    def index(self) -> Index:
+    def index(self) -> SampleIndex:
         """The samples; read at first use."""
         if self._index is None:
             self.refresh()
@@ -63,7 +63,7 @@ class Catalogue:
             self._unnamed += len(new)
         self._index, self._stamp = index, stamp
 
-    def _read_index(self, required: bool) -> Index:
+    def _read_index(self, required: bool) -> SampleIndex:
         """Read the stored index; return an empty one if it is missing or damaged and the shards can be listed."""
         for left in reversed(range(READS)):
             with self._local_index() as (file, known):
@@ -73,7 +73,7 @@ class Catalogue:
                         "URL, or run simpletune prepare where the cache was filled"
                     )
                 try:
-                    return Index() if known is None else Index.read(file)
+                    return SampleIndex() if known is None else SampleIndex.read(file)
                 except UserError as error:
                     if left:  # the answer may have been cut short
                         continue
@@ -81,12 +81,12 @@ class Catalogue:
                         raise
                     say(f"cache   {error}. Reading the shards of {self.shelf}")
         self._gone = True  # write it again
-        return Index()
+        return SampleIndex()
 
     def _local_index(self) -> _Fetched:
         return _Fetched(self.shelf, self.folder)
 
-    def _rows(self, shard: str, size: int) -> list[Row]:
+    def _rows(self, shard: str, size: int) -> list[SampleLocation]:
         """Read the samples of a shard from its header; none, with a warning, if it is damaged."""
         try:
             end = min(HEADER, size)
@@ -95,7 +95,7 @@ class Catalogue:
                 parsed = parse_header(bytes(self.shelf.read(shard, 0, min(parsed, size))), shard)
             if isinstance(parsed, int):
                 raise UserError(f"the shard {shard} is damaged: it ends within its header. Remove it")
-            rows = rows_of(shard, *parsed)
+            rows = sample_locations(shard, *parsed)
             if any(row.start + row.size > size for row in rows):
                 raise UserError(f"the shard {shard} is damaged: it is truncated. Remove it")
         except UserError as error:
@@ -103,7 +103,7 @@ class Catalogue:
             return []
         return rows
 
-    def add(self, shard: str, rows: Iterable[Row]) -> None:
+    def add(self, shard: str, rows: Iterable[SampleLocation]) -> None:
         """Add a shard that this process has stored."""
         self.index.add(rows)
         self._unnamed += 1
@@ -137,13 +137,13 @@ class Catalogue:
                 try:
                     self.shelf.put_index(target, known)
                     return
-                except Changed:
+                except ObjectChanged:
                     if not left:
                         raise StoreError(f"{self.shelf}: the index keeps changing") from None
                 finally:
                     remove(target)
 
-    def _all_rows(self, stored: Path | None) -> Iterator[Row]:
+    def _all_rows(self, stored: Path | None) -> Iterator[SampleLocation]:
         """The rows of the stored index that still count, then the rows of the shards that it lacks."""
         index, named = self.index, set[str]()
         if stored is not None and _is_sound(stored):
@@ -161,14 +161,14 @@ class Catalogue:
         self._gone = True
 
 
-def _is_same(known: Row | None, row: Row) -> bool:
+def _is_same(known: SampleLocation | None, row: SampleLocation) -> bool:
     return known is not None and (known.shard, known.start) == (row.shard, row.start)
 
 
 def _is_sound(file: Path) -> bool:
     """Whether an index can be read to its end; the first reading has reported any failure."""
     try:
-        Index.read(file)
+        SampleIndex.read(file)
     except UserError:
         return False
     return True
@@ -177,7 +177,7 @@ def _is_sound(file: Path) -> bool:
 class _Fetched:
     """A context with the stored index as a local file: the file and what identifies it, or None."""
 
-    def __init__(self, shelf: Shelf, folder: Path):
+    def __init__(self, shelf: ShardStore, folder: Path):
         self.shelf, self.file = shelf, temporary_path(folder / INDEX, shared=True)
 
     def __enter__(self) -> tuple[Path, str | None]:

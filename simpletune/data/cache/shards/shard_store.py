@@ -14,13 +14,13 @@ from simpletune.data.cache.shards.sample_index import INDEX
 from simpletune.data.cache.shards.shard import SUFFIX
 from simpletune.system.atomic import atomic_file, write_text
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import Changed, Store, StoreError, repeated
+from simpletune.system.stores.store import ObjectChanged, Store, StoreError, send_with_retries
 
 SHARDS, DAMAGED = "shards", "damaged"
 TRIES = 8  # attempts to replace an index that other processes replace, too
 
 
-class Shelf(Protocol):
+class ShardStore(Protocol):
     """A place for shards."""
 
     remote: bool
@@ -65,7 +65,7 @@ class Shelf(Protocol):
         """A number that changes when another process of this machine has stored a shard."""
 
 
-class FolderShelf:
+class FolderShardStore:
     """Shards in a folder."""
 
     remote, read_only = False, False
@@ -128,7 +128,7 @@ class FolderShelf:
         return _changed(self.folder / SHARDS)
 
 
-class StoreShelf:
+class RemoteShardStore:
     """Shards in an object store, or on a web server (read-only).
 
     Args:
@@ -153,7 +153,7 @@ class StoreShelf:
         return {Path(key).name[: -len(SUFFIX)]: size for key, size in found if key.endswith(SUFFIX)}
 
     def _keys(self, folder: str) -> dict[str, int]:
-        return repeated(lambda: self.store.keys(f"{folder}/"))
+        return send_with_retries(lambda: self.store.keys(f"{folder}/"))
 
     def damaged(self) -> set[tuple[str, str]]:
         """The samples that are no longer used."""
@@ -165,7 +165,7 @@ class StoreShelf:
 
     def put(self, shard: str, file: Path) -> None:
         """Upload a shard and remove its file."""
-        repeated(lambda: self.store.upload(file, f"{SHARDS}/{shard}{SUFFIX}"))
+        send_with_retries(lambda: self.store.upload(file, f"{SHARDS}/{shard}{SUFFIX}"))
         file.unlink(missing_ok=True)
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.journal, f"{shard}\n", shared=True)
@@ -183,14 +183,14 @@ class StoreShelf:
             )
         key = f"{DAMAGED}/{name}.{shard}"
         try:
-            repeated(lambda: self.store.replace(key, b"", None))
-        except Changed:
+            send_with_retries(lambda: self.store.replace(key, b"", None))
+        except ObjectChanged:
             pass  # another process has found it too
         return f"{self.store.url}/{key}"
 
     def fetch_index(self, file: Path) -> str | None:
         """Write the index to a file."""
-        found = repeated(lambda: self.store.read(INDEX))
+        found = send_with_retries(lambda: self.store.read(INDEX))
         if found is None:
             return None
         file.parent.mkdir(parents=True, exist_ok=True)

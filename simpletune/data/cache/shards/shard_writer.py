@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.data.cache.cache import Cache
-from simpletune.data.cache.shards.shard import SUFFIX, parse_header, rows_of, write_shard
-from simpletune.data.cache.shards.shard_index import Catalogue
-from simpletune.data.cache.shards.shard_store import Shelf
+from simpletune.data.cache.shards.shard import SUFFIX, parse_header, sample_locations, write_shard
+from simpletune.data.cache.shards.shard_index import ShardIndex
+from simpletune.data.cache.shards.shard_store import ShardStore
 from simpletune.system.atomic import remove
 from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges
@@ -16,7 +16,7 @@ from simpletune.system.locks import Ranges
 SAMPLES, BYTES = 256, 64 * 2**20  # limits of a shard; the first one reached closes it
 
 
-class Joiner:
+class ShardWriter:
     """Joins the files of one cache.
 
     Args:
@@ -25,7 +25,7 @@ class Joiner:
         catalogue: the samples that are there.
     """
 
-    def __init__(self, cache: Cache, shelf: Shelf, catalogue: Catalogue):
+    def __init__(self, cache: Cache, shelf: ShardStore, catalogue: ShardIndex):
         self.cache, self.shelf, self.catalogue = cache, shelf, catalogue
         self._staged = (0, 0)  # files and bytes that this process has encoded since it joined last
 
@@ -76,7 +76,7 @@ class Joiner:
         failpoint("shard.joined")
         self.shelf.put(shard, file)
         failpoint("shard.stored")
-        self.catalogue.add(shard, rows_of(shard, *parsed))
+        self.catalogue.add(shard, sample_locations(shard, *parsed))
         for each in new:
             remove(each)
         failpoint("shard.cleared")
