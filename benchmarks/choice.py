@@ -156,7 +156,7 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
     length = next((int(option.partition("=")[2]) for option in options if option.startswith("train.steps=")), 200)
     held_out = 1 if SUBJECT[0] in options else 6
     kept = [f"checkpoint.every={length // PARTS}", "checkpoint.keep_last=all", f"validation.split={held_out}"]
-    folder = train(quality.config([*options, *kept, "validation.eval_samples=24"], "choice"))
+    folder = train(quality.config([*options, *kept, "validation.loss_samples=24"], "choice"))
     by_loss = choose_best(folder)
     simpletune(["evaluate", str(folder), "--seeds", "1"])
     chosen, steps = choose_best(folder), [step for step, _ in list_checkpoints(folder)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 Json = dict[str, object]
 
-FIELDS: dict[str, str] = {}
+FIELDS: dict[str, str] = {"train.fsdp": "train.sharding", "validation.loss_samples": "validation.eval_samples"}
 """Renamed fields and values, newer to older: ``{"train.steps": "train.max_steps"}`` moves or renames a field, and
 ``{"optimizer.name=adamw_8bit": "optimizer.name=adamw8bit"}`` a value."""
 WORDS: dict[str, str] = {}
@@ -51,7 +51,7 @@ FP32: Json = {"weights": "fp32", "compute": "fp32"}
 BF16: Json = {"weights": "bf16", "compute": "bf16"}
 INT8: Json = {"weights": "int8", "compute": "bf16"}
 SLOW: Json = {"lr": 0.001}  # for all weights
-DRAWN: Json = {"prompts": [PROMPT], "steps": 2, "guidance": 2.0, "eval_samples": 2}
+DRAWN: Json = {"prompts": [PROMPT], "steps": 2, "guidance": 2.0, "loss_samples": 2}
 EMBEDDINGS: Json = {"token": "flat", "initial": "striped"}
 SD3: Json = {
     "device": "cpu",
@@ -63,7 +63,7 @@ SD3: Json = {
     "train": TRAIN,
     "memory": {"checkpointing": "none"},
     "checkpoint": {"every": 2},
-    "validation": {"prompts": [], "eval_samples": 0},
+    "validation": {"prompts": [], "loss_samples": 0},
     "profile": {"max_traces": 0},
     "tracking": {"tensorboard": False},
 }
@@ -271,7 +271,7 @@ def _runs() -> Named:
     two: Json = SD3 | {"train": TRAIN | {"gradient_accumulation": 4}}
     yield "two processes", Row("DDP", two, 2)
     yield "two processes, exact", Row("DDP", SD3 | {"train": TRAIN | {"global_batch": 8, "reduce": "exact"}}, 2)
-    sharded = TRAIN | {"gradient_accumulation": 2, "sharding": "full"}
+    sharded = TRAIN | {"gradient_accumulation": 2, "fsdp": "full"}
     yield "two processes, sharded", Row("FSDP2", SD3 | {"adapter": FULL, "optimizer": SLOW, "train": sharded}, 2)
     random: Json = {"model": {"pretrained": f"{INPUTS}/sd3", "t5_length": 8, "init": "random"}, "adapter": FULL}
     yield "from scratch", Row("random initial weights", SD3 | random | {"optimizer": SLOW})

@@ -103,10 +103,10 @@ def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
         def keep(name: str, layer: nn.Linear, given: tuple[Tensor, ...]) -> None:
             found.append((name, given[0].detach().flatten(0, -2), layer.weight.detach()))
 
-        for name, layer in _linears(run.transformer):
+        for name, layer in _linears(run.denoiser):
             layer.register_forward_pre_hook(lambda layer, given, name=name: keep(name, layer, given))
         with torch.no_grad():
-            run.core.predict(run.transformer, run.batches.step(0)[0])
+            run.core.predict(run.denoiser, run.batches.step(0)[0])
     return tuple(found)
 
 

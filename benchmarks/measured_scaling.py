@@ -30,7 +30,7 @@ METHODS = {
 COMMON = (
     "data.path=demo:pictures", "precision.weights=fp32", "precision.compute=fp32", "memory.checkpointing=none",
     "optimizer.name=adamw", f"train.batch_size={MICRO}", f"train.steps={STEPS}", "schedule.warmup_steps=0", "ema=null",
-    "validation.prompts=[]", "validation.eval_samples=0", "validation.every=null", "checkpoint.every=null",
+    "validation.prompts=[]", "validation.loss_samples=0", "validation.every=null", "checkpoint.every=null",
     "profile.max_traces=0", "output.report=false", "tracking.tensorboard=false", "device=cpu",
 )  # fmt: skip
 

@@ -31,7 +31,7 @@ GOAL = 0.6
 LAUNCHER = ("accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=1", "--mixed_precision=bf16")
 NOTHING = "platform"  # a module of Python that does almost nothing: it prints a line
 LEAN: dict[str, Any] = {
-    "validation": {"prompts": [], "eval_samples": 0, "every": None},
+    "validation": {"prompts": [], "loss_samples": 0, "every": None},
     "profile": {"max_traces": 0},
 }
 EVERYTHING: dict[str, Any] = {"validation": {"prompts": [PROMPT], "every": None}}

@@ -48,7 +48,7 @@ def card_named(name: str) -> Card:
 
 def config_of(file: Path, overrides: tuple[str, ...], card: Card) -> TrainConfig:
     """Configure a job on a card, without evaluation and pictures."""
-    settings = [*overrides, "validation.prompts=[]", "validation.eval_samples=0"]
+    settings = [*overrides, "validation.prompts=[]", "validation.loss_samples=0"]
     with silent():
         config = resolve_model_folder(read_config(file, settings, needs_data=False)[0])
         return settle_modulation(settle_compute(config, card.capability), on_host=False)

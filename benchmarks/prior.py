@@ -115,7 +115,7 @@ class Priors:
     def config(self, options: list[str], seed: int) -> TrainConfig:
         """Return the configuration of one run."""
         places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.eval_samples=0", "output.report=false"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.loss_samples=0", "output.report=false"]
         quiet += [
             "tracking.tensorboard=false",
             "checkpoint.every=null",

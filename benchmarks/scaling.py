@@ -24,7 +24,7 @@ from simpletune.system.options import Json
 
 CARDS = (1, 8, 16, 32, 64, 128, 256)
 PASSES = 8  # micro-batches of a step in measured rows
-NO_EVALUATION = ("validation.prompts=[]", "validation.eval_samples=0")
+NO_EVALUATION = ("validation.prompts=[]", "validation.loss_samples=0")
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:

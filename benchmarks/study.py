@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 BOTH = (
     "precision.compute=bf16", "optimizer.name=adamw_bf16", "memory.checkpointing=all", "schedule.name=polynomial",
-    "checkpoint.every=null", "checkpoint.keep_last=1", "validation.every=null", "validation.eval_samples=16",
+    "checkpoint.every=null", "checkpoint.keep_last=1", "validation.every=null", "validation.loss_samples=16",
     "profile.max_traces=0", "memory.modulation=resident",
 )  # fmt: skip
 TINY = ("train.steps=120", "schedule.warmup_steps=5")

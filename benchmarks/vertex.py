@@ -128,7 +128,7 @@ def rows() -> dict[str, Callable[[], Json]]:
 
 def config_of(*overrides: str) -> TrainConfig:
     """Configure a row; ``BASE`` holds unless overridden."""
-    return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.eval_samples=0"], needs_data=False)[0]
+    return read_config(CONFIG, [*overrides, "validation.prompts=[]", "validation.loss_samples=0"], needs_data=False)[0]
 
 
 def counts(rank: int) -> Json:

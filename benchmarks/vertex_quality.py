@@ -26,7 +26,7 @@ STEPS, EVERY, SEEDS = 600, 100, (0, 1)
 PICTURES = 800
 """Pictures shown in every row of batch size and learning rate, as in the report's cost table."""
 ALL = (
-    "schedule.name=constant", "schedule.warmup_steps=0", "validation.eval_samples=0", "data.repeats=32",
+    "schedule.name=constant", "schedule.warmup_steps=0", "validation.loss_samples=0", "data.repeats=32",
     "train.batch_size=4", *PRECISIONS["fp32"],
 )  # fmt: skip
 METHODS: dict[str, tuple[str, ...]] = {

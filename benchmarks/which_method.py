@@ -166,7 +166,7 @@ class Bench:
     def config(self, options: list[str], name: str) -> TrainConfig:
         """Return the configuration of one run on the tiny model."""
         places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", f"name={name}"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.eval_samples=0", "checkpoint.every=null"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.loss_samples=0", "checkpoint.every=null"]
         quiet += ["tracking.tensorboard=false", "output.report=false"]
         return read_config(DEMO, [*options, *self.overrides, *places, *quiet])[0]
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tiny_sd15
 from PIL import Image, ImageDraw
-from simpletune.demo import pictures, tiny_sd3
+
+from simpletune.data.demo import pictures, tiny_sd3
 
 SIDE = 64
 SHAPES = [(64, 64), (96, 32), (32, 96)]  # three buckets

@@ -156,7 +156,7 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
         "train": {"steps": 4},
         "memory": {"checkpointing": "none"},
         "checkpoint": {"every": None},
-        "validation": {"prompts": [], "eval_samples": 0},
+        "validation": {"prompts": [], "loss_samples": 0},
         "profile": {"max_traces": 0},
         "output": {
             "runs": str(tmp_path / "runs"),

@@ -153,7 +153,7 @@ def make_origin(folder: Path) -> Place:
         "data": {"path": str(inputs / "pictures"), "resolution": 32},
         "adapter": {"method": "lora", "rank": 2}, "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.01},
         "train": {"steps": STEPS}, "checkpoint": {"every": 2, "keep_last": 3},
-        "validation": {"prompts": ["a disc"], "steps": 1, "eval_samples": 1, "every": 4},
+        "validation": {"prompts": ["a disc"], "steps": 1, "loss_samples": 1, "every": 4},
         "profile": {"max_traces": 0}, "tracking": {"tensorboard": False},
         "output": {"runs": str(home / "runs"), "profiles": str(home / "profiles"), "cache": str(inputs / "cache")},
     }  # fmt: skip

@@ -89,7 +89,7 @@ SIMPLETUNER = [
     ({"validation_resolution": "1024x768"}, "validation.height", 768, "taken"),
     ({"validation_resolution": "512"}, "validation.width", 512, "taken"),
     ({"validation_resolution": "512x512,1024x1024"}, "validation.width", 512, "changed"),
-    ({"num_eval_images": 8}, "validation.eval_samples", 8, "taken"),
+    ({"num_eval_images": 8}, "validation.loss_samples", 8, "taken"),
     ({"checkpointing_steps": 500}, "checkpoint.every", 500, "taken"),
     ({"checkpoint_step_interval": 400}, "checkpoint.every", 400, "taken"),
     ({"checkpoints_total_limit": 5}, "checkpoint.keep_last", 5, "taken"),

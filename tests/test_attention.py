@@ -62,7 +62,7 @@ def test_the_autoencoder_and_the_encoders_keep_their_own_kernels(
     tiny_config: dict, tmp_path: Path, calls: list[Call]
 ) -> None:
     """Training, recomputation, evaluation and sampling by flash; the rest as PyTorch chooses. Pictures come out."""
-    drawn = {"prompts": ["a dot"], "steps": 2, "eval_samples": 2, "width": 48, "height": 32}
+    drawn = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2, "width": 48, "height": 32}
     data = config_of(tiny_config, validation=drawn, memory={"checkpointing": "all"}, speed={"attention": "flash"})
     data["output"]["cache"] = str(tmp_path / "cache")  # so that pictures and prompts are encoded here
     run = train(validate(data, "flash"))
@@ -108,7 +108,7 @@ def test_the_shapes_of_a_run() -> None:
         (1, 24, 333 + 48 * 84, 64, False),
         (2, 24, 333 + 32 * 48, 64, False),  # guidance
     }  # fmt: skip
-    nothing = ["validation.prompts=[]", "validation.eval_samples=0"]
+    nothing = ["validation.prompts=[]", "validation.loss_samples=0"]
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, *nothing])
     assert {shape.trained for shape in attention_calls(config, sizes)} == {True}
     unguided, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, "validation.guidance=1"])

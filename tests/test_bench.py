@@ -90,7 +90,7 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(quality, "TUNED", {"LoRA": []})
     monkeypatch.setattr(quality, "STEPS", 2)
     overrides = ["train.steps=2", "schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache",
-                 "validation.eval_samples=2"]  # fmt: skip
+                 "validation.loss_samples=2"]  # fmt: skip
     with pytest.raises(Exception, match="none of the 3 rows"):
         quality.run(tmp_path, 4, 60, "no such row", overrides)
     table = quality.run(tmp_path, 4, 60, "base", overrides)
@@ -229,7 +229,7 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(int8, "LAYERS", {"small": (64, 48)})
     monkeypatch.setattr(int8, "STEPS", 2)
     monkeypatch.setattr(int8, "RUNS", {name: int8.RUNS[name] for name in ("bf16", "int8 products and gradients")})
-    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.eval_samples=2"]
+    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.loss_samples=2"]
     page = int8.run(tmp_path, 60, "", overrides).read_text()
     rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
     ours, bf16 = rows["int8 products and gradients"], rows["bf16"]

@@ -40,7 +40,7 @@ METHODS = {"lora": {"method": "lora", "rank": 2, "targets": "all_linear"}, "full
 def make_run(tiny_config: dict, method: str = "lora", **data: Any) -> Path:
     config = copy.deepcopy(tiny_config) | {"adapter": METHODS[method], "optimizer": {"lr": 0.002}}
     config["data"] |= data
-    config["validation"] = {"prompts": ['a "red" disc'], "negative_prompt": "blurry", "steps": 3, "eval_samples": 2}
+    config["validation"] = {"prompts": ['a "red" disc'], "negative_prompt": "blurry", "steps": 3, "loss_samples": 2}
     return train(validate(config, "test"))
 
 

@@ -173,7 +173,7 @@ def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path:
 def test_an_evaluation_takes_two_percent_within_bounds(
     steps: int, every: int | None, asked: object, expected: tuple[int, int], tiny_config: dict
 ) -> None:
-    tiny_config["validation"]["eval_samples"] = asked
+    tiny_config["validation"]["loss_samples"] = asked
     tiny_config["checkpoint"]["every"] = every
     found = choose_validation_samples(validate(tiny_config, "test"), 1.0, steps)
     assert (found.samples, found.times) == expected
@@ -191,7 +191,7 @@ def evaluated_config(tiny_config: dict, **validation: object) -> dict:
     config = copy.deepcopy(tiny_config)
     config["checkpoint"] = {"every": 2, "keep_last": 1}
     config["train"] = {"steps": 6, "batch_size": 2}
-    config["validation"] |= {"split": 2, "eval_samples": 3, "class_prompt": "a disc", **validation}
+    config["validation"] |= {"split": 2, "loss_samples": 3, "class_prompt": "a disc", **validation}
     return config
 
 
@@ -232,7 +232,7 @@ def test_evaluating_changes_no_weight_and_a_resumed_run_repeats_it(tiny_config: 
     config = evaluated_config(tiny_config)
     whole = train(validate(config, "test"))
     silent = copy.deepcopy(config) | {"name": "silent"}
-    silent["validation"] = {"prompts": [], "split": 2, "eval_samples": 1, "unrelated_prompts": []}
+    silent["validation"] = {"prompts": [], "split": 2, "loss_samples": 1, "unrelated_prompts": []}
     plain = train(validate(silent, "test"))
     result = "pytorch_lora_weights.safetensors"
     assert _tensors(whole / result) == _tensors(plain / result)
@@ -303,7 +303,7 @@ def test_training_ends_early_and_is_finished(
 
 
 def test_stopping_early_needs_held_out_pictures(tiny_config: dict) -> None:
-    tiny_config["validation"] |= {"eval_samples": 4, "early_stop": {}}
+    tiny_config["validation"] |= {"loss_samples": 4, "early_stop": {}}
     with pytest.raises(ConfigError, match="validation.early_stop: without validation.split .* Set split"):
         validate(tiny_config, "test")
 

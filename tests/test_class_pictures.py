@@ -55,7 +55,7 @@ def test_they_are_the_bases_own_pictures_and_train_as_a_source(
     tiny_config: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = with_prior(tiny_config, own := "a flat picture of a disc")
-    data["validation"] = {"prompts": [own], "seed": 12, "steps": 3, "guidance": 2.0, "eval_samples": 0}
+    data["validation"] = {"prompts": [own], "seed": 12, "steps": 3, "guidance": 2.0, "loss_samples": 0}
     run = train(validate(data, "test"))
     names = [file.name for file in files(data)]
     assert folder(data).name == "11-13" and names == [f"seed-00000000{seed}.png" for seed in (11, 12, 13)]
@@ -138,7 +138,7 @@ def test_unequal_shares_are_said(
 
 def test_drawing_them_is_predicted_and_counted(tiny_config: dict) -> None:
     data = with_prior(tiny_config)
-    data["validation"] = {"prompts": ["a"], "steps": 3, "guidance": 2.0, "eval_samples": 0}
+    data["validation"] = {"prompts": ["a"], "steps": 3, "guidance": 2.0, "loss_samples": 0}
     config = validate(data, "test")
     job = simulate_stages(config)
     drawing, validating = job.stages["class"], job.stages["validate"]

@@ -46,7 +46,7 @@ def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.Temp
             "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name, **more},
             "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
             "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
-            "validation": {"prompts": [], "eval_samples": 0},
+            "validation": {"prompts": [], "loss_samples": 0},
             "output": {"runs": str(place), "profiles": str(place / "p"), "cache": str(place / "c"), "report": False},
         }  # fmt: skip
         train(validate(config | ({"ema": {"decay": 0.5}} if name == "full" else {}), "test"))
@@ -80,7 +80,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     (result,) = resolve_weights(str(full))
     kept = without_twins([BASE, result, first, last])
     assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
-    assert kept[2].transformer == full / "transformer", (
+    assert kept[2].denoiser == full / "transformer", (
         "a checkpoint's weights would not be held in the precision asked for"
     )
     assert "full full and full step 4 have the same weights" in capsys.readouterr().out
@@ -177,9 +177,9 @@ def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "full" / "transformer", transformer)
     assert resolve_weights("base") == [BASE]
     assert resolve_weights(f"{runs / 'lora'}:0.3")[0].loras == [(runs / "lora" / LORA_FILE, 0.3)]
-    assert resolve_weights(str(runs / "full"))[0].transformer == runs / "full" / "transformer"
+    assert resolve_weights(str(runs / "full"))[0].denoiser == runs / "full" / "transformer"
     assert resolve_weights(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
-    assert resolve_weights(str(transformer))[0].transformer == transformer
+    assert resolve_weights(str(transformer))[0].denoiser == transformer
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
         with pytest.raises(UserError, match=r"a full model has no strength. Leave out :0.5"):
             resolve_weights(f"{place}:0.5")
@@ -217,7 +217,7 @@ def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path
         return choose_weights(open_session(args), args)
 
     name, full = asked("--run", runs / "full", "--full")
-    assert (name, full.transformer, full.merged) == ("full", runs / "full" / "transformer", False)
+    assert (name, full.denoiser, full.merged) == ("full", runs / "full" / "transformer", False)
     folded = asked("--run", runs / "lora", "--full")[1]
     assert folded.merged and folded.lora == runs / "lora" / LORA_FILE
     with pytest.raises(UserError, match="neither a run nor a LoRA is named. Use --run RUN"):

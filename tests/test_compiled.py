@@ -69,7 +69,7 @@ def test_many_shapes_few_graphs_and_an_exact_resume(
     tiny_config["model"]["pretrained"] = blocks6
     tiny_config["adapter"]["dropout"] = 0.2
     tiny_config["memory"] = {"checkpointing": 3}
-    tiny_config["validation"] = {"eval_samples": 2, "prompts": ["a red disc"], "steps": 1}
+    tiny_config["validation"] = {"loss_samples": 2, "prompts": ["a red disc"], "steps": 1}
     eager = run_with(tiny_config)
     whole = run_with(tiny_config, name="whole", speed={"compile": True})
     assert "compile the blocks for 4 picture sizes" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def pair(
             "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
             "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"rank": 2},
             "precision": {"weights": "int8"}, "train": {"steps": 2}, "memory": {"checkpointing": "none"},
-            "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
+            "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
             "output": {"runs": str(place / "runs"), "profiles": str(place / "profiles"), "cache": str(place / "cache"),
                        "report": False},
         }  # fmt: skip

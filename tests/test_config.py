@@ -39,6 +39,11 @@ WRONG = {
     "a boolean for a number": ({"train": {"seed": True}}, "train.seed: true does not fit. It must be a whole number"),
     "a fraction for a count": ({"train": {"steps": 1.5}}, "train.steps: 1.5 .*a whole number"),
     "an unknown field": ({"adapter": {"rnk": 3}}, "adapter.rnk: unknown field. Did you mean rank?"),
+    "a renamed field": ({"train": {"sharding": "full"}}, "train.sharding: unknown field. Did you mean fsdp?"),
+    "another renamed field": (
+        {"validation": {"eval_samples": 4}},
+        "validation.eval_samples: unknown field. Did you mean loss_samples?",
+    ),
     "an unknown section": ({"trian": {}}, "trian: unknown field. Did you mean train?"),
     "an unknown tag": (
         {"precision": {"weights": "int9"}},

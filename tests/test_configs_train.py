@@ -69,7 +69,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> N
     overrides = [
         *tiny_model(file, tiny_config, tiny_unet), "device=cpu",
         f"data.path={tiny_config['data']['path']}", "train.steps=3", "schedule.warmup_steps=1",
-        "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.eval_samples=2",
+        "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.loss_samples=2",
         "validation.seed=5", "validation.width=null",
         "validation.height=null", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),

@@ -142,7 +142,7 @@ def test_a_strength_scales_the_update_and_leaves_no_trace(kind: str) -> None:
 
 
 def test_a_picture_on_request_is_the_one_of_validation(tiny_config: dict) -> None:
-    tiny_config["validation"] = {"prompts": ["a red disc"], "every": 2, "steps": 2, "seed": 5, "eval_samples": 0}
+    tiny_config["validation"] = {"prompts": ["a red disc"], "every": 2, "steps": 2, "seed": 5, "loss_samples": 0}
     tiny_config["ema"] = {"decay": 0.1}
     same = {"prompt": "a red disc", "seed": 5}
     in_step(2, asking(tiny_config, DrawRequest(id="now", **same), DrawRequest(id="without", strength=0.0, **same)))

@@ -177,7 +177,7 @@ def test_all_leave_out_what_one_process_rejects(
         port = str(free.getsockname()[1])
     config = tiny_config | {
         "name": "left-out", "train": {"steps": 2, "gradient_accumulation": 2},
-        "validation": {"prompts": [], "eval_samples": 0},
+        "validation": {"prompts": [], "loss_samples": 0},
         "data": tiny_config["data"] | {"on_error": "skip"}, "profile": {"max_traces": 0},
         "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }  # fmt: skip

@@ -19,7 +19,7 @@ from simpletune.system.failpoints import InjectedError
 from simpletune.system.options import UserError
 
 pytestmark = pytest.mark.dry
-DRAWN = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 2}
+DRAWN = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2}
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "train": {"steps": 6, "gradient_accumulation": 4, "reduce": "exact"},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 2},
-        "validation": {"prompts": [], "eval_samples": 2},
+        "validation": {"prompts": [], "loss_samples": 2},
         "profile": {"max_traces": 0},
         "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }

@@ -121,7 +121,7 @@ def started(data: dict) -> Run:
     config = validate(data, "test")
     run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
     run.trackers.__exit__(None, None, None)
-    run.transformer.train()
+    run.denoiser.train()
     return run
 
 
@@ -130,7 +130,7 @@ def gradients_of(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def keep(loss: Tensor, norm: Tensor) -> bool:
-        named = trained_parameters(run.transformer).items()
+        named = trained_parameters(run.denoiser).items()
         found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
         return False
 
@@ -147,12 +147,10 @@ def plain_mean(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
                 one = run.batches.load([draw])
                 sigma = one.level.view(-1, 1, 1, 1)
                 z_t = (1 - sigma) * one.z_0 + sigma * one.noise
-                velocity = predict_velocity(
-                    run.transformer, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32
-                )
+                velocity = predict_velocity(run.denoiser, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32)
                 losses.append((velocity - (one.noise - one.z_0)).square().mean())
     mean = torch.stack(losses).mean()
-    parameters = trained_parameters(run.transformer)
+    parameters = trained_parameters(run.denoiser)
     gradients = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
     return mean.item(), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
 

@@ -70,7 +70,7 @@ def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPat
 
 
 def with_validation(data: dict) -> dict:
-    return data | {"validation": {"prompts": ["a"], "steps": 4, "eval_samples": 2}}
+    return data | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}
 
 
 def assert_equal_to_the_whole(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

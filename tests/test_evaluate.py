@@ -43,7 +43,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def run(tiny_config: dict, copy_run: TrainOnce) -> Path:
     """A LoRA of two checkpoints."""
     tiny_config["checkpoint"] = {"every": 2}
-    tiny_config["validation"] = {"prompts": PROMPTS, "every": None, "steps": 2, "guidance": 2.0, "eval_samples": 0}
+    tiny_config["validation"] = {"prompts": PROMPTS, "every": None, "steps": 2, "guidance": 2.0, "loss_samples": 0}
     tiny_config["validation"] |= {"width": 32, "height": 32}
     return copy_run(tiny_config)
 

@@ -467,7 +467,7 @@ def test_a_caption_that_a_text_encoder_overflows_on_is_named(
 
 def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict = {
-        "validation": {"prompts": ["a disc"], "every": 1, "steps": 2, "eval_samples": 2},
+        "validation": {"prompts": ["a disc"], "every": 1, "steps": 2, "loss_samples": 2},
         "profile": {"max_traces": 1}, "output": {"report": True},
     }  # fmt: skip
     whole = run_with(tiny_config, name="whole", **settings)

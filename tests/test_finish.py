@@ -105,7 +105,7 @@ def test_finishing_leaves_what_a_finished_run_leaves(
 ) -> None:
     moved = tmp_path / "pictures"
     shutil.copytree(tiny_pictures, moved)
-    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 2, "eval_samples": 2}}
+    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 2, "loss_samples": 2}}
     data = {"data": {**tiny_config["data"], "path": str(moved)}, "output": {**tiny_config["output"], "report": True}}
     run = stopped({**tiny_config, **data}, **looks)
     assert f"simpletune finish {run}" in capsys.readouterr().out
@@ -270,7 +270,7 @@ def plan_of(config: TrainConfig) -> Plan:
 
 
 def test_the_report_says_which_steps_can_be_used(tiny_config: dict) -> None:
-    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 1, "eval_samples": 0}}
+    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 1, "loss_samples": 0}}
     run = run_with(tiny_config, **looks, train={"steps": 5}, checkpoint={"every": 1, "keep_last": 1, "keep_every": 2})
     page = markdown(make_report([run]))
     section = page.partition("## Checkpoints")[2].partition("\n## ")[0]

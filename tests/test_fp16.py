@@ -438,7 +438,7 @@ def test_losses_of_the_demo_are_close_to_those_of_fp32(
     found = {}
     for compute in ("fp32", "fp16", "bf16"):
         changes = {"adapter.method": method, "precision.weights": weights, "precision.compute": compute}
-        plain = {"validation.prompts": "[]", "validation.eval_samples": 0, "profile.max_traces": 0}
+        plain = {"validation.prompts": "[]", "validation.loss_samples": 0, "profile.max_traces": 0}
         short = {"train.steps": 4, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false"}
         places = {
             "output.cache": shared_cache,
@@ -466,7 +466,7 @@ def test_pictures_of_a_run_with_such_blocks_are_finite(
     folder = run(
         between_blocks,
         train={"steps": 4},
-        validation={"prompts": ["a red circle"], "eval_samples": 2, "steps": 2, "guidance": 2.0},
+        validation={"prompts": ["a red circle"], "loss_samples": 2, "steps": 2, "guidance": 2.0},
     )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["eval_loss_before"] > 0 and summary["eval_loss_after"] > 0 and summary["overflow_steps"] >= 2

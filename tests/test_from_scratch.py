@@ -28,7 +28,7 @@ def stage(name: str, part: str, data: dict[str, Any], place: Path, overrides: li
         "device=cpu", f"data.path={data['data']['path']}", "train.steps=4", "train.batch_size=2",
         "precision.compute=fp32",
         "train.global_batch=4", "schedule.warmup_steps=1", "checkpoint.every=2", "validation.every=null",
-        "validation.prompts=[]", "validation.eval_samples=2", "profile.max_traces=0", "output.report=false",
+        "validation.prompts=[]", "validation.loss_samples=2", "profile.max_traces=0", "output.report=false",
         f"output.runs={place}/runs", f"output.profiles={place}/profiles", f"output.cache={place}/cache",
     ]  # fmt: skip
     config = read_config(CONFIGS / f"{name}.json", [*common, *overrides])[0]

@@ -52,7 +52,7 @@ def trained(pipeline: Path, memory: dict, steps: int, pictures: Path, folder: Pa
         "model": {"pretrained": str(pipeline), "init": "random", "t5_length": 77},
         "data": {"path": str(pictures), "resolution": 256, "max_upscale": None},
         "memory": memory, "adapter": {"rank": 16}, "precision": {"weights": "int8"}, "train": {"steps": steps},
-        "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
+        "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
         "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")},
     }  # fmt: skip
     summary = json.loads((train(validate(config, "full_size")) / "summary.json").read_text())
@@ -94,7 +94,7 @@ def test_five_lora_steps_of_sd15_at_256_px(
         "model": {"family": "sd15", "pretrained": str(pipeline), "init": "random"},
         "data": {"path": str(tiny_pictures), "resolution": 256, "max_upscale": None},
         "adapter": {"rank": 8}, "precision": {"weights": weights}, "train": {"steps": 5},
-        "validation": {"prompts": [], "eval_samples": 0}, "profile": {"max_traces": 0},
+        "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
         "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")},
     }  # fmt: skip
     summary = json.loads((train(validate(config, "full_size")) / "summary.json").read_text())

@@ -346,7 +346,7 @@ def test_whole_streamed_runs(weights: str, tiny_config: dict, tmp_path: Path) ->
         "resident": {"checkpointing": "all"},
         "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True},
     }.items():
-        validation = {"prompts": ["a dot"], "steps": 2, "eval_samples": 2}
+        validation = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2}
         run = run_on(
             tiny_config, "cuda", name=name, model=model, precision={"weights": weights}, memory=memory,
             validation=validation,

@@ -178,7 +178,7 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
 
 def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
     a, half = Weights("a", lora=loras["a"]), Weights("half", lora=loras["a"], scale=0.5)
-    full, fused = Weights("full", transformer=Path("t")), Weights("fused", lora=loras["a"], merged=True)
+    full, fused = Weights("full", denoiser=Path("t")), Weights("fused", lora=loras["a"], merged=True)
     assert SharedBase(config, CPU, {SIZE}).grouped_by_base([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
 
 

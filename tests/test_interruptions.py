@@ -87,7 +87,7 @@ def test_ctrl_c_in_the_last_step_leaves_the_result_to_the_next_start(tiny_config
 
 
 def test_a_signal_while_drawing_saves_and_the_pictures_are_drawn_later(tiny_config: dict) -> None:
-    looks = {"validation": {"prompts": ["a red disc"], "every": 2, "steps": 2, "eval_samples": 2}}
+    looks = {"validation": {"prompts": ["a red disc"], "every": 2, "steps": 2, "loss_samples": 2}}
     assert stop_at("validation.evaluated", tiny_config, "term", count=2, **looks) == 143
     run = Path(tiny_config["output"]["runs"]) / "tiny"
     assert [step for step, _ in checkpoint.list_checkpoints(run)] == [2]
@@ -130,7 +130,7 @@ def test_a_lost_exception_still_stops_the_run(tiny_config: dict) -> None:
     "moment", slow_but(["checkpoint.before-rename"], ["step.begun", "metrics.appended", "checkpoint.before-rename"])
 )
 def test_runs_without_a_checkpoint_do_not_pile_up(moment: str, tiny_config: dict) -> None:
-    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 1}}
+    looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 1}}
     for _ in range(2):
         fail_at(moment, tiny_config, **looks)
     run = run_with(tiny_config, "auto", **looks)

@@ -120,7 +120,7 @@ def test_everything_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     overrides = [
         f"model.pretrained={parts}/pipeline", f"data.path={parts}/pictures", f"output.cache={parts}/cache",
         f"output.runs={tmp_path}/runs", f"output.profiles={tmp_path}/profiles", "train.steps=3", "train.batch_size=2",
-        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.eval_samples=4",
+        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.loss_samples=4",
     ]  # fmt: skip
     make_tiny_sd3.make(parts, run, out, overrides)
     texts = [file.read_text() for file in sorted((parts / "pictures").glob("*.txt"))]

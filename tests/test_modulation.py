@@ -192,7 +192,7 @@ PLANNED = [("fp32", 1e-6), ("fp32-bf16", 5e-3), ("bf16", 5e-3), ("int8-fp32", 1e
 @pytest.mark.parametrize("name, tolerance", slow_but([("int8-fp32", 1e-6), ("bf16", 5e-3)], PLANNED))
 def test_losses_are_those_of_the_resident_path(name: str, tolerance: float, config_json: dict) -> None:
     config_json["precision"] = PRECISIONS[name].model_dump()
-    config_json["validation"] |= {"eval_samples": 6}
+    config_json["validation"] |= {"loss_samples": 6}
     runs = [run_with(config_json, name=kind, memory={"modulation": kind}) for kind in ("plan", "resident")]
     ours, theirs = (losses_of(run) for run in runs)
     print(f"{name}: largest relative difference {max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)):.2e}")
@@ -362,7 +362,7 @@ def pixels(file: Path) -> Tensor:
 
 
 def test_a_run_draws_base_and_tuned_with_the_plan_and_generate_follows_it(config_json: dict, tmp_path: Path) -> None:
-    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "eval_samples": 0}
+    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "loss_samples": 0}
     config_json["optimizer"] = {"lr": 0.05}
     runs = [run_with(config_json, name=kind, memory={"modulation": kind}) for kind in ("plan", "resident")]
     for state in ("base", "step-000006"):
@@ -379,7 +379,7 @@ def test_a_run_draws_base_and_tuned_with_the_plan_and_generate_follows_it(config
 
 
 def test_generate_plans_a_lora_that_updates_modulations(config_json: dict, tmp_path: Path) -> None:
-    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "eval_samples": 0}
+    config_json["validation"] = {"prompts": ["a red disc"], "steps": 3, "loss_samples": 0}
     adapter = {"method": "lora", "rank": 2, "targets": ["norm1.linear", "time_text_embed.text_embedder.linear_1"]}
     run = run_with(config_json, adapter=adapter, optimizer={"lr": 0.05}, memory={"modulation": "resident"})
     parser = ArgumentParser()

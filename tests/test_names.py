@@ -46,7 +46,7 @@ def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.Temp
             "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name},
             "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
             "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
-            "validation": {"prompts": ["a disc"], "steps": 1, "eval_samples": 0},
+            "validation": {"prompts": ["a disc"], "steps": 1, "loss_samples": 0},
             "output": {"runs": str(place), "profiles": str(place / "t"), "cache": str(place / "c"), "report": False},
             **({"ema": {"decay": 0.5}} if name == "full" else {}),
         }  # fmt: skip

@@ -87,7 +87,7 @@ def test_losses_pictures_and_exports_are_those_of_the_whole_table(adapter: dict,
     for crop in (True, False):
         data = copy.deepcopy(tiny_config)
         data |= {"name": f"crop-{crop}", "adapter": adapter, "memory": {"crop_positions": crop}}
-        data["validation"] = {"prompts": ["a red disc"], "steps": 2, "width": 64, "height": 48, "eval_samples": 2}
+        data["validation"] = {"prompts": ["a red disc"], "steps": 2, "width": 64, "height": 48, "loss_samples": 2}
         run = train(validate(data, "test"))
         losses.append([row["loss"] for row in read_metrics(run)])
         output = Path(json.loads((run / "summary.json").read_text())["output"])

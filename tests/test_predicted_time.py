@@ -81,7 +81,7 @@ def test_class_pictures_are_timed(tiny_config: dict) -> None:
 
 def test_pictures_are_drawn_at_the_start_between_and_at_the_end(tiny_config: dict) -> None:
     def drawn(**option: object) -> float:
-        changes = {"validation": {"steps": SIMULATED, "eval_samples": 0} | option, "train": {"steps": 10}}
+        changes = {"validation": {"steps": SIMULATED, "loss_samples": 0} | option, "train": {"steps": 10}}
         return seconds_of(tiny_config, "draw", "validate", changes)
 
     once = 2 * SECONDS + 32**2 * WRITE_PNG  # for a picture
@@ -94,7 +94,7 @@ def test_pictures_are_drawn_at_the_start_between_and_at_the_end(tiny_config: dic
 def test_drift_takes_passes_for_each_group_of_prompts(tiny_config: dict) -> None:
     def evaluated(**option: object) -> float:
         changes = {
-            "validation": {"prompts": [], "eval_samples": 4, "every": None, "unrelated_prompts": []} | option,
+            "validation": {"prompts": [], "loss_samples": 4, "every": None, "unrelated_prompts": []} | option,
             "train": {"steps": 10},
         }
         return seconds_of(tiny_config, "evaluate", "validate", changes | {"checkpoint": {"every": None}})

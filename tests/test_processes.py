@@ -52,7 +52,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "train": {"steps": 4, "gradient_accumulation": 2},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 2},
-        "validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 2},
+        "validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 2},
         "profile": {"max_traces": 1},
         "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }

@@ -32,7 +32,7 @@ def with_real_inputs(tiny_config: dict, pipeline: Path, real_data: Path, **data:
     config["model"] = {"pretrained": str(pipeline), "vae": str(real_data / "taesd3"), "t5_length": 77}
     config["data"] = {"resolution": 128, **data}
     config["train"]["steps"] = 30
-    config["validation"] = {"eval_samples": 8, "steps": 4}
+    config["validation"] = {"loss_samples": 8, "steps": 4}
     return config
 
 

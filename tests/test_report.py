@@ -317,7 +317,7 @@ def test_a_run_ends_with_its_report(
     if broken:
         monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
     tiny_config["output"]["report"] = True
-    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "guidance": 1, "every": 2, "eval_samples": 2}
+    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "guidance": 1, "every": 2, "loss_samples": 2}
     folder = train(validate(tiny_config, "test"))
     assert (folder / "report.html").exists() is not broken
     summary = json.loads((folder / "summary.json").read_text())

@@ -41,7 +41,7 @@ def parts(tensor: Tensor, starts: list[int]) -> list[Tensor]:
 
 
 def write(folder: Path) -> tuple[Path, Path]:
-    """The files of three processes and their indices, by the layout that ``sharding.files`` describes."""
+    """The files of three processes and their indices, by the layout that ``fsdp.files`` describes."""
     for kind, tensors in (("trainable", WEIGHTS), ("optimizer", STATE)):
         cut = {name: parts(tensor, STARTS[name.partition("/")[0]]) for name, tensor in tensors.items()}
         files = []

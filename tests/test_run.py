@@ -56,7 +56,7 @@ def full_run(tiny_config: dict, train_once: TrainOnce) -> Path:
         | {
             "train": {"steps": 12, "batch_size": 2},
             "checkpoint": {"every": 4, "keep_last": 2},
-            "validation": {"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "eval_samples": 6},
+            "validation": {"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "loss_samples": 6},
             "profile": {"max_traces": 5},
         }
     )
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
 
 
 def test_the_loss_falls(tiny_config: dict) -> None:
-    run = run_with(tiny_config, train={"steps": 60, "batch_size": 2}, validation={"eval_samples": 12})
+    run = run_with(tiny_config, train={"steps": 60, "batch_size": 2}, validation={"loss_samples": 12})
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert summary["final_loss"] < summary["first_loss"]

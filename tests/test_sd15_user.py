@@ -44,7 +44,7 @@ def v_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(unet: Path, tiny_config: dict, train_once: TrainOnce) -> Path:
     """A LoRA of two steps, with a validation picture before and after; it sets no value that the family decides."""
     data = {"path": tiny_config["data"]["path"], "resolution": 64}
-    validation = {"prompts": [PROMPT], "steps": 2, "eval_samples": 0}
+    validation = {"prompts": [PROMPT], "steps": 2, "loss_samples": 0}
     model, train = {"family": "sd15", "pretrained": str(unet)}, {"steps": 2}
     more = {"name": "unet", "model": model, "data": data, "validation": validation, "train": train}
     return train_once(tiny_config | more | {"optimizer": {"lr": 0.2}})
@@ -160,7 +160,7 @@ def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None
 def test_the_model_card_s_code_draws_as_we_do(
     objective: dict, v_unet: Path, tiny_config: dict, train_once: TrainOnce, tmp_path: Path, monkeypatch
 ) -> None:
-    validation = {"prompts": [PROMPT], "steps": 3, "eval_samples": 0}
+    validation = {"prompts": [PROMPT], "steps": 3, "loss_samples": 0}
     more = {"data": {"path": tiny_config["data"]["path"], "resolution": 64}, "validation": validation}
     more |= {"name": "card", "model": {"family": "sd15", "pretrained": str(v_unet)}, "objective": objective}
     run = train_once(tiny_config | more | {"train": {"steps": 1}})

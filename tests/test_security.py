@@ -142,7 +142,7 @@ SECRETS = {
 
 
 def test_tokens_are_in_nothing_that_a_run_leaves(tiny_config: dict, tmp_path: Path, launcher: Launcher) -> None:
-    validation = {"prompts": ["a disc"], "steps": 1, "eval_samples": 2}
+    validation = {"prompts": ["a disc"], "steps": 1, "loss_samples": 2}
     tracking = {"tensorboard": True, "wandb": "offline"}
     output = {**tiny_config["output"], "report": True}
     data = {

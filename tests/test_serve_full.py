@@ -88,7 +88,7 @@ def test_both_are_in_memory_where_there_is_room(free: int, run: Path, live: Runn
     monkeypatch.setattr(models, "free_model_bytes", lambda device: free)
     monkeypatch.setattr(models, "load_weights", lambda *given: loads.append(given[1]) or load(*given))
     config = live.service.worker._generator.config  # type: ignore[union-attr]
-    tuned = Weights("whole", transformer=run / "transformer")
+    tuned = Weights("whole", denoiser=run / "transformer")
     both = Models(config, ServedModels({}, ("whole", tuned)), torch.device("cpu"), 64, lambda: None)
     assert len(loads) == 2, "what does not load is known at the start"
     seen = [both.use(name, 1.0)[0].proj_out.weight.clone() for name in ("whole", "base", "base", "whole")]
@@ -99,7 +99,7 @@ def test_both_are_in_memory_where_there_is_room(free: int, run: Path, live: Runn
 
 def test_what_training_left_alone_is_in_memory_once(live: Running) -> None:
     loaded = live.service.worker._generator.models._loaded  # type: ignore[union-attr]
-    base, whole = (dict(loaded[name].transformer.named_parameters()) for name in ("base", "whole"))
+    base, whole = (dict(loaded[name].denoiser.named_parameters()) for name in ("base", "whole"))
     apart = {path for path in whole if whole[path].data_ptr() != base[path].data_ptr()}
     assert apart == {"proj_out.weight", "proj_out.bias"}
 

@@ -1,4 +1,4 @@
-"""Full fine-tuning with weights divided among processes (``train.sharding``) against one process that holds all."""
+"""Full fine-tuning with weights divided among processes (``train.fsdp``) against one process that holds all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with two buckets, whose epoch of 11 micro-batches ends with a step of three."""
-    place = tmp_path_factory.mktemp("sharding")
+    place = tmp_path_factory.mktemp("fsdp")
     tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
     pictures.write_folder(place / "pictures", pictures.sample_scenes(11, seed=3, style="flat"), seed=3, pixels=64)
     for file in sorted((place / "pictures").glob("*.png"))[:4]:
@@ -54,11 +54,11 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "adapter": {"method": "full"},
         "precision": {"weights": "fp32"},
         "optimizer": {"name": "adamw", "lr": 0.001},
-        "train": {"steps": STEPS, "gradient_accumulation": 4, "sharding": "full", "clip_norm": 0.5},
+        "train": {"steps": STEPS, "gradient_accumulation": 4, "fsdp": "full", "clip_norm": 0.5},
         "ema": {"decay": 0.9},
         "memory": {"checkpointing": "all"},
         "checkpoint": {"every": 2},
-        "validation": {"prompts": [], "eval_samples": 2},
+        "validation": {"prompts": [], "loss_samples": 2},
         "profile": {"max_traces": 0},
         "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }
@@ -200,7 +200,7 @@ def test_two_processes_go_on_as_one(launcher: Launcher, one: Path, ground: dict[
 def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
     launcher: Launcher, ground: dict[str, Any]
 ) -> None:
-    data = changed(ground, "full-disk", ema=None, validation={"eval_samples": 0})
+    data = changed(ground, "full-disk", ema=None, validation={"loss_samples": 0})
     outcome = launcher.train(data, data, moments={1: "checkpoint.part:1=full"})
     assert outcome.codes[0] != 0
     assert "process 1 could not write its part of" in outcome.said[0] and "No space left" in outcome.said[0]
@@ -211,7 +211,7 @@ def test_a_full_disk_of_another_process_is_said_and_nothing_half_is_left(
 @pytest.mark.slow
 def test_the_first_process_draws_and_answers_while_the_others_help(launcher: Launcher, ground: dict[str, Any]) -> None:
     """The pictures of a divided model are those of a whole one; requests reach all processes."""
-    looks = {"prompts": ["a red disc"], "steps": 2, "every": 2, "eval_samples": 2}
+    looks = {"prompts": ["a red disc"], "steps": 2, "every": 2, "loss_samples": 2}
     short = {"steps": 3, "gradient_accumulation": 2}
     names = ("drawn-one", "drawn-two")
     for count, name in enumerate(names, 1):
@@ -232,8 +232,8 @@ def require_close_rows(run: Path, other: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "lora": ({"adapter": {"method": "lora"}}, "train.sharding: full divides what trains"),
-    "partial": ({"adapter": {"method": "partial", "layers": ["*.bias"]}}, "train.sharding: full divides what trains"),
+    "lora": ({"adapter": {"method": "lora"}}, "train.fsdp: full divides what trains"),
+    "partial": ({"adapter": {"method": "partial", "layers": ["*.bias"]}}, "train.fsdp: full divides what trains"),
     "adafactor": ({"optimizer": {"name": "adafactor"}}, "keeps means over whole rows and columns"),
     "prodigy": ({"optimizer": {"name": "prodigy", "lr": 1.0}}, "estimates one learning rate from all gradients"),
     "paged": ({"optimizer": {"name": "paged_adamw8bit"}}, "pages state to host memory"),
@@ -263,13 +263,13 @@ def test_what_cannot_be_divided_is_refused_with_a_remedy(case: str, ground: dict
         data[section] = values if "method" in values or "name" in values else {**data.get(section, {}), **values}
     with pytest.raises(ConfigError) as refused:
         validate(data, "test")
-    assert words in str(refused.value) and "train.sharding" in str(refused.value) and "Use " in str(refused.value)
+    assert words in str(refused.value) and "train.fsdp" in str(refused.value) and "Use " in str(refused.value)
 
 
 def test_unets_and_text_sides_are_refused(ground: dict[str, Any]) -> None:
     data = changed(ground, "unet", model={"family": "sd15", "pretrained": "demo:tiny-sd15", "t5_length": 8})
     del data["model"]["t5_length"]
-    with pytest.raises(ConfigError, match="train.sharding: full divides a transformer block by block"):
+    with pytest.raises(ConfigError, match="train.fsdp: full divides a transformer block by block"):
         validate(data, "test", needs_model=False)
 
 
@@ -410,9 +410,9 @@ def by_hand(rank: int) -> None:
             simulated(torch.ones(2, 9)).sum().backward()
     for dtype in (torch.float32, torch.bfloat16):
         whole, divided = Net(dtype), Net(dtype)
-        sharding = FsdpModel(divided, list(divided.blocks), torch.device("cpu"))
+        fsdp = FsdpModel(divided, list(divided.blocks), torch.device("cpu"))
         option = AdamW(lr=0.01, weight_decay=0.1)
-        optimizer = option.build(sharding.held.values(), False, None, sharding.places)
+        optimizer = option.build(fsdp.held.values(), False, None, fsdp.places)
         alone = option.build(whole.parameters())
         means = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in whole.named_parameters()}
         for step in range(1, 4):
@@ -420,15 +420,15 @@ def by_hand(rank: int) -> None:
             for x in inputs:  # the mean over the processes
                 (whole(x).float().square().mean() / 2).backward()
             divided(inputs[rank]).float().square().mean().backward()
-            taken = sharding.take_gradients()
-            norms = sharding.norms(taken)
+            taken = fsdp.take_gradients()
+            norms = fsdp.norms(taken)
             rtol, atol = (1e-5, 1e-7) if dtype == torch.float32 else (2e-2, 1e-3)
             wanted = [gradient_of(p).float().norm() for p in whole.parameters()]
             torch.testing.assert_close(norms, wanted, rtol=rtol, atol=atol)
-            sharding.clip_each(taken, norms, 0.3)
+            fsdp.clip_each(taken, norms, 0.3)
             for p in whole.parameters():
                 torch.nn.utils.clip_grad_norm_([p], 0.3)
-            same_gradients(sharding, whole, rtol, atol)
+            same_gradients(fsdp, whole, rtol, atol)
             key_draws(optimizer, 5, step)
             key_draws(alone, 5, step)
             optimizer.step()
@@ -441,14 +441,14 @@ def by_hand(rank: int) -> None:
                         means[name] = (kept[0], kept[1])
                         p.copy_(new)
             for name, p in whole.named_parameters():
-                mine = p.detach().reshape(-1)[sharding.shards[name].place.start :][: sharding.shards[name].held.numel()]
-                got = sharding.shards[name].held.detach().reshape(-1)
+                mine = p.detach().reshape(-1)[fsdp.shards[name].place.start :][: fsdp.shards[name].held.numel()]
+                got = fsdp.shards[name].held.detach().reshape(-1)
                 if dtype == torch.bfloat16:
                     assert torch.equal(got, mine), (name, step)
                 else:
                     torch.testing.assert_close(got, mine, rtol=1e-5, atol=1e-7)
-                assert torch.equal(local(sharding.shards[name].whole.detach()).reshape(-1), got)
-                gathered = gather_parameter(sharding.shards[name], sharding.group)
+                assert torch.equal(local(fsdp.shards[name].whole.detach()).reshape(-1), got)
+                gathered = gather_parameter(fsdp.shards[name], fsdp.group)
                 torch.testing.assert_close(gathered, p.detach(), rtol=1e-5, atol=1e-7)
             optimizer.zero_grad()
             alone.zero_grad()
@@ -460,10 +460,10 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def same_gradients(sharding: Any, whole: torch.nn.Module, rtol: float, atol: float) -> None:
+def same_gradients(fsdp: Any, whole: torch.nn.Module, rtol: float, atol: float) -> None:
     """Compare the clipped gradients, then give the parts exactly those of the whole model."""
     for name, p in whole.named_parameters():
-        shard = sharding.shards[name]
+        shard = fsdp.shards[name]
         mine = gradient_of(p).reshape(-1)[shard.place.start :][: shard.held.numel()]
         if shard.held.numel():
             torch.testing.assert_close(shard.held.grad.reshape(-1), mine, rtol=rtol, atol=atol)

@@ -26,7 +26,7 @@ SIZE = (192, 128)
 
 def with_options(tiny_config: dict, weights: str = "fp32", **memory: object) -> TrainConfig:
     data = tiny_config | {"precision": {"weights": weights}, "memory": {"checkpointing": "all", **memory}}
-    drawn = {"prompts": ["a"], "steps": 20, "width": SIZE[0], "height": SIZE[1], "eval_samples": 0}
+    drawn = {"prompts": ["a"], "steps": 20, "width": SIZE[0], "height": SIZE[1], "loss_samples": 0}
     return validate(data | {"validation": drawn}, "stages")
 
 
@@ -82,7 +82,7 @@ def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tin
 
 
 def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
-    tiny_config["validation"]["eval_samples"] = 0
+    tiny_config["validation"]["loss_samples"] = 0
     assert list(simulate_stages(validate(tiny_config, "none")).stages) == ["text", "latents", "train"]
 
 

@@ -107,7 +107,7 @@ def test_a_whole_run_with_pictures_report_and_resume(tiny_config: dict) -> None:
     for device in ("cpu", "cuda"):
         config: dict[str, Any] = tiny_config | {"name": device, "device": device}
         config["train"] = {"steps": 2}
-        config["validation"] = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 2, "every": 2}
+        config["validation"] = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2, "every": 2}
         config["checkpoint"] = {"every": 2}
         config["output"] = config["output"] | {"report": True, "cache": f"{config['output']['cache']}-{device}"}
         trained(config)

@@ -201,7 +201,7 @@ def test_euler_follows_a_constant_velocity_to_its_end() -> None:
 def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     data = copy.deepcopy(tiny_config) | {"objective": {"logit_mean": 0.25}}
     data["train"] |= {"steps": 1}
-    data["validation"] = {"prompts": ["a red disc"], "steps": 2, "eval_samples": 0}
+    data["validation"] = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 0}
     config, asked = validate(data, "x"), []
     solver = SD3.solver
     monkeypatch.setattr(SD3, "solver", lambda *given: asked.append(given[1]) or solver(*given))

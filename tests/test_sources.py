@@ -110,7 +110,7 @@ def regularized(tiny_config: dict, other: Path, **more: object) -> dict:
 def test_regularization_is_trained_but_never_held_out_evaluated_or_the_example(
     tiny_config: dict, tiny_pictures: Path
 ) -> None:
-    validation = {"prompts": [], "eval_samples": 4, "split": 2}
+    validation = {"prompts": [], "loss_samples": 4, "split": 2}
     config = validate(regularized(tiny_config, tiny_pictures, validation=validation), "test")
     plan = make_plan(config, scan_sources(config.data).pictures)
     assert {sample.picture.source for sample in plan.samples} == {0, 1}
@@ -125,7 +125,7 @@ def test_regularization_is_trained_but_never_held_out_evaluated_or_the_example(
 def test_copies_of_a_held_out_picture_are_held_out_of_every_source_and_evaluated_once(tiny_config: dict) -> None:
     one = tiny_config["data"]
     tiny_config["data"] = {"sources": [one, {**one, "aspect": "square"}]}
-    tiny_config["validation"] = {"prompts": [], "eval_samples": 2, "split": 2}
+    tiny_config["validation"] = {"prompts": [], "loss_samples": 2, "split": 2}
     config = validate(tiny_config, "test")
     plan = make_plan(config, scan_sources(config.data).pictures)
     held = {sample.picture.digest for sample in plan.held_out}

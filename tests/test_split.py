@@ -96,14 +96,14 @@ def test_a_split_with_an_empty_side_is_refused(contents: list[bytes], split: flo
 
 @pytest.mark.parametrize("split", [0, 0.0, 1.0, 1.5, -1, -0.2])
 def test_what_is_no_split_is_refused(split: float, tiny_config: dict) -> None:
-    tiny_config["validation"] |= {"split": split, "eval_samples": 4}
+    tiny_config["validation"] |= {"split": split, "loss_samples": 4}
     with pytest.raises(ConfigError, match=f"validation.split: {split} is neither a share .* nor a whole number"):
         validate(tiny_config, "test")
 
 
 def test_a_split_without_an_evaluation_is_refused(tiny_config: dict) -> None:
     tiny_config["validation"]["split"] = 0.2
-    with pytest.raises(ConfigError, match="validation.split: 0.2 .*eval_samples 0"):
+    with pytest.raises(ConfigError, match="validation.split: 0.2 .*loss_samples 0"):
         validate(tiny_config, "test")
 
 
@@ -128,7 +128,7 @@ def held_config(tiny_config: dict) -> dict:
     """Two of six pictures are held out; each of the others appears three times an epoch, in two variants."""
     tiny_config["data"] |= {"repeats": 3, "variants": 2, "crop": "random"}
     tiny_config["train"] = {"epochs": 1, "batch_size": 2}
-    tiny_config["validation"] |= {"split": 2, "eval_samples": 5}
+    tiny_config["validation"] |= {"split": 2, "loss_samples": 5}
     return tiny_config
 
 
@@ -170,7 +170,7 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
 
 
 def test_without_a_split_the_figure_is_called_what_it_is(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(tiny_config, validation={"eval_samples": 4})
+    folder = run(tiny_config, validation={"loss_samples": 4})
     summary, shown = json.loads((folder / "summary.json").read_text()), capsys.readouterr().out
     assert summary["eval_loss_is"] == ON_TRAINING and summary["held_out_pictures"] == 0
     assert f"{ON_TRAINING}: {summary['eval_loss_before']:.4f} before" in shown

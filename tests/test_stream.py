@@ -181,7 +181,7 @@ def test_resuming_in_the_middle_of_an_epoch_is_exact(
     place = shards if form == "parquet" else stream_data.ASSETS / form
     data = config_of(tiny_config, place, aspect="buckets", shuffle_window=5, caption_dropout=0.2)
     data |= {"train": {"steps": 4, "batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
-    data["validation"] = {"prompts": [], "eval_samples": 2}
+    data["validation"] = {"prompts": [], "loss_samples": 2}
     whole = train(validate(data, "stream"))
     data["output"] |= {"cache": str(tmp_path / "another cache")}
     half = {**data, "name": "half", "train": {"steps": 2, "batch_size": 2}, "checkpoint": {"every": 2}}
@@ -290,7 +290,7 @@ def test_unusable_rows_stop_the_run_with_their_reasons(tiny_config: dict, tmp_pa
 def test_the_places_of_unusable_rows_are_taken_and_resuming_stays_exact(tiny_config: dict, tmp_path: Path) -> None:
     place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
     data = config_of(tiny_config, place, on_error="skip")
-    data |= {"train": {"steps": 6, "batch_size": 2}, "validation": {"prompts": [], "eval_samples": 2}}
+    data |= {"train": {"steps": 6, "batch_size": 2}, "validation": {"prompts": [], "loss_samples": 2}}
     whole = train(validate(data, "stream"))
     half = {**data, "name": "half", "train": {"steps": 3, "batch_size": 2}, "checkpoint": {"every": 3}}
     train(validate(half, "stream"))
@@ -362,7 +362,7 @@ def test_held_out_rows_are_not_trained_on(tiny_config: dict, shards: Path) -> No
 @pytest.mark.slow
 def test_the_loss_is_one_of_held_out_rows(tiny_config: dict, shards: Path) -> None:
     data = config_of(tiny_config, shards)
-    data |= {"train": {"steps": 2}, "validation": {"prompts": [], "split": 6, "eval_samples": 4}}
+    data |= {"train": {"steps": 2}, "validation": {"prompts": [], "split": 6, "loss_samples": 4}}
     config = validate(data, "stream")
     summary = json.loads((train(config) / "summary.json").read_text())
     assert summary["held_out_pictures"] == 6 and summary["eval_loss_is"].startswith("validation loss (4 of 6")

@@ -327,7 +327,7 @@ def config(tiny_config: dict, pipeline: Path) -> dict:
     data["model"]["pretrained"] = str(pipeline)
     data["adapter"]["dropout"] = 0.2
     data["train"] |= {"gradient_accumulation": 2}
-    data["validation"] = {"prompts": ["a dot"], "steps": 2, "eval_samples": 2}
+    data["validation"] = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2}
     data["memory"] = {"checkpointing": "all"}
     return data
 

@@ -34,7 +34,7 @@ def test_the_settings_train_scaled_down(tiny_config: dict) -> None:
     model = tiny_config["model"]["pretrained"]
     small = [
         "data.resolution=32", f"data.path={tiny_config['data']['path']}", "train.steps=2", "schedule.warmup_steps=1",
-        "model.t5_length=8", "device=cpu", "validation.prompts=[]", "validation.eval_samples=2", "output.report=false",
+        "model.t5_length=8", "device=cpu", "validation.prompts=[]", "validation.loss_samples=2", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),
     ]  # fmt: skip
     folder = train(study.config_of("LoRA r1", model, small)[2])

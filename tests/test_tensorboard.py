@@ -36,7 +36,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_p
         "name": "tiny", "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
         "data": {"path": str(tiny_pictures), "resolution": 32}, "train": {"steps": 12},
         "checkpoint": {"every": None}, "precision": {"weights": "fp32"},
-        "validation": {"prompts": ["a red disc"], "steps": 2, "eval_samples": 2},
+        "validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2},
         "profile": {"memory": True, "record_shapes": True},
         "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")},
     }  # fmt: skip

@@ -193,7 +193,7 @@ def text_config(tiny_config: dict, tmp_path: Path) -> dict:
     return tiny_config | {
         "name": "run", "data": {"path": str(pictures), "resolution": 32}, "train": {"steps": 2},
         "text": {"embeddings": embeddings, "lora": {"rank": 2, "learning_rate": 0.05}},
-        "checkpoint": {"every": 1}, "validation": {"prompts": ["a red circle <dots>"], "eval_samples": 0, "steps": 2},
+        "checkpoint": {"every": 1}, "validation": {"prompts": ["a red circle <dots>"], "loss_samples": 0, "steps": 2},
     }  # fmt: skip
 
 

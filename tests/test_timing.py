@@ -220,7 +220,7 @@ def test_accumulation_and_a_plan_count_their_share(tiny_config: dict) -> None:
 def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
     import json
 
-    data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "eval_samples": 2}}
+    data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}
     job = simulate_stages(validate(data, "x"), (32, 32), (8, 9))
     again = _restored(json.loads(json.dumps(_stored(job))))
     assert list(again.train.sections) == list(job.train.sections) and again.work == job.work

@@ -280,7 +280,7 @@ def test_nothing_but_steps_is_in_a_window(tiny_config: dict, tmp_path: Path, mon
             return honest(self, step)
 
         monkeypatch.setattr(Run, name, watched)
-    changes = {"checkpoint": {"every": 5}, "validation": {"every": 3, "eval_samples": 2}}
+    changes = {"checkpoint": {"every": 5}, "validation": {"every": 3, "loss_samples": 2}}
     run_with(tiny_config, **changes, train={"steps": 12}, profile={"max_traces": 5})
     assert len(on) > 8 and not any(on)
     assert traced(tmp_path) == {"epoch-000": (2, True), "epoch-001": (2, True)}

@@ -82,7 +82,7 @@ def test_wandb_offline_has_everything_in_the_runs_folder_and_no_secret(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", MARKER)
     monkeypatch.setenv("HF_TOKEN", MARKER)
-    changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "eval_samples": 4}, "train": {"steps": 3}}
+    changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 4}, "train": {"steps": 3}}
     run = run_with(tiny_config, **changes, tracking={"wandb": "offline", "wandb_project": "discs"})
     records = wandb_records(run)
     rows = history(records)

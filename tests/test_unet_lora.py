@@ -476,5 +476,5 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
     written = Full().export(model, tmp_path, {"format": "pt"})
     assert written == tmp_path / "unet"
     close(predict(UNet2DConditionModel.from_pretrained(written)), predict(model))
-    assert find_named(str(tmp_path)).transformer == written and find_weight_file(tmp_path).parent == written
+    assert find_named(str(tmp_path)).denoiser == written and find_weight_file(tmp_path).parent == written
     assert Full().result("unet") == "unet" and Lora().result("unet") == "pytorch_lora_weights.safetensors"

@@ -225,7 +225,7 @@ def shorten(browser: Browser, steps: int, every: int) -> None:
     browser.click("#everything > summary")
     values = {
         "train": {"steps": steps, "batch_size": 1}, "checkpoint": {"every": every},
-        "validation": {"every": every, "steps": 2, "eval_samples": 2},
+        "validation": {"every": every, "steps": 2, "loss_samples": 2},
     }  # fmt: skip
     for section, fields in values.items():
         browser.click(f"#d-{section} > summary")

@@ -44,7 +44,7 @@ def one_of_each(tiny_config: dict, tiny_pictures: Path, tmp_path: Path) -> dict:
     tiny_config["profile"] = {"max_traces": 1}
     tiny_config["schedule"] = {"name": "linear", "warmup_steps": 1}
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 1}
-    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "eval_samples": 1, "every": 1}
+    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "loss_samples": 1, "every": 1}
     return tiny_config
 
 
@@ -74,11 +74,11 @@ def test_progress_counts_one_in_the_singular(capsys: pytest.CaptureFixture[str])
     assert "text: 1 prompt in " in shown and "text: 2 prompts in " in shown
 
 
-@pytest.mark.parametrize(("eval_samples", "look"), [(2, "evaluation at 2"), (0, "")])
+@pytest.mark.parametrize(("loss_samples", "look"), [(2, "evaluation at 2"), (0, "")])
 def test_a_run_without_prompts_says_that_it_draws_none(
-    eval_samples: int, look: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loss_samples: int, look: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_config["validation"] = {"prompts": [], "eval_samples": eval_samples, "every": 2}
+    tiny_config["validation"] = {"prompts": [], "loss_samples": loss_samples, "every": 2}
     lines, text = [], TrainingProgress._text
     monkeypatch.setattr(TrainingProgress, "_text", lambda self, *given: lines.append(text(self, *given)) or lines[-1])
     monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0.0)

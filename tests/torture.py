@@ -101,7 +101,7 @@ class Ground:
                     "optimizer_in_backward": in_backward,
                 },
                 "checkpoint": {"every": pick([1, 2, 3]), "keep_last": pick([1, 2])},
-                "validation": {"every": pick([2, 3]), "prompts": ["a red disc"], "steps": 2, "eval_samples": 2},
+                "validation": {"every": pick([2, 3]), "prompts": ["a red disc"], "steps": 2, "loss_samples": 2},
                 "profile": {"max_traces": 0},
                 "tracking": {"tensorboard": pick([True, False])},
                 "output": {"report": pick([True, False, False])},

@@ -78,7 +78,7 @@ def ground(folder: Path) -> dict[str, Any]:
         "adapter": {"rank": 2}, "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.01},
         "train": {"steps": STEPS, "gradient_accumulation": 4, "reduce": "exact"}, "ema": {"decay": 0.9},
         "checkpoint": {"every": EVERY},
-        "validation": {"prompts": ["a red disc"], "steps": 1, "eval_samples": 2}, "profile": {"max_traces": 0},
+        "validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 2}, "profile": {"max_traces": 0},
         "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }  # fmt: skip
 

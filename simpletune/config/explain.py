@@ -82,9 +82,9 @@ def _source(source: Source) -> str:
 
 def _evaluates(config: TrainConfig) -> str:
     """Describe what the evaluation loss measures."""
-    count, split = config.validation.eval_samples, config.validation.split
+    count, split = config.validation.loss_samples, config.validation.split
     if not count:
-        return "nothing (validation.eval_samples is 0)"
+        return "nothing (validation.loss_samples is 0)"
     size = "4 to 16 samples" if count == "auto" else plural(count, "sample")
     draws = f"a fixed set of {size} with noise"
     if split is None:

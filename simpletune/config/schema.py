@@ -57,7 +57,7 @@ class Train(Option):
     the last bits depend on the number of processes. exact: by a fixed tree in fp32, so that 1, 2, 4 and 8 processes
     give the same bits, and their number may change during a run without changing its results; takes memory for one more
     sum of gradients for each doubling of a process's micro-batches."""
-    sharding: Literal["none", "full"] = "none"
+    fsdp: Literal["none", "full"] = "none"
     """How processes divide the weights in full fine-tuning. none: each holds all, with their gradients and optimizer
     state; full: each holds a part (FSDP2), and a block's whole weights only while it computes. One alone holds all."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -85,7 +85,7 @@ class Train(Option):
 
     def uses_fsdp(self, processes: int) -> bool:
         """Whether this number of processes divides the weights among them."""
-        return self.sharding == "full" and processes > 1
+        return self.fsdp == "full" and processes > 1
 
 
 class Tracking(Option):

@@ -48,7 +48,7 @@ class Validation(Option):
     """Width in pixels; null: the training resolution."""
     height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
     """Height in pixels; null: the training resolution."""
-    eval_samples: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    loss_samples: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
     """Number of fixed (picture, noise level, noise) samples on which the model is evaluated before training, at every
     validation and checkpoint, and at the end: eval_loss, and drift, the change of the prediction against the base.
     auto: as many as take at most 2% of the run's forward passes, from 4 to 16; 0: do not evaluate. Without a split,
@@ -71,11 +71,11 @@ class Validation(Option):
 
     def rules(self) -> Iterator[Problem]:
         """Check that held-out pictures are evaluated, and that early stopping has a validation loss."""
-        if self.split is not None and self.eval_samples == 0:
+        if self.split is not None and self.loss_samples == 0:
             yield Problem(
                 "validation.split",
-                f"{self.split} holds out pictures, but validation.eval_samples 0 computes no loss on them. "
-                "Use a larger eval_samples, or split null",
+                f"{self.split} holds out pictures, but validation.loss_samples 0 computes no loss on them. "
+                "Use a larger loss_samples, or split null",
             )
         if self.early_stop is not None and self.split is None:
             yield Problem(

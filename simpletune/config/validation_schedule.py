@@ -41,7 +41,7 @@ def describe_validation(plan: Plan, count: int) -> Json:
 
     Args:
         plan: the plan of the run.
-        count: ``validation.eval_samples``.
+        count: ``validation.loss_samples``.
     """
     held_out = len(plan.held_out)
     return {"eval_loss_is": loss_name(min(count, held_out), held_out), "held_out_pictures": held_out}
@@ -49,7 +49,7 @@ def describe_validation(plan: Plan, count: int) -> Json:
 
 def drift_prompts(option: Validation) -> list[str]:
     """Return the prompts besides the captions for which drift is measured."""
-    if option.eval_samples == 0:
+    if option.loss_samples == 0:
         return []
     return [*([option.class_prompt] if option.class_prompt is not None else []), *option.unrelated_prompts]
 
@@ -71,7 +71,7 @@ def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[
 
 def is_validation_due(config: TrainConfig, step: int) -> bool:
     """Whether an evaluation is due after ``step`` steps, before the last one."""
-    if config.validation.eval_samples == 0:
+    if config.validation.loss_samples == 0:
         return False
     return any(every is not None and step % every == 0 for every in (config.validation.every, config.checkpoint.every))
 
@@ -114,7 +114,7 @@ def choose_validation_samples(
     times = 2 + len({step for every in periods for step in range(every, steps, every)})
     each = times * (1 + (option.class_prompt is not None) + bool(option.unrelated_prompts))
     passes = samples_per_step * steps
-    asked = option.eval_samples if before is None else before
+    asked = option.loss_samples if before is None else before
     count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
     return ValidationSchedule(count, times if count else 0, count * each / passes)
 

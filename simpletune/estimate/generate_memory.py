@@ -65,7 +65,7 @@ def require_memory(
 def as_simulated(config: TrainConfig) -> TrainConfig:
     """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
     option = config.validation
-    changes = {"prompts": ["drawn"], "negative_prompt": "", "eval_samples": 0, "seed": 0, "every": None}
+    changes = {"prompts": ["drawn"], "negative_prompt": "", "loss_samples": 0, "seed": 0, "every": None}
     plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
     return config.model_copy(update={"validation": plain})
 
@@ -90,16 +90,16 @@ def generation_bytes(
     size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
     request = PictureRequest("", 0, "", *size, steps, picture.guidance)
     with fake_tensors(), without_collection(), silent():
-        transformer = empty_base(model, config.memory, precision, CPU, [size])
-        transformer.eval().requires_grad_(False)
-        detached = modulation_of(transformer, config.memory, precision, CPU)
+        denoiser = empty_base(model, config.memory, precision, CPU, [size])
+        denoiser.eval().requires_grad_(False)
+        detached = modulation_of(denoiser, config.memory, precision, CPU)
         whole = None if detached is None else WholeWindowModulation(detached, picture.steps, request.steps)
         text = (
             torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
             torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
         )
-        with accounting_of(all_tensors(transformer), recorder) as accounting, torch.no_grad():
-            sampler = Sampler(transformer, ShapesOnlyModel(model), precision, whole)
+        with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
+            sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole)
             sampler.denoise([request] * batch, [text] * batch, [text] * batch)
     return accounting.peak.bytes
 

@@ -55,7 +55,7 @@ def tunings_of(config: TrainConfig) -> set[Tuning]:
     """List the int8 products of a run whose pictures have the area of ``data.resolution``; empty if there are none."""
     with fake_tensors():
         size = (config.data.resolution, config.data.resolution)
-        transformer = empty_base(config.model, config.memory, config.precision, CPU, [size])
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
         batch = config.train.micro_batch
         rows = [batch * config.model.image_tokens(size)]
-        return int8_tuning.tunings(transformer, rows, batch * config.model.text_tokens)
+        return int8_tuning.tunings(denoiser, rows, batch * config.model.text_tokens)

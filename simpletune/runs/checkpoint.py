@@ -115,10 +115,10 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
 
 def save_own_part(run: Path, state: TrainingState) -> None:
     """Write this process's part of a sharded model's checkpoint, while the first process saves the rest."""
-    sharding = fsdp_model(state.model)
-    assert sharding is not None
+    fsdp = fsdp_model(state.model)
+    assert fsdp is not None
     part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(state.config, state.step)
-    write_together(part, sharding, state.optimizer, state.average, metadata)
+    write_together(part, fsdp, state.optimizer, state.average, metadata)
 
 
 def size_of_state(
@@ -150,7 +150,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
             write_safetensors(state.average.tensors(), part / AVERAGE, {})
     else:
         leading.tell(Command.SAVE, state.step)
-        write_together(part, leading.sharding, state.optimizer, state.average, metadata)
+        write_together(part, leading.fsdp, state.optimizer, state.average, metadata)
         scalars = {"values": {}, "shared": {}}
     if state.config.adapter.exports_to_checkpoints:
         with use_average(state.average):

@@ -77,9 +77,9 @@ def files_of(named: CheckpointRef, repository: str) -> Upload:
     if result.lora is not None and not own:
         files[result.lora.name] = result.lora
     files |= {file.name: file for file in (result.embeddings if not own else ())}
-    if result.transformer is not None:
-        parts = sorted(file for file in result.transformer.iterdir() if file.suffix in ENDINGS and file.is_file())
-        files |= {f"{result.transformer.name}/{file.name}": file for file in parts}
+    if result.denoiser is not None:
+        parts = sorted(file for file in result.denoiser.iterdir() if file.suffix in ENDINGS and file.is_file())
+        files |= {f"{result.denoiser.name}/{file.name}": file for file in parts}
     text = shareable(config).model_dump_json(by_alias=True, indent=2)
     files[CONFIG] = f"{text}\n".encode()
     if (run / GRID).exists():

@@ -46,7 +46,7 @@ class Weights:
     label: str
     lora: Path | None = None
     scale: float = 1.0
-    transformer: Path | None = None
+    denoiser: Path | None = None
     merged: bool = False
     trained: Path | None = None
     short: str = ""
@@ -80,9 +80,9 @@ def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
     embeddings = tuple((file, None) for file in named.embeddings)
     if named.is_text_alone:
         return Weights(f"embeddings {named.name}", short=title or Path(named.name).name, embeddings=embeddings)
-    if named.transformer is not None:
-        label, short = str(named.transformer), f"full {run.name}" if run is not None else named.transformer.name
-        return Weights(label, transformer=named.transformer, short=short, embeddings=embeddings)
+    if named.denoiser is not None:
+        label, short = str(named.denoiser), f"full {run.name}" if run is not None else named.denoiser.name
+        return Weights(label, denoiser=named.denoiser, short=short, embeddings=embeddings)
     if named.trained is not None:
         short = title or Path(named.name).name
         return Weights(named.name, trained=named.trained, short=short, embeddings=embeddings)
@@ -182,22 +182,22 @@ def load_weights(
     from simpletune.stages.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
-    if weights.transformer is not None:
-        model = model.model_copy(update={model.denoiser: str(weights.transformer), "init": "pretrained"})
+    if weights.denoiser is not None:
+        model = model.model_copy(update={model.denoiser: str(weights.denoiser), "init": "pretrained"})
         cache = None  # unlike a base, a result is loaded only a few times
-    transformer = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
+    denoiser = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
     if weights.trained is not None:
-        overwrite(transformer, weights.trained)
+        overwrite(denoiser, weights.trained)
     if weights.loras:
-        load_loras(transformer, weights.loras)
+        load_loras(denoiser, weights.loras)
     if weights.merged:
-        fold_lora(transformer)
-    modulation = modulation_of(transformer, config.memory, precision, device)
-    config.memory.attach(model_units(transformer), model_device(transformer))
-    return transformer, modulation
+        fold_lora(denoiser)
+    modulation = modulation_of(denoiser, config.memory, precision, device)
+    config.memory.attach(model_units(denoiser), model_device(denoiser))
+    return denoiser, modulation
 
 
-def overwrite(transformer: nn.Module, file: Path) -> None:
+def overwrite(denoiser: nn.Module, file: Path) -> None:
     """Replace base weights by a checkpoint's trained weights.
 
     Raises:
@@ -205,7 +205,7 @@ def overwrite(transformer: nn.Module, file: Path) -> None:
     """
     from simpletune.system.safetensors_file import WeightReader
 
-    reader, parameters = WeightReader([file]), dict(transformer.named_parameters())
+    reader, parameters = WeightReader([file]), dict(denoiser.named_parameters())
     lost = sorted(reader.names - set(parameters))
     if lost:
         raise UserError(

@@ -62,7 +62,7 @@ class WeightsRef:
     name: str
     scale: float | None = None
     lora: Path | None = None
-    transformer: Path | None = None
+    denoiser: Path | None = None
     trained: Path | None = None
     run: Path | None = None
     step: int | None = None
@@ -71,7 +71,7 @@ class WeightsRef:
     @property
     def is_text_alone(self) -> bool:
         """Whether the base is unchanged except for embeddings."""
-        return self.lora is None and self.transformer is None and self.trained is None
+        return self.lora is None and self.denoiser is None and self.trained is None
 
 
 def find_named(text: str, option: str = "") -> WeightsRef:
@@ -134,7 +134,7 @@ def weight_file(name: str) -> Path:
         return find_weight_file(path)
     named = find_in_run(run) if run is not None else _of_folder(path)
     first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
-    return first or find_weight_file(named.transformer or path)
+    return first or find_weight_file(named.denoiser or path)
 
 
 def find_in_run(run: CheckpointRef) -> WeightsRef:
@@ -148,7 +148,7 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
     known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
-        return WeightsRef(str(folder), transformer=whole, run=known, embeddings=embeddings)
+        return WeightsRef(str(folder), denoiser=whole, run=known, embeddings=embeddings)
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
         return WeightsRef(str(folder), lora=lora, run=known, embeddings=embeddings)
@@ -283,7 +283,7 @@ def _of_folder(folder: Path) -> WeightsRef:
     if is_run(folder) or denoiser_in(folder) is not None or (folder / LORA_FILE).is_file():
         return find_in_run(CheckpointRef(folder))
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
-        return WeightsRef(str(folder), transformer=folder)
+        return WeightsRef(str(folder), denoiser=folder)
     raise UserError(f"{folder} contains neither {LORA_FILE} nor {'/ nor '.join(DENOISERS)}/. Give {FORMS}")
 
 

@@ -64,23 +64,23 @@ def load_base_together(
         return load_base(config, device, sizes, cache)
     weights, why = meet(config, accelerator)
     with shared_loading(weights):
-        transformer = load_base(config, device, sizes, cache)
+        denoiser = load_base(config, device, sizes, cache)
     filled = weights is not None and weights.fills
-    tables: list[Table | None] = gather_object([weights.table(transformer) if weights is not None and filled else None])
+    tables: list[Table | None] = gather_object([weights.table(denoiser) if weights is not None and filled else None])
     if weights is not None:
         table = tables[first_here(accelerator)]
         assert table is not None, "who offers fills"
-        weights.point(transformer, table)
+        weights.point(denoiser, table)
         try:
             weights.pin(device)
         except RuntimeError as error:
             why = describe_exception(error)
-            weights.copied(transformer)
+            weights.copied(denoiser)
     reasons: list[str] = gather_object([why])
     if weights is not None:
         weights.close()
     announce_copies(reasons, 0 if weights is None else weights.nbytes)
-    return transformer
+    return denoiser
 
 
 def leaves_weights_on_host(memory: Memory) -> bool:
@@ -151,9 +151,9 @@ def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
 
 
 def modulation_of(
-    transformer: Denoiser, memory: Memory, precision: WeightPrecision, device: torch.device
+    denoiser: Denoiser, memory: Memory, precision: WeightPrecision, device: torch.device
 ) -> DetachedModulation | None:
     """Detach and return a transformer's modulation if ``memory.modulation`` is plan; otherwise None."""
     if memory.modulation != "plan":
         return None
-    return detach_modulation(transformer, precision, device, memory.modulation_window)
+    return detach_modulation(denoiser, precision, device, memory.modulation_window)

@@ -198,7 +198,7 @@ class ModulationPlan:
 
 
 def detach_modulation(
-    transformer: Denoiser, precision: WeightPrecision, device: torch.device, window: int
+    denoiser: Denoiser, precision: WeightPrecision, device: torch.device, window: int
 ) -> DetachedModulation:
     """Detach a transformer's modulation weights in place; it then takes modulations as its pooled input.
 
@@ -211,18 +211,18 @@ def detach_modulation(
     Raises:
         ValueError: one of these weights is trained.
     """
-    names = [name for name, _ in transformer.named_modules() if is_adaln(name)]
-    taken = {name: transformer.get_submodule(name) for name in ["time_text_embed", *names]}
+    names = [name for name, _ in denoiser.named_modules() if is_adaln(name)]
+    taken = {name: denoiser.get_submodule(name) for name in ["time_text_embed", *names]}
     training = [name for name, module in taken.items() if any(p.requires_grad for p in module.parameters())]
     if training:
         raise ValueError(f"the modulation plan needs frozen modulation weights; {training[0]} is trained")
     start = 0
     for name in names:
-        norm = transformer.get_submodule(name.removesuffix(".linear"))
+        norm = denoiser.get_submodule(name.removesuffix(".linear"))
         stop = start + _outputs(taken[name])
         norm.linear, norm.silu = ModulationSlice(start, stop, precision.product_dtype()), nn.Identity()
         start = stop
-    transformer.time_text_embed = PassThrough()
+    denoiser.time_text_embed = PassThrough()
     return DetachedModulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
 
 

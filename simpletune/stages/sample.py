@@ -112,7 +112,7 @@ class Sampler:
     """A transformer with everything that drawing needs.
 
     Args:
-        transformer: the transformer, with or without an adapter.
+        denoiser: the transformer, with or without an adapter.
         model: its family.
         precision: its precision.
         modulation: the transformer's modulation if detached.
@@ -125,7 +125,7 @@ class Sampler:
         objective: what the weights were trained with, which may change the solver's schedule; None: the model's own.
     """
 
-    transformer: Denoiser
+    denoiser: Denoiser
     model: SampledModel
     precision: WeightPrecision
     modulation: ModulationSource | None = None
@@ -153,7 +153,7 @@ class Sampler:
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
         """
-        return finite_passes(self.transformer, lambda: self._denoised(requests, positive, negative, start))
+        return finite_passes(self.denoiser, lambda: self._denoised(requests, positive, negative, start))
 
     def _denoised(
         self,
@@ -162,7 +162,7 @@ class Sampler:
         negative: Sequence[Embeddings],
         start: Tensor | None,
     ) -> Tensor:
-        device, dtype = model_device(self.transformer), self.precision.compute_dtype()
+        device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
         objective = self.objective or default_objective(self.model.objective)
         solver = self.model.solver(objective, first.steps, first.skipped)
@@ -181,7 +181,7 @@ class Sampler:
                 times = time.expand(2 * count if both else count).to(device)
                 z_rows = torch.cat([z, z]) if both else z
                 prediction = self.model.predict(
-                    self.transformer, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
+                    self.denoiser, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
                 ).float()
                 if both:
                     away = prediction[count:] - prediction[:count]

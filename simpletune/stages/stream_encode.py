@@ -32,7 +32,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     Raises:
         UserError: a shard is damaged, or rows cannot be used and ``data.on_error`` is ``stop``, or none are left.
     """
-    steps, asked = config.steps(plan.steps_per_epoch), config.validation.eval_samples
+    steps, asked = config.steps(plan.steps_per_epoch), config.validation.loss_samples
     filling = StreamEncoder(config, plan, caches)
     filling.steps(start, steps)
     filling.evaluation(MOST if asked == "auto" else asked)

@@ -187,12 +187,12 @@ def generate_missing(
 def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
     """Load the base to draw pictures of these sizes, with training's memory levers."""
     config = for_generation(config, on_host=device.type == "cpu")
-    transformer = load_base(config, device, sizes, cache_of_bases(config))
-    modulation = modulation_of(transformer, config.memory, config.precision, device)
-    config.memory.attach(model_units(transformer), model_device(transformer))
+    denoiser = load_base(config, device, sizes, cache_of_bases(config))
+    modulation = modulation_of(denoiser, config.memory, config.precision, device)
+    config.memory.attach(model_units(denoiser), model_device(denoiser))
     kernel = partial(attention_by, config.speed.attention)
     return Sampler(
-        transformer.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
+        denoiser.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
     )
 
 

@@ -27,7 +27,7 @@ def explained(run: Run) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        kinds = memory_by_kind(run.transformer, run.core.optimizer, run.accelerator.device)
+        kinds = memory_by_kind(run.denoiser, run.core.optimizer, run.accelerator.device)
         raise out_of_memory(run.core.config, kinds, error, run.folder) from None
     except RuntimeError as error:
         failed = compiling_failed(error)

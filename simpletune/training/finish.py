@@ -28,7 +28,7 @@ def finish(run: Run, traces: EpochTraces) -> None:
     failpoint("finish.saved")
     with run.stages.stage("save"), use_average(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
-        output = export_result(run.config, run.transformer, run.folder, metadata)
+        output = export_result(run.config, run.denoiser, run.folder, metadata)
     failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)

@@ -117,7 +117,7 @@ def refuse_finished(named: CheckpointRef) -> None:
     others = ", ".join(f"{run}@{number}" for number, _ in found if number != steps)
     hint = f" Name other checkpoints directly: {others}" if others else ""
     how = early or f"{steps} steps"
-    raise UserError(f"{run} is already finished ({how}). Its result is {result.lora or result.transformer}.{hint}")
+    raise UserError(f"{run} is already finished ({how}). Its result is {result.lora or result.denoiser}.{hint}")
 
 
 def read_intact(named: CheckpointRef) -> checkpoint.SavedState:
@@ -166,9 +166,9 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
     trained = find_in_run(CheckpointRef(run, saved.step)).trained
     assert trained is not None
     model = resolve_model_folder(config).model
-    transformer = model.load_denoiser(config.precision, CPU, config.train.seed)
-    overwrite(transformer, trained)
-    return adapter.export(transformer, run, metadata)
+    denoiser = model.load_denoiser(config.precision, CPU, config.train.seed)
+    overwrite(denoiser, trained)
+    return adapter.export(denoiser, run, metadata)
 
 
 def print_finished(named: CheckpointRef, summary: dict[str, object], places: dict[str, Path | None]) -> None:

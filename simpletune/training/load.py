@@ -45,7 +45,7 @@ class LoadedModel:
         total: number of parameters of the base model.
     """
 
-    transformer: Denoiser
+    denoiser: Denoiser
     core: TrainStep
     average: Average | None
     total: int
@@ -156,7 +156,7 @@ def runs_out(trial: FirstStepState, draws: list[SampleDraw], state_bytes: int) -
     try:
         held = torch.empty(state_bytes + (0 if tree is None else sums), dtype=torch.uint8, device=device)
         batch = trial.batches.trial(draws)
-        trial.model.transformer.train()
+        trial.model.denoiser.train()
         with core.accelerator.no_sync(core.model):
             for _ in range(2):  # the second adds to the first's gradients
                 core.compute(batch)
@@ -164,7 +164,7 @@ def runs_out(trial: FirstStepState, draws: list[SampleDraw], state_bytes: int) -
     except torch.OutOfMemoryError:
         return True
     finally:
-        trial.model.transformer.eval()
+        trial.model.denoiser.eval()
         core.losses = []
         core.optimizer.zero_grad(set_to_none=True)
         free_memory(device)
@@ -184,35 +184,35 @@ def load_model(
     """
     sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
     if divided:  # each unit moves to the device when it is sharded
-        transformer = load_base(config, torch.device("cpu"), sizes, cache)
+        denoiser = load_base(config, torch.device("cpu"), sizes, cache)
     else:
-        transformer = load_base_together(config, accelerator, sizes, cache)
+        denoiser = load_base_together(config, accelerator, sizes, cache)
     failpoint("model.loaded")
     total = config.model.parameter_count()
     captions = prepared.plan.captions() if config.text.trains else []
     text = load_text_side(config, prepared.text, captions, accelerator.device)
-    core = assemble(config, transformer, accelerator, len(prepared.plan.sizes()), text)
-    average = average_of(config, transformer, core.optimizer)
-    leading = None if core.sharding is None else RankZeroDriver(core.sharding)
-    if core.sharding is not None:
-        require_shared(run_folder(config), core.sharding)
+    core = assemble(config, denoiser, accelerator, len(prepared.plan.sizes()), text)
+    average = average_of(config, denoiser, core.optimizer)
+    leading = None if core.fsdp is None else RankZeroDriver(core.fsdp)
+    if core.fsdp is not None:
+        require_shared(run_folder(config), core.fsdp)
     if leading is not None and average is not None:
         average = leading.averaging(average)
     if saved:
-        checkpoint.restore(saved, transformer, core.optimizer, config.optimizer, average)
+        checkpoint.restore(saved, denoiser, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:
             core.fp16.load(saved.fp16)
         failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.named.values())
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
-    announce_kernel(config, transformer, accelerator.device, prepared.plan)
-    return LoadedModel(transformer, core, average, total)
+    announce_kernel(config, denoiser, accelerator.device, prepared.plan)
+    return LoadedModel(denoiser, core, average, total)
 
 
-def announce_kernel(config: TrainConfig, transformer: Denoiser, device: torch.device, plan: Plan) -> None:
+def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.device, plan: Plan) -> None:
     """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
     if device.type != "cuda":
         return
     batch = config.train.micro_batch
     image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
-    announce_tuning(transformer, image_rows, batch * config.model.text_tokens, device)
+    announce_tuning(denoiser, image_rows, batch * config.model.text_tokens, device)

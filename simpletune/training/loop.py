@@ -194,7 +194,7 @@ def loop(run: Run) -> EpochTraces:
     config, device = run.config, run.accelerator.device
     progress, pending = run.progress(), MetricsQueue(ahead=0 if run.guard.skips else 1)
     prefetcher = Prefetcher(run.batches, run.steps, on=config.speed.prefetch and run.stages.cuda)
-    run.transformer.train()
+    run.denoiser.train()
     traces = traces_of(run, lambda step: is_interrupted(config, step))
     with traces, progress, prefetcher, run.stages.stage("train"):
         for step in range(run.start, run.steps):

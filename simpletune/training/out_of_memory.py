@@ -18,7 +18,7 @@ MIB = 2**20
 SHOWN = 3
 
 
-def memory_by_kind(transformer: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+def memory_by_kind(denoiser: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
     """Count bytes on the device by kind: frozen and trained weights, gradients, optimizer; on CUDA also the rest.
 
     Args:
@@ -26,11 +26,11 @@ def memory_by_kind(transformer: nn.Module, optimizer: torch.optim.Optimizer, dev
         optimizer: optimizer of the trained parameters.
         device: device whose memory is full.
     """
-    parameters = list(transformer.parameters())
-    trained = list(trained_parameters(transformer).values())
+    parameters = list(denoiser.parameters())
+    trained = list(trained_parameters(denoiser).values())
     states = [value for state in optimizer.state.values() for value in state.values()]
     kinds: dict[str, Sequence[object]] = {
-        "frozen weights": [p for p in parameters if not p.requires_grad] + list(transformer.buffers()),
+        "frozen weights": [p for p in parameters if not p.requires_grad] + list(denoiser.buffers()),
         "trained weights": trained,
         "gradients": [parameter.grad for parameter in trained],
         "optimizer state": states,

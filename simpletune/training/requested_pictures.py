@@ -50,7 +50,7 @@ def generate_requested(run: Run, asked: DrawRequest, done: int) -> str:
             f"strength {asked.strength:g}: {run.config.adapter.method} changes the weights themselves and has no "
             "strength. Use 1"
         )
-    require_position_table(run.transformer, size)
+    require_position_table(run.denoiser, size)
     text, device = run.prepared.text, run.accelerator.device
     prompts = [request.prompt, request.negative_prompt]
     if device.type == "cuda":
@@ -61,9 +61,9 @@ def generate_requested(run: Run, asked: DrawRequest, done: int) -> str:
         require_memory(config, device, run.prepared.plan.largest(), known, encodes=bool(text.lacking(prompts)))
     with run.stages.stage("text"):
         text.fill(prompts, device)
-    with run.stages.stage("validate"), use_average(run.average), unchanged(run.transformer):
-        with nullcontext() if asked.strength == 1 else at_strength(run.transformer, asked.strength):
-            (picture,) = run.previews.pictures(run.transformer, [request])
+    with run.stages.stage("validate"), use_average(run.average), unchanged(run.denoiser):
+        with nullcontext() if asked.strength == 1 else at_strength(run.denoiser, asked.strength):
+            (picture,) = run.previews.pictures(run.denoiser, [request])
     name = f"{DRAWN}/step-{done:06d}-{asked.id}.png"
     (run.folder / DRAWN).mkdir(exist_ok=True)
     strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
@@ -106,13 +106,13 @@ def is_alike(config: TrainConfig, option: Validation) -> bool:
     return own.prompts != [] and all(getattr(own, name) == getattr(option, name) for name in alike)
 
 
-def require_position_table(transformer: nn.Module, size: tuple[int, int]) -> None:
+def require_position_table(denoiser: nn.Module, size: tuple[int, int]) -> None:
     """Check that the model's position table covers a picture's size.
 
     Raises:
         UserError: the picture is larger than the table, which ``memory.crop_positions`` may have cropped.
     """
-    side = getattr(getattr(transformer, "pos_embed", None), "pos_embed_max_size", None)
+    side = getattr(getattr(denoiser, "pos_embed", None), "pos_embed_max_size", None)
     if side is not None and max(size) > side * STEP:
         raise UserError(
             f"{size[0]}x{size[1]}: this run holds positions for {side * STEP} pixels a side. Use a smaller picture, or "
@@ -121,9 +121,9 @@ def require_position_table(transformer: nn.Module, size: tuple[int, int]) -> Non
 
 
 @contextmanager
-def unchanged(transformer: nn.Module) -> Iterator[None]:
+def unchanged(denoiser: nn.Module) -> Iterator[None]:
     """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
-    blocks = fp16_blocks_of(transformer)
+    blocks = fp16_blocks_of(denoiser)
     before = None if blocks is None else blocks.drawn_wide
     try:
         yield

@@ -78,7 +78,7 @@ class Run:
     device: str
     stages: StageTimer
     prepared: PreparedData
-    transformer: Denoiser
+    denoiser: Denoiser
     core: TrainStep
     batches: BatchLoader
     average: Average | None
@@ -119,7 +119,7 @@ class Run:
     def save(self, step: int) -> None:
         """Write a checkpoint."""
         with self.stages.stage("save"), finite_only(self.folder, step):
-            require_finite(held_parameters(self.transformer), self.folder, step)
+            require_finite(held_parameters(self.denoiser), self.folder, step)
             checkpoint.save_checkpoint(self.folder, self.state(step))
         self.attempt.update()
         self.store.saved(step)
@@ -129,7 +129,7 @@ class Run:
         return checkpoint.TrainingState(
             step=step,
             config=self.config,
-            model=self.transformer,
+            model=self.denoiser,
             optimizer=self.core.optimizer,
             manifest=self.prepared.plan.manifest(),
             average=self.average,
@@ -139,7 +139,7 @@ class Run:
 
     def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
         """Let the first process work alone between two steps. If the weights are sharded, the others help it."""
-        leading = rank_zero_driver(self.transformer)
+        leading = rank_zero_driver(self.denoiser)
         if not self.main:
             if leading is not None:
                 leading.follow(self.average, lambda step: checkpoint.save_own_part(self.folder, self.state(step)))
@@ -164,9 +164,9 @@ class Run:
         """Draw the validation pictures; at step 0, with the base model."""
         with self.stages.stage("validate"), use_average(self.average):
             if step == 0:
-                self.previews.generate_base(self.transformer)
+                self.previews.generate_base(self.denoiser)
                 return
-            self.previews.generate_tuned(self.transformer, step)
+            self.previews.generate_tuned(self.denoiser, step)
             sheet = self.previews.write_grid()
         if sheet is not None:
             self.trackers.picture(step, "samples", Image.open(sheet))
@@ -174,7 +174,7 @@ class Run:
     def evaluate(self, step: int) -> float | None:
         """Compute the evaluation loss and the drift, and record them by step."""
         with self.stages.stage("validate"), use_average(self.average):
-            found = self.evaluator.evaluate(self.transformer, step)
+            found = self.evaluator.evaluate(self.denoiser, step)
         if found is None:
             return None
         held_out = bool(self.prepared.plan.held_out)

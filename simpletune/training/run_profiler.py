@@ -27,7 +27,7 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
         interrupted: returns whether validation or saving follows a step.
     """
     option = run.config.profile if run.main else Profile(max_traces=0)
-    blocks = model_units(run.transformer)
+    blocks = model_units(run.denoiser)
     cuda = run.stages.cuda
     facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch
@@ -49,7 +49,7 @@ def flops_of_steps(run: Run) -> Callable[[int], float]:
 
     def of_size(size: Size) -> int:
         if size not in known:
-            parameters = {name: tuple(value.shape) for name, value in trained_parameters(run.transformer).items()}
+            parameters = {name: tuple(value.shape) for name, value in trained_parameters(run.denoiser).items()}
             model = run.core.config.model
             known[size] = model.flops(trained_of(parameters), size, run.prepared.plan.batch_size).model
         return known[size]

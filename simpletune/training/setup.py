@@ -217,7 +217,7 @@ def estimate_start(
 
     predicted = estimate_run(config, device, plan.largest(), options.force)
     if config.train.uses_fsdp(simulated_processes()):
-        say("time    not predicted: with train.sharding full it depends on the link between the processes")
+        say("time    not predicted: with train.fsdp full it depends on the link between the processes")
         return predicted, None
     return predicted, estimate_time(config, predicted, device, plan)
 

@@ -77,7 +77,7 @@ class LossEvaluator:
         self.samples = samples
 
     @torch.no_grad()
-    def evaluate(self, transformer: Denoiser, step: int) -> ValidationFigures | None:
+    def evaluate(self, denoiser: Denoiser, step: int) -> ValidationFigures | None:
         """Evaluate the model; None if there are no samples.
 
         Args:
@@ -86,27 +86,27 @@ class LossEvaluator:
         """
         if not self.samples:
             return None
-        was_training = transformer.training
-        transformer.eval()
+        was_training = denoiser.training
+        denoiser.eval()
         try:
             if step == 0:
-                return self._write_base(transformer)
-            base = self._base(transformer)
-            return finite_passes(transformer, lambda: self._compared(transformer, base))
+                return self._write_base(denoiser)
+            base = self._base(denoiser)
+            return finite_passes(denoiser, lambda: self._compared(denoiser, base))
         finally:
-            transformer.train(was_training)
+            denoiser.train(was_training)
 
     @cached_property
     def groups(self) -> dict[str, list[SampleDraw]]:
         """The draws of each group of prompts."""
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
 
-    def _base(self, transformer: Denoiser) -> dict[str, Tensor] | None:
+    def _base(self, denoiser: Denoiser) -> dict[str, Tensor] | None:
         """The base's predictions by group and number; None if they are lost and the base itself is trained."""
         if not self._is_written():
             if self.adapter.trains_base:
                 return None
-            self._write_base(transformer)
+            self._write_base(denoiser)
         return WeightReader([self.file]).get_all()
 
     def _is_written(self) -> bool:
@@ -120,38 +120,38 @@ class LossEvaluator:
             {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
         )
 
-    def _write_base(self, transformer: Denoiser) -> ValidationFigures:
+    def _write_base(self, denoiser: Denoiser) -> ValidationFigures:
         """Predict with the base, store the predictions, and return the figures."""
 
         def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
             found, losses = dict[str, Tensor](), list[Tensor]()
             for group, draws in self.groups.items():
-                for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
+                for n, (prediction, loss) in enumerate(self._passes(denoiser, draws)):
                     found[f"{group}.{n}"] = prediction.cpu()
                     losses.extend([loss] if group == TRAINED else [])
             return found, losses
 
-        with nullcontext() if self.adapter.trains_base else untrained(self.adapter, transformer):
-            found, losses = finite_passes(transformer, predict)
+        with nullcontext() if self.adapter.trains_base else untrained(self.adapter, denoiser):
+            found, losses = finite_passes(denoiser, predict)
         with room_for("writing the base's predictions", self.file.parent):
             write_safetensors(found, self.file, {"of": self._of()})
         none = dict.fromkeys(self.groups, 0.0)
         return ValidationFigures(*_mean_and_each(losses), none, none)
 
-    def _passes(self, transformer: Denoiser, draws: list[SampleDraw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _passes(self, denoiser: Denoiser, draws: list[SampleDraw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the prediction and the loss [] of each draw."""
         for batch in self.batches.one_by_one(draws):
             poll()
-            prediction = self.core.predict(transformer, batch)
+            prediction = self.core.predict(denoiser, batch)
             yield prediction, self.core.loss_of(prediction, batch)
 
-    def _compared(self, transformer: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
+    def _compared(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
         for group, draws in self.groups.items():
             if base is None and group != TRAINED:
                 continue
-            for n, (prediction, loss) in enumerate(self._passes(transformer, draws)):
+            for n, (prediction, loss) in enumerate(self._passes(denoiser, draws)):
                 if group == TRAINED:
                     losses.append(loss)
                 if base is not None:

@@ -49,15 +49,15 @@ class Previews:
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
         self.core, self.modulation = core, None if core is None else core.modulation
 
-    def generate_base(self, transformer: Denoiser) -> None:
+    def generate_base(self, denoiser: Denoiser) -> None:
         """Draw with the base model; before training, because full fine-tuning changes the base."""
         adapter = self.config.adapter
-        with nullcontext() if adapter.trains_base else untrained(adapter, transformer):
-            self._draw(transformer, BASE, self.folder / BASE)
+        with nullcontext() if adapter.trains_base else untrained(adapter, denoiser):
+            self._draw(denoiser, BASE, self.folder / BASE)
 
-    def generate_tuned(self, transformer: Denoiser, step: int) -> None:
+    def generate_tuned(self, denoiser: Denoiser, step: int) -> None:
         """Draw with the model after ``step`` steps."""
-        self._draw(transformer, f"step {step}", self._place(step))
+        self._draw(denoiser, f"step {step}", self._place(step))
 
     def has_pictures(self, step: int) -> bool:
         """Return whether the pictures after ``step`` steps exist, or none are enabled."""
@@ -66,10 +66,10 @@ class Previews:
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _draw(self, transformer: Denoiser, state: str, folder: Path) -> None:
+    def _draw(self, denoiser: Denoiser, state: str, folder: Path) -> None:
         if not self.requests:
             return
-        pictures = self.pictures(transformer, self.requests)
+        pictures = self.pictures(denoiser, self.requests)
         with atomic_folder(folder) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
                 save_png(picture, part / f"prompt-{number:02d}.png", request, **self.about(state))
@@ -80,15 +80,15 @@ class Previews:
         """Return a picture's metadata besides its request."""
         return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
 
-    def pictures(self, transformer: Denoiser, requests: Sequence[PictureRequest]) -> list[Image.Image]:
+    def pictures(self, denoiser: Denoiser, requests: Sequence[PictureRequest]) -> list[Image.Image]:
         """Draw requests with encoded prompts; leaves transformer and device as they were."""
-        device = model_device(transformer)
-        was_training = transformer.training
-        transformer.eval()
+        device = model_device(denoiser)
+        was_training = denoiser.training
+        denoiser.eval()
         config = self.config
         kernel = partial(attention_by, config.speed.attention)
         sampler = Sampler(
-            transformer, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
+            denoiser, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
         vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
@@ -97,7 +97,7 @@ class Previews:
         finally:
             del vae
             free_memory(device)
-            transformer.train(was_training)
+            denoiser.train(was_training)
 
     @torch.no_grad()
     def load(self, prompt: str) -> tuple[Tensor, Tensor]:

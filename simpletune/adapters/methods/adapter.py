@@ -23,7 +23,7 @@ class TrainingMethod(Option):
     """Whether base weights change, which requires a trainable precision."""
     trains: ClassVar[bool] = True
     """Whether any part of the denoiser trains."""
-    shards: ClassVar[bool] = False
+    supports_fsdp: ClassVar[bool] = False
     """Whether all weights train, so that processes can divide them among themselves."""
     holds_lora: ClassVar[bool] = False
     """Whether its result is a LoRA file, which a LoRA on the text encoders can join."""

@@ -21,7 +21,7 @@ class Full(TrainingMethod):
     """Full fine-tuning: train every parameter of the transformer or U-Net."""
 
     trains_base: ClassVar[bool] = True
-    shards: ClassVar[bool] = True
+    supports_fsdp: ClassVar[bool] = True
 
     def describe(self, shapes: Shapes) -> str:
         """Describe what is trained."""

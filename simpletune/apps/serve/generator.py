@@ -123,11 +123,11 @@ class ImageGenerator:
         check_cancelled()
         side = self.side_of(image)
         self.text.fill([image.request.prompt, image.request.negative_prompt], side)
-        transformer, modulation = self.models.use(image.lora, image.scale)
+        denoiser, modulation = self.models.use(image.lora, image.scale)
         self._check_cancelled = check_cancelled
         try:
             config = self.config
-            sampler = Sampler(transformer, config.model, config.precision, modulation, objective=config.objective)
+            sampler = Sampler(denoiser, config.model, config.precision, modulation, objective=config.objective)
             pictures = generate_pictures(
                 sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side)
             )

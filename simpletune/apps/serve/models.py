@@ -79,13 +79,13 @@ class Adapters:
     exactly as loaded, not with updates of zero.
 
     Args:
-        transformer: the loaded transformer, changed in place.
+        denoiser: the loaded transformer, changed in place.
         files: LoRA files by name.
         device: the device that computes.
     """
 
-    def __init__(self, transformer: nn.Module, files: Mapping[str, Path], device: torch.device):
-        self.transformer = transformer
+    def __init__(self, denoiser: nn.Module, files: Mapping[str, Path], device: torch.device):
+        self.denoiser = denoiser
         self._base: dict[str, nn.Module] = {}
         self._layers: dict[str, list[LoraLayer]] = {BASE: []}
         self._active = BASE
@@ -93,15 +93,15 @@ class Adapters:
             self._read(name, file, device)
 
     def _read(self, name: str, file: Path, device: torch.device) -> None:
-        load_lora(self.transformer, file)
-        move_updates(self.transformer, device)
+        load_lora(self.denoiser, file)
+        move_updates(self.denoiser, device)
         layers: list[LoraLayer] = []
-        for path, layer in outer_layers(self.transformer):
+        for path, layer in outer_layers(self.denoiser):
             layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
             self._base[path] = innermost_layer(layer)
-            wrap(self.transformer, path, self._base[path])
-        if hasattr(self.transformer, "peft_config"):
-            del self.transformer.peft_config  # PEFT's record of the adapter; the next one has the same name
+            wrap(self.denoiser, path, self._base[path])
+        if hasattr(self.denoiser, "peft_config"):
+            del self.denoiser.peft_config  # PEFT's record of the adapter; the next one has the same name
         self._layers[name] = layers
 
     def use(self, name: str, scale: float) -> None:
@@ -113,9 +113,9 @@ class Adapters:
         """
         if name != self._active:
             for path, _, _ in self._layers[self._active]:
-                wrap(self.transformer, path, self._base[path])
+                wrap(self.denoiser, path, self._base[path])
             for path, layer, _ in self._layers[name]:
-                wrap(self.transformer, path, layer)
+                wrap(self.denoiser, path, layer)
             self._active = name
         for _, layer, own in self._layers[name]:
             layer.scaling[ADAPTER] = own * scale
@@ -124,7 +124,7 @@ class Adapters:
 class ResidentModel(NamedTuple):
     """A transformer in memory, its modulation if detached, and its LoRAs."""
 
-    transformer: Denoiser
+    denoiser: Denoiser
     modulation: DetachedModulation | None
     adapters: Adapters
 
@@ -158,7 +158,7 @@ class Models:
         first = self._get(BASE)
         if served.tuned is None:
             return
-        size = sum(each.nbytes for each in _tensors(first.transformer).values() if each.device.type == device.type)
+        size = sum(each.nbytes for each in _tensors(first.denoiser).values() if each.device.type == device.type)
         free = free_model_bytes(device)
         self._by_turns = free < ROOM * size
         if self._by_turns:
@@ -170,7 +170,7 @@ class Models:
         del first
         tuned = self._get(served.tuned[0])
         if not self._by_turns and config.memory.resident_blocks is None:
-            share_equal_tensors(self._loaded[BASE].transformer, tuned.transformer)
+            share_equal_tensors(self._loaded[BASE].denoiser, tuned.denoiser)
 
     def use(self, name: str, scale: float) -> tuple[Denoiser, DetachedModulation | None]:
         """Return a served name's transformer, and its modulation if detached.
@@ -182,7 +182,7 @@ class Models:
         own = self.served.tuned is not None and name == self.served.tuned[0]
         model = self._get(name if own else BASE)
         model.adapters.use(name if name in self.served.loras else BASE, scale)
-        return model.transformer, model.modulation
+        return model.denoiser, model.modulation
 
     def _get(self, name: str) -> ResidentModel:
         if name not in self._loaded:
@@ -197,16 +197,16 @@ class Models:
         if name != BASE:
             assert self.served.tuned is not None
             weights, loras = self.served.tuned[1], {}
-        transformer, modulation = load_weights(self.config, weights, self.device, [(self.side, self.side)])
+        denoiser, modulation = load_weights(self.config, weights, self.device, [(self.side, self.side)])
         try:
-            adapters = Adapters(transformer, loras, self.device)
+            adapters = Adapters(denoiser, loras, self.device)
         except UserError as error:
             if modulation is None:
                 raise
             remedy = "memory.modulation=plan detached the modulation: for a LoRA on it use --modulation resident"
             raise UserError(f"{error}. {remedy}") from error
-        transformer.register_forward_pre_hook(lambda module, inputs: self._before_step())
-        return ResidentModel(transformer, modulation, adapters)
+        denoiser.register_forward_pre_hook(lambda module, inputs: self._before_step())
+        return ResidentModel(denoiser, modulation, adapters)
 
 
 def free_model_bytes(device: torch.device) -> int:

@@ -202,7 +202,7 @@ def _served_models(session: GenerationSession, given: list[str], common: Sequenc
             embeddings[own] = result.embeddings
         if result.lora is not None:
             loras[own] = result.lora
-        elif result.transformer is not None or result.trained is not None:
+        elif result.denoiser is not None or result.trained is not None:
             tuned = (own, result)
     for text in given:
         name, _, file = text.partition("=")

@@ -56,9 +56,9 @@ def take_steps(weights: str, count: int) -> Json:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     side = config.data.resolution
-    transformer = load_base(config, device, [(side, side)])
-    core = assemble(config, transformer, SingleProcess(device))
-    transformer.train()
+    denoiser = load_base(config, device, [(side, side)])
+    core = assemble(config, denoiser, SingleProcess(device))
+    denoiser.train()
     losses, seconds = _losses(core, SyntheticBatches(config, core, device=device), count)
     found |= {"losses": losses, "seconds_per_step": statistics.median(seconds[1:] or seconds)}
     if capability:

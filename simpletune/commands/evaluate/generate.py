@@ -108,9 +108,9 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
     with progress("draw", len(shots), "pictures") as advance:
         for weights in shared.grouped_by_base(points):
             with session.stages.stage("load"):
-                transformer, modulation = shared.use(weights)
+                denoiser, modulation = shared.use(weights)
             sampler = Sampler(
-                transformer, config.model, precision_of(config, weights), modulation, session.speed.batch_size,
+                denoiser, config.model, precision_of(config, weights), modulation, session.speed.batch_size,
                 session.speed.reuse_guidance, objective=config.objective,
             )  # fmt: skip
             for group in wanted[points[weights]]:
@@ -119,5 +119,5 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
                 for shot, z in zip(group, drawn, strict=True):
                     gallery.latents.save(plan.key(points[weights], shot), {"z": z})
                     advance()
-            del transformer, modulation, sampler
+            del denoiser, modulation, sampler
     shared.free()

@@ -130,7 +130,7 @@ class EvaluationPlan:
 def identity(weights: Weights) -> str:
     """Hash the files that make up a model, and its strengths."""
     files = [(sha256_of(file), scale) for file, scale in weights.loras]
-    whole = fingerprint(weights.transformer) if weights.transformer else ""
+    whole = fingerprint(weights.denoiser) if weights.denoiser else ""
     trained = sha256_of(weights.trained) if weights.trained else ""
     embeddings = [[(sha256_of(file), token) for file, token in weights.embeddings]] if weights.embeddings else []
     parts = [files, whole, trained, weights.merged, *embeddings]

@@ -93,7 +93,7 @@ def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tupl
     if args.full:
         return "full", with_embeddings(full_model_of(session.run, session.step), given)
     weights = with_embeddings(run_result(session.run, args.scale, session.step), given)
-    alone = weights.transformer is None and weights.trained is None
+    alone = weights.denoiser is None and weights.trained is None
     return ("lora" if weights.lora else "embeddings" if alone else "full"), _fused(session, args, weights)
 
 
@@ -182,7 +182,7 @@ def write_picture(save: Callable[[Path], object], file: Path | None, name: str, 
 
 def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:
     """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
-    own = weights.transformer or weights.trained
+    own = weights.denoiser or weights.trained
     model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
     precision = precision_of(session.config, weights).weights

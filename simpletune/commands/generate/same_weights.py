@@ -28,12 +28,12 @@ def without_twins(models: Sequence[Weights]) -> list[Weights]:
 def _are_same(a: Weights, b: Weights) -> bool:
     if a.merged != b.merged or not _have_same_embeddings(a, b):
         return False
-    if a.embeddings and not (a.lora or b.lora or a.trained or b.trained or a.transformer or b.transformer):
+    if a.embeddings and not (a.lora or b.lora or a.trained or b.trained or a.denoiser or b.denoiser):
         return True
     if a.loras and [scale for _, scale in a.loras] == [scale for _, scale in b.loras]:
         pairs = zip(a.loras, b.loras, strict=True)
         return all(one == other or _holds_all_of([one], [other], both=True) for (one, _), (other, _) in pairs)
-    trained, whole = (a.trained, b.transformer) if a.trained else (b.trained, a.transformer)
+    trained, whole = (a.trained, b.denoiser) if a.trained else (b.trained, a.denoiser)
     if trained is None or whole is None or not _of_one_run(trained, whole):
         return False
     return _holds_all_of(sorted(whole.glob("*.safetensors")), [trained])
@@ -47,9 +47,9 @@ def _have_same_embeddings(a: Weights, b: Weights) -> bool:
     return all(one == other or _holds_all_of([one], [other], both=True) for one, other in pairs)
 
 
-def _of_one_run(checkpoint_file: Path, transformer: Path) -> bool:
+def _of_one_run(checkpoint_file: Path, denoiser: Path) -> bool:
     """Whether RUN/checkpoints/step-N/FILE and RUN/transformer belong to one run; others need not be read."""
-    return checkpoint_file.resolve().parents[2] == transformer.resolve().parent
+    return checkpoint_file.resolve().parents[2] == denoiser.resolve().parent
 
 
 def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bool:

@@ -123,19 +123,19 @@ class GenerationSession:
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
         for weights in shared.grouped_by_base(dict.fromkeys(models)):
             with self.stages.stage("load"):
-                transformer, modulation = shared.use(weights)
+                denoiser, modulation = shared.use(weights)
             with self.stages.stage("denoise"):
                 clock = time.perf_counter()
                 precision = precision_of(config, weights)
                 sampler = Sampler(
-                    transformer, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
+                    denoiser, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
                     objective=config.objective,
                 )  # fmt: skip
                 latents[weights] = (
                     sampler.latents(requests, texts[weights].load, starts),
                     (time.perf_counter() - clock) / count,
                 )
-            del transformer, modulation, sampler
+            del denoiser, modulation, sampler
         shared.free()
         return self._decoded(models, latents)
 

@@ -77,14 +77,14 @@ class SharedBase:
         is_conditioning = self.config.model.is_conditioning
         return any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
 
-    def _apply(self, transformer: Denoiser, weights: Weights) -> None:
+    def _apply(self, denoiser: Denoiser, weights: Weights) -> None:
         if self.base_of(weights) != replace(BASE, label=""):
             return  # use() loaded these weights with their LoRAs
         if weights.lora == self._active.lora and not (weights.more or self._active.more):
-            rescale(transformer, weights.scale)
+            rescale(denoiser, weights.scale)
         else:
-            detach(transformer)
+            detach(denoiser)
             if weights.loras:
-                load_loras(transformer, weights.loras)
-                move_updates(transformer, self.device)
+                load_loras(denoiser, weights.loras)
+                move_updates(denoiser, self.device)
         self._active = weights

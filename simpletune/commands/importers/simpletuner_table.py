@@ -67,7 +67,7 @@ ROWS = (
     KeyRule("validation_seed", "validation.seed", whole_number),
     KeyRule("validation_guidance", "validation.guidance", number),
     KeyRule("validation_num_inference_steps", "validation.steps", whole_number),
-    KeyRule("num_eval_images", "validation.eval_samples", whole_number),
+    KeyRule("num_eval_images", "validation.loss_samples", whole_number),
     KeyRule("checkpointing_steps", "checkpoint.every", whole_number),
     KeyRule("checkpoint_step_interval", "checkpoint.every", whole_number),
     KeyRule("checkpoints_total_limit", "checkpoint.keep_last", whole_number),

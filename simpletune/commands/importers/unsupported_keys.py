@@ -158,7 +158,7 @@ KOHYA = {
     "fp8_base_unet": "like fp8_base",
     "debug_dataset": "use simpletune data",
     "tokenizer_cache_dir": "everything is cached in output.cache",
-    "max_validation_steps": "validation.eval_samples",
+    "max_validation_steps": "validation.loss_samples",
     "validation_*": "set validation.split",
     "validate_*": "the loss is evaluated at each validation and checkpoint",
     "fused_optimizer_groups": "memory.optimizer_in_backward is closest",

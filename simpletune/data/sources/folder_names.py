@@ -81,6 +81,6 @@ def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
     if numbers:
         yield (
             f"{printable_name(join_names(numbers, 3))}: the repeat count in a folder's name is ignored, unlike in "
-            "kohya's scripts. Set data.folder_names=kohya to repeat its pictures as often, and to caption those without a "
-            "caption by its words"
+            "kohya's scripts. Set data.folder_names=kohya to repeat its pictures as often, and to caption those "
+            "without a caption by its words"
         )

@@ -25,7 +25,7 @@ WEIGHTS, STATES, AVERAGES = "trainable", "optimizer", "ema"
 
 def write_together(
     folder: Path,
-    sharding: FsdpModel,
+    fsdp: FsdpModel,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     metadata: dict[str, str],
@@ -34,7 +34,7 @@ def write_together(
 
     Args:
         folder: the checkpoint's folder, under its temporary name; all processes see it.
-        sharding: the model's sharding.
+        fsdp: the model, divided.
         optimizer: the optimizer of the parts.
         average: the average of the parts, if enabled.
         metadata: strings for the headers of the weights.
@@ -44,21 +44,21 @@ def write_together(
     """
     written: Json = {}
     try:
-        bad = nonfinite(sharding)
-        written = {"bad": bad} if bad else _write_own(folder, sharding, optimizer, average, metadata)
+        bad = nonfinite(fsdp)
+        written = {"bad": bad} if bad else _write_own(folder, fsdp, optimizer, average, metadata)
     except (OSError, UserError) as error:
         written = {"error": str(error), "code": error.code if isinstance(error, UserError) else 1}
     every: list[Json] = gather_object([written])
-    if sharding.rank:
+    if fsdp.rank:
         return
     require_written(every, folder)
     for kind in every[0]:
-        write_index(folder, kind, [each[kind] for each in every], sharding.shards)
+        write_index(folder, kind, [each[kind] for each in every], fsdp.shards)
 
 
-def nonfinite(sharding: FsdpModel) -> list[str]:
+def nonfinite(fsdp: FsdpModel) -> list[str]:
     """The names of the parameters with NaN or infinity in this process's parts."""
-    held = sharding.held
+    held = fsdp.held
     peaks = [torch.linalg.vector_norm(part.detach(), torch.inf).float() for part in held.values()]
     finite = torch.stack(peaks).isfinite().tolist() if peaks else []
     return [name for name, fine in zip(held, finite, strict=True) if not fine]
@@ -66,13 +66,13 @@ def nonfinite(sharding: FsdpModel) -> list[str]:
 
 def _write_own(
     folder: Path,
-    sharding: FsdpModel,
+    fsdp: FsdpModel,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     metadata: dict[str, str],
 ) -> Json:
     """Write this process's files; return their names and checksums by kind."""
-    held, of = sharding.held, (sharding.rank, sharding.processes)
+    held, of = fsdp.held, (fsdp.rank, fsdp.processes)
     written: Json = {WEIGHTS: write_parts(folder, WEIGHTS, held, metadata, of)}
     failpoint("checkpoint.part")
     states, values = state_by_name(optimizer, list(held))
@@ -131,45 +131,45 @@ def restore_parts(
 
 def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
     """Load this process's rows of each trained parameter, one after the other."""
-    sharding = fsdp_model(model)
+    fsdp = fsdp_model(model)
     for name, parameter in held_parameters(model).items():
-        if sharding is None:
+        if fsdp is None:
             yield name, reader.get(name)
         else:
-            first = sharding.shards[name].place.start // (parameter.numel() // len(parameter))
+            first = fsdp.shards[name].place.start // (parameter.numel() // len(parameter))
             yield name, reader.rows(name, first, first + len(parameter))
 
 
 def parameter_ranges(model: nn.Module) -> dict[str, ParameterRange]:
     """The places, in the whole parameters, of the parts that this process updates, by name."""
-    sharding = fsdp_model(model)
-    if sharding is not None:
-        return dict(zip(sharding.held, sharding.places, strict=True))
+    fsdp = fsdp_model(model)
+    if fsdp is not None:
+        return dict(zip(fsdp.held, fsdp.places, strict=True))
     parameters = trained_parameters(model).items()
     return {name: ParameterRange(number, 0, parameter.numel()) for number, (name, parameter) in enumerate(parameters)}
 
 
-def require_shared(folder: Path, sharding: FsdpModel) -> None:
+def require_shared(folder: Path, fsdp: FsdpModel) -> None:
     """Check that all processes see the run's folder, into which each writes its part of a checkpoint.
 
     Args:
         folder: the run's folder, which exists in the first process.
-        sharding: the model's sharding.
+        fsdp: the model, divided.
 
     Raises:
         UserError: a process does not see it.
     """
-    mark = folder / ".sharding.part"
-    if sharding.rank == 0:
+    mark = folder / ".fsdp.part"
+    if fsdp.rank == 0:
         mark.touch()
     distributed.barrier()
     seen: list[bool] = gather_object([mark.exists()])
-    if sharding.rank == 0:
+    if fsdp.rank == 0:
         mark.unlink()
     blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise UserError(
-            f"train.sharding: every process writes its part of a checkpoint into {folder}, which process "
+            f"train.fsdp: every process writes its part of a checkpoint into {folder}, which process "
             f"{join_names(blind, LISTED)} does not see. Put output.runs into a folder that all machines share, or use "
-            "train.sharding none"
+            "train.fsdp none"
         )

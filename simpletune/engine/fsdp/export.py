@@ -34,7 +34,7 @@ def write_divided_folder(
         model.save_config(part)  # type: ignore[operator]
         with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
             for name, tensor in state.items():
-                if name not in leading.sharding.shards:
+                if name not in leading.fsdp.shards:
                     writer.write(name, tensor)
             for name, tensor in leading.whole_tensors():
                 writer.write(name, tensor)

@@ -173,5 +173,5 @@ def fsdp_model(model: nn.Module) -> FsdpModel | None:
 
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters that this process updates, by name: for a sharded model, its parts."""
-    sharding = fsdp_model(model)
-    return trained_parameters(model) if sharding is None else sharding.held
+    fsdp = fsdp_model(model)
+    return trained_parameters(model) if fsdp is None else fsdp.held

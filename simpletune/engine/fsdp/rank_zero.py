@@ -42,13 +42,13 @@ class RankZeroDriver:
     """Lets the first process lead the others.
 
     Args:
-        sharding: the model's sharding.
+        fsdp: the model, divided.
     """
 
-    def __init__(self, sharding: FsdpModel):
-        self.sharding, self._leads = sharding, False
-        sharding.units[-1].__dict__[KEY] = self
-        for number, unit in enumerate(sharding.units):
+    def __init__(self, fsdp: FsdpModel):
+        self.fsdp, self._leads = fsdp, False
+        fsdp.units[-1].__dict__[KEY] = self
+        for number, unit in enumerate(fsdp.units):
             unit.register_forward_pre_hook(partial(self._before_pass, number), prepend=True)
 
     @contextmanager
@@ -58,7 +58,7 @@ class RankZeroDriver:
         try:
             yield
         finally:
-            self.sharding.reshard()
+            self.fsdp.reshard()
             self.tell(Command.END)
             self._leads = False
 
@@ -69,10 +69,10 @@ class RankZeroDriver:
             average: the average of this process's parts of the weights.
             save: writes this process's parts of the checkpoint after a number of steps.
         """
-        shards, swapped = list(self.sharding.shards.values()), ExitStack()
+        shards, swapped = list(self.fsdp.shards.values()), ExitStack()
 
         def swap(enters: bool) -> None:
-            self.sharding.reshard()
+            self.fsdp.reshard()
             if enters and average is not None:
                 swapped.enter_context(average.in_place())
             else:
@@ -80,7 +80,7 @@ class RankZeroDriver:
 
         tasks: dict[int, Callable[[int], object]] = {
             Command.GATHER_UNIT: self._gather_unit,
-            Command.GATHER: lambda number: gather_parameter(shards[number], self.sharding.group),
+            Command.GATHER: lambda number: gather_parameter(shards[number], self.fsdp.group),
             Command.SWAP_IN: lambda _: swap(enters=True),
             Command.SWAP_OUT: lambda _: swap(enters=False),
             Command.SAVE: save,
@@ -88,18 +88,18 @@ class RankZeroDriver:
         with swapped:
             while (heard := self._hear())[0] != Command.END:
                 tasks[heard[0]](heard[1])
-        self.sharding.reshard()
+        self.fsdp.reshard()
 
     def tell(self, word: Command, number: int = 0) -> None:
         """Tell the others what to do."""
-        distributed.broadcast(torch.tensor([word, number], device=self.sharding.device), 0)
+        distributed.broadcast(torch.tensor([word, number], device=self.fsdp.device), 0)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather one parameter after the other, in the first process while it leads; yield names and whole tensors."""
         assert self._leads
-        for number, (name, shard) in enumerate(self.sharding.shards.items()):
+        for number, (name, shard) in enumerate(self.fsdp.shards.items()):
             self.tell(Command.GATHER, number)
-            yield name, gather_parameter(shard, self.sharding.group)
+            yield name, gather_parameter(shard, self.fsdp.group)
 
     def averaging(self, average: Average) -> Average:
         """An average that is swapped in and out in all processes when the first process does so."""
@@ -112,17 +112,17 @@ class RankZeroDriver:
             with swap:
                 yield
             return
-        self.sharding.reshard()
+        self.fsdp.reshard()
         self.tell(Command.SWAP_IN)
         try:
             with swap:
                 yield
         finally:
-            self.sharding.reshard()
+            self.fsdp.reshard()
             self.tell(Command.SWAP_OUT)
 
     def _hear(self) -> tuple[int, int]:
-        told = torch.zeros(2, dtype=torch.int64, device=self.sharding.device)
+        told = torch.zeros(2, dtype=torch.int64, device=self.fsdp.device)
         distributed.broadcast(told, 0)
         word, number = told.tolist()
         return word, number
@@ -134,9 +134,9 @@ class RankZeroDriver:
 
     def _gather_unit(self, number: int) -> None:
         """Take part in gathering a unit's weights; weights outside of blocks stay gathered, as in the first process."""
-        unit = self.sharding.units[number]
+        unit = self.fsdp.units[number]
         unit.unshard()  # type: ignore[operator]
-        if unit is not self.sharding.units[-1]:
+        if unit is not self.fsdp.units[-1]:
             unit.reshard()  # type: ignore[operator]
 
 

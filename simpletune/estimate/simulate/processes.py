@@ -1,4 +1,4 @@
-"""Simulate what the first of several processes does when they shard the weights (``train.sharding``).
+"""Simulate what the first of several processes does when they shard the weights (``train.fsdp``).
 
 torch's "fake" process group exchanges nothing; its collectives return tensors of the right shapes.
 """

@@ -105,8 +105,8 @@ def simulate(
     started = time.perf_counter()
     with fake_tensors(), without_collection():
         sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
-        transformer = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, transformer, size, capability, recorder or Recorder(cuda=True))
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
+        report = account(config, denoiser, size, capability, recorder or Recorder(cuda=True))
     extra = 0 if capability is None else cublas_workspace(capability)
     return StepReport(
         peak=with_workspace(report.peak, extra),
@@ -125,7 +125,7 @@ def simulate(
 
 def account(
     config: TrainConfig,
-    transformer: Denoiser,
+    denoiser: Denoiser,
     size: tuple[int, int] | None = None,
     capability: tuple[int, int] | None = None,
     recorder: Recorder | None = None,
@@ -134,14 +134,14 @@ def account(
 
     Args:
         config: the run's configuration.
-        transformer: the result of the model's ``load_denoiser`` or ``empty_denoiser``.
+        denoiser: the result of the model's ``load_denoiser`` or ``empty_denoiser``.
         size: width and height in pixels; None: the square of ``data.resolution``.
         capability: see ``simulate``.
         recorder: see ``simulate``.
     """
     on_cpu = recorder is not None and not recorder.cuda
     with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
-        report, _ = take_steps(accounting, config, transformer, size, recorder)
+        report, _ = take_steps(accounting, config, denoiser, size, recorder)
     return report
 
 
@@ -165,7 +165,7 @@ def accounting_like_cuda(
 def take_steps(
     accounting: Accounting,
     config: TrainConfig,
-    transformer: Denoiser,
+    denoiser: Denoiser,
     size: Size | None = None,
     recorder: Recorder | None = None,
     limit: int | None = None,
@@ -175,7 +175,7 @@ def take_steps(
     Args:
         accounting: the accounting that counts.
         config: see ``account``; likewise the next three.
-        transformer: the loaded model.
+        denoiser: the loaded model.
         size: the pictures' size.
         recorder: the step's recorder.
         limit: the number of live bytes above which the simulation ends; None: no limit.
@@ -190,21 +190,21 @@ def take_steps(
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
     with recorder.queues() if recorder else nullcontext():
-        core = assemble_step(accounting, config, transformer)
+        core = assemble_step(accounting, config, denoiser)
     on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
-    if core.sharding is None:
+    if core.fsdp is None:
         count_equal_passes(core, recorder)
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
-        average = average_of(config, transformer, core.optimizer)
+        average = average_of(config, denoiser, core.optimizer)
     accounting.limit = limit  # only from here on: creating the states takes more than any step
     accounting.forget_peak()
-    transformer.train()
+    denoiser.train()
     run = SimulatedRun(core, SyntheticBatches(config, core, size), average)
-    take_watched_step(accounting, run, transformer, recorder)
+    take_watched_step(accounting, run, denoiser, recorder)
     accounting.limit = None
     report = StepReport(
         peak=accounting.peak,
@@ -212,7 +212,7 @@ def take_steps(
         steady=accounting.current,
         host_bytes=accounting.host_bytes,
         shared_bytes=on_host,
-        trained={name: tuple(p.shape) for name, p in trained_parameters(transformer).items()},
+        trained={name: tuple(p.shape) for name, p in trained_parameters(denoiser).items()},
         trained_bytes=sum(parameter.nbytes for parameter in core.parameters),
         state_bytes=sum(value.nbytes for value in states(core.optimizer)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
@@ -222,13 +222,11 @@ def take_steps(
     return report, run
 
 
-def take_watched_step(
-    accounting: Accounting, run: SimulatedRun, transformer: Denoiser, recorder: Recorder | None
-) -> None:
+def take_watched_step(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser, recorder: Recorder | None) -> None:
     """Take one step of a simulated run while watching its modules, gradients and work."""
-    hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(transformer))
+    hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
-    with watching, nullcontext() if run.core.sharding is None else counting_gathered():
+    with watching, nullcontext() if run.core.fsdp is None else counting_gathered():
         accounting.forget_snapshots()
         if recorder is not None:
             recorder.begin_step()
@@ -237,21 +235,21 @@ def take_watched_step(
         hook.remove()
 
 
-def assemble_step(accounting: Accounting, config: TrainConfig, transformer: Denoiser) -> TrainStep:
+def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:
     """Assemble one process's step core, and register what it holds."""
     processes = simulated_processes() if config.train.uses_fsdp(simulated_processes()) else 1
     text = empty_text_side(config, CPU)
-    base = [*all_tensors(transformer), *frozen_tensors(text)]
+    base = [*all_tensors(denoiser), *frozen_tensors(text)]
     accounting.register(base, "weights")
     if processes == 1:
-        count_equal(model_units(transformer))
+        count_equal(model_units(denoiser))
     with accounting.allocating("optimizer"), nullcontext() if processes == 1 else fake_processes(processes):
-        core = assemble(config, transformer, SingleProcess(CPU, processes), text=text)
-    if core.sharding is None:
-        register_trained(accounting, transformer, base)
+        core = assemble(config, denoiser, SingleProcess(CPU, processes), text=text)
+    if core.fsdp is None:
+        register_trained(accounting, denoiser, base)
     else:  # the whole weights are gone once nothing refers to them
         base.clear()
-        accounting.register(all_tensors(transformer), "weights")
+        accounting.register(all_tensors(denoiser), "weights")
     return core
 
 
@@ -282,10 +280,10 @@ def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
     return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
 
 
-def register_trained(accounting: Accounting, transformer: Denoiser, base: list[Tensor]) -> None:
+def register_trained(accounting: Accounting, denoiser: Denoiser, base: list[Tensor]) -> None:
     """Register every tensor that the model has gained since it was loaded as ``adapter``."""
     known = {id(tensor) for tensor in base}
-    gained = [tensor for tensor in all_tensors(transformer) if id(tensor) not in known]
+    gained = [tensor for tensor in all_tensors(denoiser) if id(tensor) not in known]
     accounting.register(gained, "adapter")
 
 

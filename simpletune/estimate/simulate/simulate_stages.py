@@ -200,18 +200,18 @@ def validation(
     config: TrainConfig, trained: SimulatedTraining, recorders: Recorders | None = None
 ) -> MemorySnapshot | None:
     """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
-    vae, run, transformer = empty_autoencoder(config), trained.run, trained.transformer
+    vae, run, denoiser = empty_autoencoder(config), trained.run, trained.denoiser
     with trained.counting(config) as accounting, accounting.allocating(HOST), use_average(run.average):
-        transformer.eval()
+        denoiser.eval()
         snapshots = []
-        if config.validation.eval_samples:
+        if config.validation.loss_samples:
             with recording(accounting, recorders, "evaluate"):
-                snapshots.append(simulate_validation_loss(accounting, run, transformer))
+                snapshots.append(simulate_validation_loss(accounting, run, denoiser))
         if config.validation.prompts != []:
             option, (width, height) = config.validation, config.picture_size()
             request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
             batch = run.batches.batch(1)
-            models = GenerationModels(transformer, vae, run.core.modulation)
+            models = GenerationModels(denoiser, vae, run.core.modulation)
             text = batch.prompt_embeds[0], batch.pooled[0]
             with recording(accounting, recorders, "draw"):
                 snapshots.append(simulate_generation(accounting, config, request, models, text))
@@ -223,11 +223,11 @@ def recording(accounting: Accounting, recorders: Recorders | None, name: str) ->
     return nullcontext() if recorders is None else recorders[name].watching(accounting)
 
 
-def simulate_validation_loss(accounting: Accounting, run: SimulatedRun, transformer: Denoiser) -> MemorySnapshot:
+def simulate_validation_loss(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser) -> MemorySnapshot:
     """Compute the evaluation loss: one sample at a time, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
-        run.core.loss(transformer, run.batches.one_by_one())
+        run.core.loss(denoiser, run.batches.one_by_one())
     return accounting.peak
 
 
@@ -241,17 +241,17 @@ def simulate_class_pictures(
     prior = config.prior
     assert isinstance(prior, ClassPictures)
     memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
-    transformer = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
+    denoiser = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
-        accounting.register(all_tensors(transformer), "weights")
-        count_equal(model_units(transformer))
-        modulation = modulation_of(transformer, memory, config.precision, CPU)
-        memory.attach(model_units(transformer), model_device(transformer))
+        accounting.register(all_tensors(denoiser), "weights")
+        count_equal(model_units(denoiser))
+        modulation = modulation_of(denoiser, memory, config.precision, CPU)
+        memory.attach(model_units(denoiser), model_device(denoiser))
         request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)
         embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
         text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
-        models = GenerationModels(transformer.eval(), vae, modulation)
+        models = GenerationModels(denoiser.eval(), vae, modulation)
         with recording(accounting, recorders, "class"):
             return simulate_generation(accounting, config, request, models, text, pictures)
 
@@ -259,7 +259,7 @@ def simulate_class_pictures(
 class GenerationModels(NamedTuple):
     """The models that draw a picture."""
 
-    transformer: Denoiser
+    denoiser: Denoiser
     vae: nn.Module
     modulation: ModulationSource | None
 
@@ -273,7 +273,7 @@ def simulate_generation(
     pictures: int = 1,
 ) -> MemorySnapshot:
     """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
-    transformer, vae, modulation = models
+    denoiser, vae, modulation = models
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
@@ -282,7 +282,7 @@ def simulate_generation(
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
             kernel = partial(attention_by, simulated_attention(config))
-            sampler = Sampler(transformer, model, config.precision, whole, attention=kernel)
+            sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel)
             z = sampler.denoise([request] * pictures, [text] * pictures, [text] * pictures)
         with phase("decode"):
             for one in z.split(1):

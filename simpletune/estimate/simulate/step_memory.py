@@ -25,7 +25,7 @@ def snapshots_of_step(
         capability: the CUDA device's compute capability, for its attention; None: an L4's.
     """
     with fake_tensors(), without_collection():
-        transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
         with accounting_like_cuda(config, capability, keep=True) as accounting:
-            take_steps(accounting, config, transformer, size)
+            take_steps(accounting, config, denoiser, size)
     return accounting.snapshots or []

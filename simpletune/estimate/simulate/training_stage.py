@@ -37,7 +37,7 @@ class SimulatedTraining:
 
     report: StepReport
     run: SimulatedRun
-    transformer: Denoiser
+    denoiser: Denoiser
     accounting: Accounting
     mode: Fake
 
@@ -70,7 +70,7 @@ def train(
     """
     mode = fake.active()
     assert mode is not None, "train runs within fake_tensors"
-    transformer = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+    denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
     with accounting_like_cuda(config, capability) as accounting:
-        report, run = take_steps(accounting, config, transformer, size, recorder, limit)
-    return SimulatedTraining(report, run, transformer, accounting, mode)
+        report, run = take_steps(accounting, config, denoiser, size, recorder, limit)
+    return SimulatedTraining(report, run, denoiser, accounting, mode)

@@ -94,7 +94,7 @@ class SD3(Family):
     clip_encoders: ClassVar[Sequence[str]] = ("clip_l", "clip_g")
     has_modulation: ClassVar[bool] = True
     ends_with_feed_forward: ClassVar[bool] = True
-    shards: ClassVar[bool] = True
+    supports_fsdp: ClassVar[bool] = True
 
     def part_names(self) -> list[str]:
         """Return the names of all parts that the model needs."""

@@ -29,11 +29,11 @@ SIZES = {3: (1,), 4: (2, 3)}
 """The dimensions that vary with the size of pictures, by their number: n of [b, n, d]; h and w of [b, c, h, w]."""
 
 
-def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
+def compile_blocks(denoiser: nn.Module, device: torch.device) -> bool:
     """Compile each block of a transformer in place; blocks of equal structure share compiled code.
 
     Args:
-        transformer: the transformer, with its blocks' forward passes already wrapped.
+        denoiser: the transformer, with its blocks' forward passes already wrapped.
         device: where it runs.
 
     Returns:
@@ -41,7 +41,7 @@ def compile_blocks(transformer: nn.Module, device: torch.device) -> bool:
     """
     if not can_compile(device):
         return False
-    for block in model_units(transformer):
+    for block in model_units(denoiser):
         watched = block_pass_of(block)
         if watched is None:
             block.compile(dynamic=False)

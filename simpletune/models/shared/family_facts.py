@@ -121,7 +121,7 @@ class FamilyFacts(Option):
     ends_with_feed_forward: ClassVar[bool] = False
     """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
     recomputation may then omit the networks where modulations carry no gradient."""
-    shards: ClassVar[bool] = False
+    supports_fsdp: ClassVar[bool] = False
     """Whether processes may divide the weights of its models among them."""
 
     # What a family must state

@@ -63,17 +63,17 @@ class Fp16Blocks:
         transformer: changed in place, before anything else wraps its blocks.
     """
 
-    def __init__(self, transformer: Denoiser):
+    def __init__(self, denoiser: Denoiser):
         self.wide: frozenset[int] = frozenset()
         """The blocks that compute in fp32."""
         self.drawn_wide: frozenset[int] = frozenset()
         """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
-        blocks = model_units(transformer)
+        blocks = model_units(denoiser)
         self.count = len(blocks)
         self._flags: Tensor | None = None
         for index, block in enumerate(blocks):
             BlockPass(self, index, block)
-        self._wrap_output(transformer.get_submodule(transformer.after_units))
+        self._wrap_output(denoiser.get_submodule(denoiser.after_units))
 
     def _wrap_output(self, norm_out: nn.Module) -> None:
         """Let the output norm accept fp32 from a last block in fp32; normalised activations fit into fp16 again."""
@@ -145,7 +145,7 @@ def describe_overflow(blocks: Sequence[int] | frozenset[int]) -> str:
     return f"{plural(len(blocks), 'block overflows', 'blocks overflow')} fp16 ({listed})"
 
 
-def watch_fp16(transformer: Denoiser, dtype: torch.dtype) -> Denoiser:
+def watch_fp16(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
     """Watch a loaded transformer if its products are in fp16.
 
     Args:
@@ -153,13 +153,13 @@ def watch_fp16(transformer: Denoiser, dtype: torch.dtype) -> Denoiser:
         dtype: the type of its products.
     """
     if dtype == torch.float16:
-        transformer.fp16_blocks = Fp16Blocks(transformer)  # type: ignore[assignment]
-    return transformer
+        denoiser.fp16_blocks = Fp16Blocks(denoiser)  # type: ignore[assignment]
+    return denoiser
 
 
-def fp16_blocks_of(transformer: nn.Module) -> Fp16Blocks | None:
+def fp16_blocks_of(denoiser: nn.Module) -> Fp16Blocks | None:
     """The watched blocks of a transformer; None if it computes in another type."""
-    found = transformer.__dict__.get("fp16_blocks")
+    found = denoiser.__dict__.get("fp16_blocks")
     return found if isinstance(found, Fp16Blocks) else None
 
 
@@ -169,9 +169,9 @@ def block_pass_of(block: nn.Module) -> BlockPass | None:
     return found if isinstance(found, BlockPass) else None
 
 
-def finite_passes(transformer: nn.Module, compute: Callable[[], T]) -> T:
+def finite_passes(denoiser: nn.Module, compute: Callable[[], T]) -> T:
     """Run passes outside of training so that no block overflows (see ``Fp16Blocks.finite``)."""
-    blocks = fp16_blocks_of(transformer)
+    blocks = fp16_blocks_of(denoiser)
     return compute() if blocks is None else blocks.finite(compute)
 
 

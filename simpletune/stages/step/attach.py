@@ -18,7 +18,7 @@ from simpletune.system.options import plural
 
 def attach(
     config: TrainConfig,
-    transformer: Denoiser,
+    denoiser: Denoiser,
     sizes: int = 1,
     scale: LossScale | None = None,
     text: TextUpdate | None = None,
@@ -28,27 +28,27 @@ def attach(
 
     Args:
         config: the run's configuration.
-        transformer: the loaded transformer.
+        denoiser: the loaded transformer.
         sizes: how many picture sizes the run has.
         scale: the loss scale, which updates in the backward pass must remove.
         text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
         place: the device on which the processes shard the weights; None: each process has all weights.
     """
     assert config.text.trains == (text is not None)
-    config.adapter.attach(transformer, config.train.seed)
-    in_backward, blocks = config.memory.optimizer_in_backward, model_units(transformer)
+    config.adapter.attach(denoiser, config.train.seed)
+    in_backward, blocks = config.memory.optimizer_in_backward, model_units(denoiser)
     config.precision.prepare(blocks)
-    sharding = None if place is None else FsdpModel(transformer, blocks, place)
-    device = model_device(transformer)
+    fsdp = None if place is None else FsdpModel(denoiser, blocks, place)
+    device = model_device(denoiser)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
     streamed = config.memory.attach(blocks, device, trains, last)
     if text is not None:
         text.attach_lora(config.train.seed)
-        transformer.add_module(NAME, text)
-    trained = held_parameters(transformer)
-    ratios, places = [lr_ratio(config, name) for name in trained], None if sharding is None else sharding.places
+        denoiser.add_module(NAME, text)
+    trained = held_parameters(denoiser)
+    ratios, places = [lr_ratio(config, name) for name in trained], None if fsdp is None else fsdp.places
     optimizer = config.optimizer.build(trained.values(), in_backward, ratios, places)
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)

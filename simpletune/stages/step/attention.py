@@ -69,7 +69,7 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
     drawn = config.validation
     rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
     passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
-    if drawn.eval_samples:
+    if drawn.loss_samples:
         passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
     if drawn.prompts != []:
         passes.append((config.picture_size(), rows, False, "validation pictures"))

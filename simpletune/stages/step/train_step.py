@@ -65,7 +65,7 @@ class TrainStep:
         self.process = config.objective.process(config.model.scheduler_config)
         self.device = accelerator.device
         self.parameters = list(held_parameters(model).values())
-        self.named, self.sharding = trained_parameters(model), fsdp_model(model)
+        self.named, self.fsdp = trained_parameters(model), fsdp_model(model)
         # Figures of the last step, on the device; read only to explain a failure.
         self.losses: list[Tensor] = []  # one per pass
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
@@ -194,9 +194,9 @@ class TrainStep:
         if self.config.memory.optimizer_in_backward:  # the gradients are freed, but their norms were recorded
             assert isinstance(self.optimizer, RoundedOptimizer)
             norms, self.optimizer.norms = self.optimizer.norms, {}
-        elif self.sharding is not None:
-            whole = self.sharding.take_gradients()
-            norms = dict(zip(whole, self.sharding.norms(whole), strict=True))
+        elif self.fsdp is not None:
+            whole = self.fsdp.take_gradients()
+            norms = dict(zip(whole, self.fsdp.norms(whole), strict=True))
         else:
             gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
             if self.fp16 is not None:
@@ -215,8 +215,8 @@ class TrainStep:
             return
         if option.clip == "global":
             torch.nn.utils.clip_grads_with_norm_(self.parameters, option.clip_norm, norm.nan_to_num(nan=0.0))
-        elif self.sharding is not None:
-            self.sharding.clip_each(self.normed, list(self.norms), option.clip_norm)
+        elif self.fsdp is not None:
+            self.fsdp.clip_each(self.normed, list(self.norms), option.clip_norm)
         else:
             clip_each(self.parameters, option.clip_norm)
 
@@ -236,7 +236,7 @@ def untrained(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
 
 def assemble(
     config: TrainConfig,
-    transformer: Denoiser,
+    denoiser: Denoiser,
     accelerator: Accelerator,
     sizes: int = 1,
     text: TextUpdate | None = None,
@@ -245,38 +245,38 @@ def assemble(
 
     Args:
         config: the run's configuration.
-        transformer: the loaded, quantised, frozen transformer.
+        denoiser: the loaded, quantised, frozen transformer.
         accelerator: synchronises processes.
         sizes: how many picture sizes the run has.
         text: what trains on the text side, on the device; None: nothing.
     """
-    modulation = modulation_of(transformer, config.memory, config.precision, accelerator.device)
-    blocks = fp16_blocks_of(transformer)
+    modulation = modulation_of(denoiser, config.memory, config.precision, accelerator.device)
+    blocks = fp16_blocks_of(denoiser)
     fp16 = None if blocks is None else Fp16(LossScale(accelerator.device), blocks)
     divided = config.train.uses_fsdp(accelerator.num_processes)
     place = accelerator.device if divided else None
-    optimizer = attach(config, transformer, sizes, None if fp16 is None else fp16.scale, text, place)
-    model: nn.Module = transformer
+    optimizer = attach(config, denoiser, sizes, None if fp16 is None else fp16.scale, text, place)
+    model: nn.Module = denoiser
     if config.train.reduce == "fast" and not divided:
         if accelerator.num_processes > 1:
-            ignore_frozen_in_ddp(transformer)
-        model = accelerator.prepare_model(transformer, device_placement=False)
+            ignore_frozen_in_ddp(denoiser)
+        model = accelerator.prepare_model(denoiser, device_placement=False)
     return TrainStep(config, model, optimizer, accelerator, modulation, fp16)
 
 
-def ignore_frozen_in_ddp(transformer: nn.Module) -> None:
+def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
     """Make DDP synchronise only trained parameters: each process has loaded the same base, possibly into host memory.
 
     PyTorch would broadcast every frozen weight once, and quantised ones, being buffers, again in each forward pass.
     """
-    tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
+    tensors = [*denoiser.named_parameters(), *denoiser.named_buffers()]
     frozen = [name for name, tensor in tensors if not tensor.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(denoiser, frozen)
 
 
-def average_of(config: TrainConfig, transformer: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
+def average_of(config: TrainConfig, denoiser: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
     """Start the average of the weights to draw, evaluate and export: the EMA, the optimizer's, or None."""
-    parameters = held_parameters(transformer)
+    parameters = held_parameters(denoiser)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)
 
 
