@@ -104,7 +104,7 @@ def test_the_shapes_of_a_run() -> None:
     assert found == {
         (4, 24, 333 + 64 * 64, 64, True),
         (4, 24, 333 + 48 * 84, 64, True),
-        (1, 24, 333 + 64 * 64, 64, False),  # the evaluation loss
+        (1, 24, 333 + 64 * 64, 64, False),  # the validation loss
         (1, 24, 333 + 48 * 84, 64, False),
         (2, 24, 333 + 32 * 48, 64, False),  # guidance
     }  # fmt: skip

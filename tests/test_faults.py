@@ -486,7 +486,7 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
     run = run_with(tiny_config, **settings)
     said = json.loads((run / "summary.json").read_text())["warnings"]
     for words in (
-        "the evaluation loss failed (OutOfMemoryError", "drawing validation pictures failed (RuntimeError",
+        "the validation loss failed (OutOfMemoryError", "drawing validation pictures failed (RuntimeError",
         "the model card failed", "the report failed", "the profiler failed", "TensorBoard failed",
     ):  # fmt: skip
         assert len([text for text in said if text.startswith(words)]) == 1, (words, said)

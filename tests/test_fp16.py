@@ -458,7 +458,7 @@ def test_losses_of_the_demo_are_close_to_those_of_fp32(
 def test_pictures_of_a_run_with_such_blocks_are_finite(
     between_blocks: Path, run: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
-    """Base and tuned are drawn, the evaluation loss computed, and the result drawn again by generate."""
+    """Base and tuned are drawn, the validation loss computed, and the result drawn again by generate."""
     from PIL import Image
 
     from simpletune.apps.cli.main import main

@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "paged": ({"optimizer": {"name": "paged_adamw8bit"}}, "pages state to host memory"),
     "streamed": (
         {"memory": {"resident_blocks": 1, "optimizer_in_backward": True}, "train": {"clip": "per_parameter"}},
-        "memory.resident_blocks: 1 streams blocks",
+        "memory.resident_blocks: 1 offloads blocks",
     ),
     "in_backward": (
         {"memory": {"optimizer_in_backward": True}, "train": {"clip": "per_parameter", "gradient_accumulation": 1}},

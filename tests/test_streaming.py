@@ -1,4 +1,4 @@
-"""Block streaming: bit for bit the resident run, and a stale or early use of a slot shows as NaN."""
+"""Block offload: bit for bit the resident run, and a stale or early use of a slot shows as NaN."""
 
 from __future__ import annotations
 
@@ -304,13 +304,13 @@ def test_an_update_outside_of_the_backward_pass_is_refused() -> None:
     ("resident", "streamed"), [(None, []), (0, [0, 1, 2, 3]), (1, [0, 1, 3]), (2, [0, 2]), (3, [1])]
 )
 def test_resident_blocks_are_spread(resident: int | None, streamed: list[int]) -> None:
-    assert Memory(resident_blocks=resident).streamed(BLOCKS) == streamed
+    assert Memory(resident_blocks=resident).offloaded(BLOCKS) == streamed
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 24, 38])
 def test_as_many_blocks_stay_as_asked(blocks: int) -> None:
     for resident in range(blocks):
-        assert len(Memory(resident_blocks=resident).streamed(blocks)) == blocks - resident
+        assert len(Memory(resident_blocks=resident).offloaded(blocks)) == blocks - resident
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ def test_what_cannot_work_is_refused_with_the_reason(changes: dict, message: str
 
 def test_weights_that_cannot_be_streamed_are_refused(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FP32, "can_offload", False)
-    with pytest.raises(ConfigError, match="fp32 weights cannot be streamed block by block"):
+    with pytest.raises(ConfigError, match="fp32 weights cannot be offloaded block by block"):
         validate(config | {"memory": {"resident_blocks": 1}}, "refused")
 
 

@@ -49,7 +49,7 @@ from simpletune.training.loop import train
 
 UNITS = len(unet_units(UNETS["sd15"]))
 ALL = tuple(range(UNITS))
-SOME = tuple(Memory(resident_blocks=4).streamed(UNITS))
+SOME = tuple(Memory(resident_blocks=4).offloaded(UNITS))
 
 
 @lru_cache

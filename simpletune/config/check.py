@@ -80,19 +80,19 @@ def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _streaming_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what block streaming requires."""
+    """Check what block offload requires."""
     if config.memory.resident_blocks is None:
         return
     if config.adapter.trains_base and not config.memory.optimizer_in_backward:
         yield Problem(
             "memory.resident_blocks",
-            f"adapter.method {config.adapter.method} trains the streamed weights, which must be updated while on the "
+            f"adapter.method {config.adapter.method} trains the offloaded weights, which must be updated while on the "
             "device. Use memory.optimizer_in_backward true, or resident_blocks null",
         )
     if not config.precision.can_offload:
         yield Problem(
             "memory.resident_blocks",
-            f"{config.precision.weights} weights cannot be streamed block by block. Use resident_blocks null, or "
+            f"{config.precision.weights} weights cannot be offloaded block by block. Use resident_blocks null, or "
             "precision.weights int8",
         )
 

@@ -81,7 +81,7 @@ def _source(source: Source) -> str:
 
 
 def _evaluates(config: TrainConfig) -> str:
-    """Describe what the evaluation loss measures."""
+    """Describe what the validation loss measures."""
     count, split = config.validation.loss_samples, config.validation.split
     if not count:
         return "nothing (validation.loss_samples is 0)"
@@ -118,7 +118,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         where = "" if memory.modulation == "plan" else " on a GPU"
         yield f"plans modulations {plural(memory.modulation_window, 'step')} ahead{where}"
     if memory.resident_blocks is not None:
-        yield f"streams blocks from the host, {memory.resident_blocks} resident"
+        yield f"offloads blocks to the host, {memory.resident_blocks} resident"
     if memory.optimizer_in_backward:
         yield "updates weights during the backward pass"
     if memory.vae_tile is not None:

@@ -144,7 +144,7 @@ class TrainConfig(Option):
     checkpoint: Checkpoint = Checkpoint()
     """When to save the state, and what to keep."""
     validation: Validation = Validation()
-    """Validation pictures and evaluation loss."""
+    """Validation pictures and validation loss."""
     profile: Profile = Profile()
     """Profiler traces."""
     tracking: Tracking = Tracking()

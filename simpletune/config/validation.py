@@ -1,4 +1,4 @@
-"""Options for validation pictures and evaluation loss."""
+"""Options for validation pictures and validation loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EarlyStop(Option):
 
 
 class Validation(Option):
-    """Draw pictures and compute the evaluation loss to show what the run has changed."""
+    """Draw pictures and compute the validation loss to show what the run has changed."""
 
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """Prompts to draw; null: the caption of the first sample; empty list: draw nothing."""

@@ -1,4 +1,4 @@
-"""Decide on what and how often a run is evaluated, and name its evaluation loss."""
+"""Decide on what and how often a run is evaluated, and name its validation loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_name(seen: int, held_out: int) -> str:
 
 
 def describe_validation(plan: Plan, count: int) -> Json:
-    """Return the fields that describe the evaluation loss in the run's files.
+    """Return the fields that describe the validation loss in the run's files.
 
     Args:
         plan: the plan of the run.
@@ -59,7 +59,7 @@ def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[
 
     Args:
         option: provides the prompts.
-        draws: draws of the evaluation loss.
+        draws: draws of the validation loss.
     """
     groups = {TRAINED: draws}
     if option.class_prompt is not None:

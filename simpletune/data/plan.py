@@ -270,7 +270,7 @@ class Plan:
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
     def evaluation(self, count: int) -> list[SampleDraw]:
-        """Return fixed draws for the evaluation loss: samples in order, noise levels at evenly spaced quantiles.
+        """Return fixed draws for the validation loss: samples in order, noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
         with samples, so that the two are not correlated.

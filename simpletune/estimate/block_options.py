@@ -20,7 +20,7 @@ def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[t
     """
     half = max(1, blocks // 2)
     some, every = f"{half} of {plural(blocks, 'block')} checkpointed", "every block checkpointed"
-    some_streamed, every_streamed = f"{blocks - half} of {plural(blocks, 'block')} streamed", "every block streamed"
+    some_offloaded, every_offloaded = f"{blocks - half} of {plural(blocks, 'block')} offloaded", "every block offloaded"
     network = "alone" if alone else "auto"
 
     def option(
@@ -41,12 +41,12 @@ def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[t
             option(some, half),
             option(every, "all"),
             option(f"{every}, their inputs on the host", "all", host=True),
-            option(some_streamed, "all", half),
-            option(every_streamed, "all", 0),
-            option(f"{every_streamed}, checkpoint inputs on the host", "all", 0, host=True),
+            option(some_offloaded, "all", half),
+            option(every_offloaded, "all", 0),
+            option(f"{every_offloaded}, checkpoint inputs on the host", "all", 0, host=True),
         ]
     with_host = "inputs and attention's outputs on the host"
-    about, tiled = option(f"{every_streamed}, inputs on the host", "all", 0, host=True, keep=False)
+    about, tiled = option(f"{every_offloaded}, inputs on the host", "all", 0, host=True, keep=False)
     if alone:
         about += ", feed-forward in tiles"
         tiled = tuple(each.replace("feed_forward=alone", f"feed_forward={TILE}") for each in tiled)
@@ -55,8 +55,8 @@ def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[t
         option(f"{some}, attention kept", half),
         option(f"{every}, attention kept", "all"),
         option(f"{every}, {with_host}", "all", host=True),
-        option(f"{some_streamed}, {with_host}", "all", half, host=True),
-        option(f"{every_streamed}, {with_host}", "all", 0, host=True),
+        option(f"{some_offloaded}, {with_host}", "all", half, host=True),
+        option(f"{every_offloaded}, {with_host}", "all", 0, host=True),
         (about, tiled),
     ]
 

@@ -101,7 +101,7 @@ def read_summary(folder: Path) -> Json | None:
 
 
 def read_first_validation(folder: Path) -> float | None:
-    """Read the evaluation loss before the first step, if known."""
+    """Read the validation loss before the first step, if known."""
     evaluation = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
     return evaluation["eval_loss"] if evaluation else None
 
@@ -203,7 +203,7 @@ def record_validation(folder: Path, row: Json) -> None:
 
 
 def has_validation(folder: Path, step: int) -> bool:
-    """Return whether the evaluation loss after ``step`` steps is recorded."""
+    """Return whether the validation loss after ``step`` steps is recorded."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 

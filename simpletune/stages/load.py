@@ -85,7 +85,7 @@ def load_base_together(
 
 def leaves_weights_on_host(memory: Memory) -> bool:
     """Whether a run of several processes leaves weights in host memory. All of these are frozen: a modulation plan
-    needs an adapter that does not train the base, and streaming trained weights needs ``optimizer_in_backward``, which
+    needs an adapter that does not train the base, and offloading trained weights needs ``optimizer_in_backward``, which
     is refused for several processes."""
     return memory.resident_blocks is not None or memory.modulation == "plan"
 
@@ -145,9 +145,9 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
-    streamed = memory.on_host(model.units())
+    offloaded = memory.on_host(model.units())
     planned = memory.modulation == "plan"
-    return lambda name: streamed(name) or (planned and model.is_conditioning(name))
+    return lambda name: offloaded(name) or (planned and model.is_conditioning(name))
 
 
 def modulation_of(

@@ -36,7 +36,7 @@ NAMES = {
     "checkpoint.before-rename": "a checkpoint is complete, but not renamed",
     "checkpoint.after-rename": "a checkpoint is renamed, but older ones are not removed",
     "checkpoint.removing": "an older checkpoint is renamed, but its files are not removed",
-    "validation.evaluated": "the evaluation loss is recorded, but no picture is drawn",
+    "validation.evaluated": "the validation loss is recorded, but no picture is drawn",
     "validation.picture": "a validation picture is written to the temporary folder",
     "validation.drawn": "the pictures of a step are written, but not the grid",
     "shard.written": "a shard is written beside its samples, but not renamed",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EVALUATING, DRAWING = "the evaluation loss", "drawing validation pictures"
+EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Run:
             self.trackers.picture(step, "samples", Image.open(sheet))
 
     def evaluate(self, step: int) -> float | None:
-        """Compute the evaluation loss and the drift, and record them by step."""
+        """Compute the validation loss and the drift, and record them by step."""
         with self.stages.stage("validate"), use_average(self.average):
             found = self.evaluator.evaluate(self.denoiser, step)
         if found is None:
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def evaluated_on(self) -> Json:
-        """Describe what the evaluation loss measures."""
+        """Describe what the validation loss measures."""
         return describe_validation(self.prepared.plan, self.evaluator.samples)
 
     def look(self, step: int) -> None:

@@ -156,7 +156,7 @@ def rescale(model: nn.Module, scale: float) -> None:
 
 
 def move_updates(model: nn.Module, device: torch.device) -> None:
-    """Move only the updates to a device: next to streamed weights, they are created in host memory."""
+    """Move only the updates to a device: next to offloaded weights, they are created in host memory."""
     for _, layer in outer_layers(model):
         frozen = {id(tensor) for tensor in all_tensors(innermost_layer(layer))}
         for tensor in all_tensors(layer):

@@ -38,7 +38,7 @@ def system(machine: Machine) -> Iterator[Finding]:
                       "On Windows, use WSL 2; otherwise, use a rented machine (docs/cloud_l4.md)")  # fmt: skip
     elif "microsoft" in release.lower():
         yield Finding("system", WARNING, f"{title} in WSL, kernel {release}",
-                      "WSL limits pinned memory, with which streaming hides its copies, and the Windows driver may "
+                      "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
                       "move device memory to the host instead of reporting that it is full",
                       "Install the NVIDIA driver in Windows, not in WSL. In its Control Panel, set CUDA - Sysmem "
                       "Fallback Policy to Prefer No Sysmem Fallback")  # fmt: skip

@@ -270,7 +270,7 @@ def _require_streamable(config: TrainConfig) -> None:
     """Check that there are blocks to stream and that their weights can move.
 
     Raises:
-        UserError: they cannot be streamed.
+        UserError: they cannot be offloaded.
     """
     resident, blocks = config.memory.resident_blocks, config.model.blocks()
     if resident is None:
@@ -282,6 +282,6 @@ def _require_streamable(config: TrainConfig) -> None:
         )
     if not config.precision.can_offload:
         raise UserError(
-            f"--resident-blocks: {config.precision.weights} weights cannot be streamed block by block. Use "
+            f"--resident-blocks: {config.precision.weights} weights cannot be offloaded block by block. Use "
             "another --precision"
         )

@@ -183,14 +183,14 @@ def _memory(found: Translation) -> None:
         )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
         if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else as_text) is True:
-            found.change(key, "memory.resident_blocks", 0, "all blocks are streamed from host memory")
+            found.change(key, "memory.resident_blocks", 0, "all blocks are offloaded to host memory")
         else:
-            found.leave(key, "blocks are streamed as memory.resident_blocks says")
+            found.leave(key, "blocks are offloaded as memory.resident_blocks says")
     for key in [
         key for key in found.settings if key.startswith(("group_offload", "musubi_", "gradient_checkpointing_"))
     ]:
         if key not in ("gradient_checkpointing_interval", "musubi_blocks_to_swap"):
-            found.leave(key, "blocks are streamed and recomputed as memory.resident_blocks and checkpointing say")
+            found.leave(key, "blocks are offloaded and recomputed as memory.resident_blocks and checkpointing say")
 
 
 def _objective(found: Translation) -> None:

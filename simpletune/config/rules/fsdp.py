@@ -44,7 +44,7 @@ def _step_rules(config: TrainConfig) -> Iterator[Problem]:
     if memory.resident_blocks is not None:
         yield Problem(
             "memory.resident_blocks",
-            f"{memory.resident_blocks} streams blocks whose weights each process holds whole, but train.fsdp full "
+            f"{memory.resident_blocks} offloads blocks whose weights each process holds whole, but train.fsdp full "
             f"gathers them from all processes. Use null, {none}",
         )
     if memory.optimizer_in_backward:

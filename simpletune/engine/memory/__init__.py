@@ -76,8 +76,8 @@ class Memory(Option):
     of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
     AutoencoderTiny needs little memory and always processes whole pictures."""
 
-    def streamed(self, blocks: int) -> list[int]:
-        """The indices of the streamed blocks. Resident blocks are spread evenly between them, so that their computation
+    def offloaded(self, blocks: int) -> list[int]:
+        """The indices of the offloaded blocks. Resident blocks are spread evenly between them: their computation
         overlaps with copies."""
         if self.resident_blocks is None:
             return []
@@ -90,18 +90,18 @@ class Memory(Option):
         Args:
             units: the names of the model's units, in order.
         """
-        prefixes = tuple(f"{units[index]}." for index in self.streamed(len(units)))
+        prefixes = tuple(f"{units[index]}." for index in self.offloaded(len(units)))
         return lambda name: f"{name}.".startswith(prefixes)
 
     def attach(
         self, blocks: Sequence[nn.Module], device: torch.device, trained: bool = False, last: bool = False
     ) -> BlockOffload | None:
-        """Wrap the blocks' forward passes for checkpointing and streaming. Attach the adapter first.
+        """Wrap the blocks' forward passes for checkpointing and offloading. Attach the adapter first.
 
         Args:
             blocks: the blocks of the loaded transformer, in order; changed in place.
             device: where it runs.
-            trained: whether to stream trained weights too (see ``BlockOffload``).
+            trained: whether to offload trained weights too (see ``BlockOffload``).
             last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
 
         Returns:
@@ -111,11 +111,11 @@ class Memory(Option):
         from simpletune.engine.memory.checkpointing import set_passes
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
-        streamed = self.streamed(len(blocks))
-        streaming = BlockOffload(blocks, streamed, device, trained) if streamed else None
+        offloaded = self.offloaded(len(blocks))
+        offloading = BlockOffload(blocks, offloaded, device, trained) if offloaded else None
         inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
-        set_passes(blocks, self.checkpointed(len(blocks)), inputs, streaming, self._parts(len(blocks), last))
-        return streaming
+        set_passes(blocks, self.checkpointed(len(blocks)), inputs, offloading, self._parts(len(blocks), last))
+        return offloading
 
     def _parts(self, blocks: int, last: bool) -> Parts:
         """How parts of blocks are recomputed."""

@@ -40,14 +40,14 @@ class Slot:
 
 
 class BlockOffload:
-    """Streams blocks' weights. Run every block's passes, streamed or resident, in the contexts ``forward`` and
+    """Offloads blocks' weights. Run every block's passes, offloaded or resident, in the contexts ``forward`` and
     ``recomputation`` (see ``checkpointing.set_passes``).
 
     Args:
-        blocks: all blocks, in the order of the forward pass; the streamed ones move to host memory one by one.
-        streamed: the indices of the streamed blocks.
+        blocks: all blocks, in the order of the forward pass; the offloaded ones move to host memory one by one.
+        offloaded: the indices of the offloaded blocks.
         device: where the model runs.
-        trained: whether to stream trained weights too, which must then be updated during the backward pass within
+        trained: whether to offload trained weights too, which must then be updated during the backward pass within
             ``updating``. Otherwise they stay on the device.
         queues: the queues of copies to the device and to the host; None creates them for the device.
         poison: fill a slot with NaN as soon as its block is done, to expose uses at the wrong time.
@@ -56,7 +56,7 @@ class BlockOffload:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        streamed: Collection[int],
+        offloaded: Collection[int],
         device: torch.device,
         trained: bool = False,
         queues: tuple[Copies, Copies] | None = None,
@@ -66,7 +66,7 @@ class BlockOffload:
         self._in, self._out = queues or (copies_for(device), copies_for(device))
         self.homes: dict[int, HostBlock] = {}
         shared = shared_tensors(blocks)
-        for index in sorted(streamed):
+        for index in sorted(offloaded):
             own = [tensor for tensor in own_plain_tensors(blocks[index], trained) if id(tensor) not in shared]
             self.homes[index] = HostBlock(own, device)
             for parameter in blocks[index].parameters():
@@ -86,7 +86,7 @@ class BlockOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the streamed blocks take."""
+        """Host memory that the offloaded blocks take."""
         return sum(home.nbytes for home in self.homes.values())
 
     @contextmanager
@@ -119,7 +119,7 @@ class BlockOffload:
         """The context for one parameter's update in the backward pass, once its gradient is ready.
 
         Brings its optimizer state from host memory and sends it back; copies its new value to host memory while the
-        computation continues. Does nothing for a parameter that is not streamed.
+        computation continues. Does nothing for a parameter that is not offloaded.
 
         Args:
             parameter: the parameter, on the device in its block's slot.
@@ -141,7 +141,7 @@ class BlockOffload:
 
     @torch.no_grad()
     def keep_state(self, parameter: nn.Parameter, state: dict[str, object]) -> None:
-        """Move a streamed parameter's optimizer state to host memory; does nothing for one that is not streamed.
+        """Move an offloaded parameter's optimizer state to host memory; does nothing for one that is not offloaded.
 
         Args:
             parameter: the parameter.
@@ -164,7 +164,7 @@ class BlockOffload:
 
         Args:
             index: the block.
-            ahead: the streamed blocks after this one, in order.
+            ahead: the offloaded blocks after this one, in order.
         """
         if index in self.homes:
             slot = self._slot_of(index) or self._fill(self._free_slots([])[0], index)

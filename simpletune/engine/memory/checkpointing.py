@@ -1,6 +1,6 @@
 """Gradient checkpointing by block (arXiv:1604.06174): store a block's inputs, recompute its activations.
 
-diffusers' own switch is all or nothing, and leaves no place for the contexts that a block's two passes need (streamed
+diffusers' own switch is all or nothing, and leaves no place for the contexts that a block's two passes need (offloaded
 weights, inputs from host memory), so this module wraps the blocks itself.
 """
 

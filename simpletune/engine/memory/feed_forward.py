@@ -105,7 +105,7 @@ def weights_by_reference(network: nn.Module) -> Iterator[None]:
     """Let a checkpoint of a network keep references to the network's own tensors, and recompute everything else.
 
     A frozen quantised layer saves its weight when its product is done. If the weight were among what the checkpoint
-    recomputes, the last product would be computed for nothing else. References follow weights that are streamed: the
+    recomputes, the last product would be computed for nothing else. References follow weights that are offloaded: the
     block's recomputation, which brings them, has begun by then, because its last sum saves what only that computes.
 
     Args:

@@ -1,7 +1,7 @@
 """bitsandbytes' 8-bit optimizers, with a step that only queues work on the device.
 
 Their own step (bitsandbytes 0.50) calls ``torch.cuda.synchronize`` after the update of each parameter. Updates in the
-backward pass would then drain the device's queue hundreds of times; copies of streamed blocks, which the call also
+backward pass would then drain the device's queue hundreds of times; copies of offloaded blocks, which the call also
 waits for, would no longer overlap with the computation.
 
 Stream order suffices: updates, gradients and weights share the default stream, on which bitsandbytes launches its

@@ -33,7 +33,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 def step_in_backward(
     optimizer: RoundedOptimizer,
     clip_norm: float | None,
-    streamed: Offloading | None = None,
+    offloaded: Offloading | None = None,
     scale: LossScale | None = None,
 ) -> None:
     """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.
@@ -43,7 +43,7 @@ def step_in_backward(
     Args:
         optimizer: the optimizer, whose ``update`` is called for each parameter (looked up at each call).
         clip_norm: clip each parameter's gradient to this norm; None disables clipping.
-        streamed: moves parameters that are stored in host memory.
+        offloaded: moves parameters that are stored in host memory.
         scale: the loss scale, if the loss is scaled.
     """
 
@@ -55,11 +55,11 @@ def step_in_backward(
         norm = optimizer.norms[parameter] = norm_of(gradient)
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([parameter], clip_norm, norm)
-        with nullcontext() if streamed is None else streamed.updating(parameter, optimizer.state[parameter]):
+        with nullcontext() if offloaded is None else offloaded.updating(parameter, optimizer.state[parameter]):
             with nullcontext() if scale is None else undone_if(~norm.isfinite(), optimizer, [parameter]):
                 optimizer.update(parameter)
         parameter.grad = None
 
-    optimizer.streaming = streamed
+    optimizer.offloading = offloaded
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.register_post_accumulate_grad_hook(take)

@@ -112,7 +112,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
-        self.streaming: Offloading | None = None  # moves parameters that are updated in the backward pass
+        self.offloading: Offloading | None = None  # moves parameters that are updated in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place

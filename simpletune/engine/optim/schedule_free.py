@@ -25,7 +25,7 @@ class ScheduleFreeAdamW(OptimizerOption):
     """AdamW whose result is an average over the whole run."""
 
     name: Literal["adamw_schedule_free"] = "adamw_schedule_free"
-    """Schedule-free AdamW; 8 bytes of state per fp32 parameter. Pictures, the evaluation loss and the result use the
+    """Schedule-free AdamW; 8 bytes of state per fp32 parameter. Pictures, the validation loss and the result use the
     average of the weights. Use schedule constant, with or without warm-up."""
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], Beta] = (0.9, 0.999)
     """Share of the average in the weights that gradients are computed at, and decay rate of the running mean of

@@ -3,9 +3,9 @@
 Shapes: n rows (samples x tokens), i input and o output features, k = ceil(o i / 64) blocks, g = ceil(k / 256) groups of
 blocks.
 
-bitsandbytes' own ``Linear4bit`` hides its weight from autograd, so a streamed block's buffer may be overwritten before
-the backward pass has read it (bitsandbytes #2034). Here the tensors belong to the module, so they move, stream and save
-like any others.
+bitsandbytes' own ``Linear4bit`` hides its weight from autograd, so an offloaded block's buffer may be overwritten
+before the backward pass has read it (bitsandbytes #2034). Here the tensors belong to the module, so they move, offload
+and save like any others.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class End(NamedTuple):
     """The state that an update leaves.
 
     Args:
-        names: the names of all its values, in order; streamed states are copied in this order.
+        names: the names of all its values, in order; offloaded states are copied in this order.
         shared: tensors that existed before, which are tables that all states share.
         plain: the values that are not tensors.
     """

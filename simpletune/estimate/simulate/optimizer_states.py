@@ -14,7 +14,7 @@ from simpletune.stages.step.train_step import TrainStep
 
 
 def make_states(accounting: Accounting, core: TrainStep) -> None:
-    """Create the optimizer states as a first update would, so that one simulated step includes them; streamed weights'
+    """Create the optimizer states as a first update would, so that one simulated step includes them; offloaded weights'
     states go to host memory."""
     with accounting.allocating("optimizer"):
         for parameter in core.parameters:
@@ -25,9 +25,9 @@ def make_states(accounting: Accounting, core: TrainStep) -> None:
         else:
             core.optimizer.step()
         core.optimizer.zero_grad(set_to_none=True)
-        if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.streaming is not None:
+        if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.offloading is not None:
             for parameter in core.parameters:
-                core.optimizer.streaming.keep_state(parameter, core.optimizer.state[parameter])
+                core.optimizer.offloading.keep_state(parameter, core.optimizer.state[parameter])
     accounting.register(host_counters(core.optimizer), HOST)
 
 

@@ -224,7 +224,7 @@ def recording(accounting: Accounting, recorders: Recorders | None, name: str) ->
 
 
 def simulate_validation_loss(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser) -> MemorySnapshot:
-    """Compute the evaluation loss: one sample at a time, forward only."""
+    """Compute the validation loss: one sample at a time, forward only."""
     accounting.forget_peak()
     with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
         run.core.loss(denoiser, run.batches.one_by_one())

@@ -55,7 +55,7 @@ class Ddpm(TrainingObjective):
     max_timestep: Annotated[int, Field(ge=0, lt=TIMESTEPS)] = TIMESTEPS - 1
     """Highest (noisiest) timestep to train on, inclusive."""
     huber: Huber | None = None
-    """Pseudo-Huber loss; null: mean squared error. The evaluation loss follows."""
+    """Pseudo-Huber loss; null: mean squared error. The validation loss follows."""
 
     sampler: ClassVar[str] = "DPM++ 2M"
 
@@ -99,7 +99,7 @@ class Ddpm(TrainingObjective):
         return float(stream.integers(self.min_timestep, self.max_timestep + 1))
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the timestep at a quantile in [0, 1) of the density; the evaluation loss uses these fixed levels."""
+        """Return the timestep at a quantile in [0, 1) of the density; the validation loss uses these fixed levels."""
         return float(self.min_timestep + math.floor(quantile * (self.max_timestep + 1 - self.min_timestep)))
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]

@@ -54,7 +54,7 @@ class Flow(TrainingObjective):
     """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma). auto: proportional to the side length, 3 at 1024 px,
     at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
     huber: Huber | None = None
-    """Pseudo-Huber loss; null: mean squared error. The evaluation loss follows."""
+    """Pseudo-Huber loss; null: mean squared error. The validation loss follows."""
 
     sampler: ClassVar[str] = "Euler"
 
@@ -95,7 +95,7 @@ class Flow(TrainingObjective):
         return self.quantile(stream.random(), shift)
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the noise level at a quantile of the density; the evaluation loss uses these fixed levels."""
+        """Return the noise level at a quantile of the density; the validation loss uses these fixed levels."""
         low, high = unshift_sigma(self.min_sigma, shift), unshift_sigma(self.max_sigma, shift)
         return shift_sigma(between(self._density(), quantile, low, high), shift)
 

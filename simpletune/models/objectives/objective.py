@@ -52,7 +52,7 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the noise level at a quantile of the density, for the fixed levels of the evaluation loss."""
+        """Return the noise level at a quantile of the density, for the fixed levels of the validation loss."""
         raise NotImplementedError
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]

@@ -1,7 +1,7 @@
 """Compile a transformer block by block with ``torch.compile``; log the reason if the machine cannot.
 
 Blocks of equal structure share compiled code. Training compiles only a block's own forward pass; its wrappers
-(checkpointing, weight streaming, offloading of checkpoint inputs) stay eager.
+(checkpointing, offloading of weights and of checkpoint inputs) stay eager.
 """
 
 from __future__ import annotations

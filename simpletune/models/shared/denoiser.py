@@ -19,7 +19,7 @@ class Denoiser(nn.Module):
     """
 
     units: tuple[str, ...]
-    """The names of the modules that are checkpointed, streamed, compiled and quantised one by one, in the order of the
+    """The names of the modules that are checkpointed, offloaded, compiled and quantised one by one, in the order of the
     forward pass. Each runs once in a forward pass."""
     after_units: str
     """The name of the module that takes the last unit's output: a norm."""
@@ -52,6 +52,6 @@ def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device on which a model computes: that of its parameters outside of the units, which are never streamed."""
+    """The device on which a model computes: that of its parameters outside of the units, which are never offloaded."""
     within = in_units(model.units)  # type: ignore[arg-type]
     return next(parameter.device for name, parameter in model.named_parameters() if not within(name))

@@ -226,7 +226,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str
         runs: names; the raw loss is drawn only if there is one run.
         evaluations: ``run``, ``step``, ``eval_loss``.
         fields: further fields for the tooltip.
-        title: name of the evaluation loss.
+        title: name of the validation loss.
     """
     several, points_are = len(runs) > 1, f"; diamonds: {title}" if evaluations else ""
     colours = {"domain": runs, "range": "@runs"}

@@ -66,7 +66,7 @@ def loss_section(runs: list[RunData]) -> ReportSection:
 
 
 def loss_title(runs: list[RunData]) -> str:
-    """Name the runs' evaluation loss; ``MIXED`` if they evaluated different pictures."""
+    """Name the runs' validation loss; ``MIXED`` if they evaluated different pictures."""
     names = {run.loss_is for run in runs if run.evaluations}
     return MIXED if len(names) > 1 else "".join(names)
 

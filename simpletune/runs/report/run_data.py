@@ -45,14 +45,14 @@ class RunData:
         settings: raw content of config.json.
         config: parsed from ``settings``, if this version of the tool can read them.
         metrics: a row for each finished step.
-        evaluations: (step, evaluation loss).
+        evaluations: (step, validation loss).
         summary: summary.json; empty while the run is running, or if it was stopped.
         environment: machine and versions.
         profiles: summaries of the traced epochs.
         attempts: one for each process of the run; empty for runs of older versions.
         held: whether a process has the run's folder locked now.
         notes: what is missing or broken.
-        loss_is: name of the evaluation loss.
+        loss_is: name of the validation loss.
     """
 
     folder: Path
@@ -319,7 +319,7 @@ def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
 
 
 def _evaluations(folder: Path, run: RunData, notes: list[str]) -> list[tuple[int, float]]:
-    """Collect evaluation losses by step from the records and the summary; a repeated step counts once."""
+    """Collect validation losses by step from the records and the summary; a repeated step counts once."""
     found: dict[int, float] = {}
     first = read_object(folder / EVALUATION, notes, expected=False)
     run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)

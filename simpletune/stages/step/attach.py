@@ -43,7 +43,7 @@ def attach(
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
     trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
-    streamed = config.memory.attach(blocks, device, trains, last)
+    offloaded = config.memory.attach(blocks, device, trains, last)
     if text is not None:
         text.attach_lora(config.train.seed)
         denoiser.add_module(NAME, text)
@@ -52,7 +52,7 @@ def attach(
     optimizer = config.optimizer.build(trained.values(), in_backward, ratios, places)
     if in_backward:
         assert isinstance(optimizer, RoundedOptimizer)
-        step_in_backward(optimizer, config.train.clip_norm, streamed, scale)
+        step_in_backward(optimizer, config.train.clip_norm, offloaded, scale)
     return optimizer
 
 

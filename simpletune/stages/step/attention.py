@@ -60,7 +60,7 @@ class AttentionCall(NamedTuple):
 
 
 def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[AttentionCall]:
-    """List the shapes of attention in a run's training, evaluation loss and validation pictures, largest first.
+    """List the shapes of attention in a run's training, validation loss and validation pictures, largest first.
 
     Args:
         config: the run's configuration.
@@ -70,7 +70,7 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
     rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
     passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
     if drawn.loss_samples:
-        passes += [(size, 1, False, "the evaluation loss") for size, *_ in passes]
+        passes += [(size, 1, False, "the validation loss") for size, *_ in passes]
     if drawn.prompts != []:
         passes.append((config.picture_size(), rows, False, "validation pictures"))
     found: dict[AttentionCall, None] = {}

@@ -148,7 +148,7 @@ def charts_of(folder: Path, steps: int | None) -> list[ChartLayout]:
 
 
 def evaluation_lines(folder: Path) -> list[ChartLine]:
-    """The evaluation losses with their standard errors, on held-out or training pictures."""
+    """The validation losses with their standard errors, on held-out or training pictures."""
     rows = EVALUATION_ROWS.of(folder / EVALUATIONS).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")
