@@ -156,10 +156,10 @@ def test_no_update_waits_for_the_device(name: str, dtype: torch.dtype, in_backwa
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_queued_updates_are_those_of_bitsandbytes(kind: str, waits: list[str]) -> None:
     found, numbers = [], []
-    for module in (bitsandbytes.optim, eight_bit_steps):
+    for made in (getattr(bitsandbytes.optim, kind), getattr(eight_bit_steps, f"Queued{kind}")):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(shape)) for shape in ((64, 128), (5,), (70, 100), (3,))]
-        optimizer = getattr(module, kind)(parameters, lr=0.01, weight_decay=0.1)
+        optimizer = made(parameters, lr=0.01, weight_decay=0.1)
         for step in range(5):
             for parameter in parameters[: 3 + step % 2]:  # the last has no gradient in every other step
                 parameter.grad = torch.randn(parameter.shape)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
 from simpletune.commands.init.defaults import Suggestion, default_trigger, guess_what
-from simpletune.commands.init.inspect_folder import look
+from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO
@@ -57,7 +57,7 @@ def init_command(wish: InitOptions, answers: Answers) -> Path:
     out = wish.out or file_for(wish.folder)
     require_new(out, wish.overwrite)
     card, why_none = _device(wish.device)
-    seen = look(wish.folder)
+    seen = inspect_folder(wish.folder)
     say(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
         f"{plural(seen.unusable, 'unusable entry', 'unusable entries')}"

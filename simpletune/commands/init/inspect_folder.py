@@ -71,7 +71,7 @@ class FolderContents:
         return run_name(self.folder.name, "pictures")
 
 
-def look(folder: Path) -> FolderContents:
+def inspect_folder(folder: Path) -> FolderContents:
     """Scan and decode every picture of a folder, as ``simpletune data`` does.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import Choices
 from simpletune.commands.init.defaults import UNASKED, Suggestion
-from simpletune.commands.init.inspect_folder import FolderContents, look
+from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 
@@ -29,7 +29,7 @@ def suggest(
     """
     if seen is None:
         with silent():
-            seen = look(folder)
+            seen = inspect_folder(folder)
     choices = Choices(seen, answers, device)
     choices.base()
     choices.pictures()
