@@ -252,12 +252,12 @@ def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monk
     def fail(*_: object) -> None:
         raise RuntimeError("the autoencoder broke")
 
-    honest = requested_pictures.Request
+    honest = requested_pictures.PictureRequest
 
     def request(prompt: str, *rest: object) -> PictureRequest:
         return fail() if prompt == "breaks" else honest(prompt, *rest)  # type: ignore[func-returns-value,return-value]
 
-    monkeypatch.setattr(requested_pictures, "Request", request)
+    monkeypatch.setattr(requested_pictures, "PictureRequest", request)
     in_step(
         2,
         asking(

@@ -187,7 +187,7 @@ def test_too_little_room_is_refused_before_anything_is_made(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = {"cache": str(tmp_path / "cold")}
-    monkeypatch.setattr(space, "free_bytes", lambda path: 100_000)
+    monkeypatch.setattr(space, "free_disk_bytes", lambda path: 100_000)
     with pytest.raises(UserError, match=r"disk: this run writes about .*checkpoints .*cached pictures .*are free") as e:
         run_with(tiny_config, output=output, train={"steps": 40}, checkpoint={"every": 5})
     assert e.value.code == 6
@@ -195,7 +195,7 @@ def test_too_little_room_is_refused_before_anything_is_made(
         not (tmp_path / "cold" / "latents").exists()
         and not Path(tiny_config["output"]["runs"]).joinpath("tiny").exists()
     )
-    monkeypatch.setattr(space, "free_bytes", lambda path: 420_000)
+    monkeypatch.setattr(space, "free_disk_bytes", lambda path: 420_000)
     run_with(tiny_config, output=output, train={"steps": 40}, checkpoint={"every": 5})
     assert "nearly full" in capsys.readouterr().out
 
@@ -477,7 +477,7 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
         calls.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
-    monkeypatch.setattr("simpletune.training.validation_pictures.draw", fail)
+    monkeypatch.setattr("simpletune.training.validation_pictures.generate_pictures", fail)
     monkeypatch.setattr("simpletune.training.validation_loss.LossEvaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
     monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)

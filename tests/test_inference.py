@@ -346,8 +346,8 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 
     monkeypatch.setattr(estimate, "card_at_hand", lambda device: (card, held))
-    monkeypatch.setattr(estimate, "predict_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
-    monkeypatch.setattr(estimate, "drawing_bytes", drawing_bytes)
+    monkeypatch.setattr(estimate, "simulate_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
+    monkeypatch.setattr(estimate, "generation_bytes", drawing_bytes)
     monkeypatch.setattr(estimate, "decoding_bytes", lambda config, request: request.width * mib)
     monkeypatch.setattr(estimate, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
     monkeypatch.setattr(estimate, "needed", lambda size: size)

@@ -375,7 +375,7 @@ def test_the_card_of_this_machine_is_asked_from_torch(monkeypatch: pytest.Monkey
         {"devices": [], "refused": "the driver is too old"},
         {"error": "killed"},
     ]
-    monkeypatch.setattr(machine.Probe, "ask", lambda probe, question: answers.pop(0))
+    monkeypatch.setattr(machine.ProbeProcess, "ask", lambda probe, question: answers.pop(0))
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     card, reason = machine.card_here()
     assert card is not None and (card.name, card.capability, profile_of(card)[0]) == ("NVIDIA L4", (8, 9), "24gb")
