@@ -40,7 +40,6 @@ from simpletune.families.sd3.transformer import RandomTensors
 from simpletune.memory.block_offload import BlockOffload
 from simpletune.memory.copy_stream import CudaCopies, host_bytes
 from simpletune.optim.rounding import RoundedOptimizer
-from simpletune.options import UserError
 from simpletune.pipeline.modulation_plan import detach_modulation
 from simpletune.quant.int8 import Int8
 from simpletune.quant.int8_quanto import Int8Quanto
@@ -433,15 +432,7 @@ def test_attention_by_the_kernel_that_is_asked_for(kernel: str, tiny_config: dic
     assert json.loads((run / "summary.json").read_text())["attention"] == kernel
 
 
-INDUCTOR = (
-    "Inductor (torch 2.13.0) takes the product of int8 weights for its own pattern woq_int8, and fails in its lowering"
-)
-
-
-@pytest.mark.parametrize(
-    "weights",
-    ["bf16", pytest.param("int8", marks=pytest.mark.xfail(raises=UserError, strict=False, reason=INDUCTOR)), "nf4"],
-)
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4"])
 def test_compiled_blocks_give_the_losses_of_those_that_are_not(
     weights: str, tiny_config: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
