@@ -91,13 +91,14 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
 
 
-def trained(config: dict, *words: str, launcher: Sequence[str] = (), **environment: str) -> None:
-    """``simpletune train`` in a process of its own, or in those of a launcher."""
+def trained(config: dict, *words: str, of: Sequence[str] = ("-m", "simpletune"), **environment: str) -> str:
+    """``simpletune train`` in a process of its own, or another program that takes its words; what it says."""
     file = Path(config["output"]["runs"]).parent / f"{config['name']}.json"
     file.write_text(json.dumps(config))
-    command = [sys.executable, *launcher, "-m", "simpletune", "train", str(file), *words]
+    command = [sys.executable, *of, "train", str(file), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.timeout(900)
@@ -119,13 +120,33 @@ def test_a_whole_run_with_pictures_report_and_resume(tiny_config: dict) -> None:
     torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=1e-2, atol=1e-4)
 
 
+ON_ITS_DEVICE = """
+import os, sys, torch
+from simpletune.cli.main import main
+code = main(sys.argv[1:])
+used = [number for number in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(number)]
+print("process", os.environ["LOCAL_RANK"], "used devices", used, flush=True)
+sys.exit(code)
+"""
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", ["-1", "5"])
-def test_two_processes_on_two_devices_have_the_weights_of_two_on_the_cpu(seed: str, tiny_config: dict) -> None:
+def test_two_processes_on_two_devices_have_the_weights_of_two_on_the_cpu(
+    seed: str, tiny_config: dict, tmp_path: Path
+) -> None:
     """gloo in place of NCCL."""
-    losses, launcher = {}, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    (tmp_path / "program.py").write_text(ON_ITS_DEVICE)
+    both = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "program.py"))
+    losses, results = {}, {}
     for device in ("cpu", "cuda"):
         config = tiny_config | {"name": device, "device": device}
-        trained(config, launcher=launcher, DRY_DEVICES="2", SOFT_SEED=seed if device == "cuda" else "-1")
-        losses[device] = [row["loss"] for row in read_metrics(Path(config["output"]["runs"]) / device)]
+        config["train"] = {"steps": 4, "gradient_accumulation": 2}  # a micro-batch for each process
+        said = trained(config, of=both, DRY_DEVICES="2", SOFT_SEED=seed if device == "cuda" else "-1")
+        if device == "cuda":
+            assert all(f"process {process} used devices [{process}]" in said for process in (0, 1)), said
+        run = Path(config["output"]["runs"]) / device
+        losses[device] = [row["loss"] for row in read_metrics(run)]
+        results[device] = load_file(run / "pytorch_lora_weights.safetensors")
     assert len(losses["cuda"]) == 4 and losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
+    torch.testing.assert_close(results["cuda"], results["cpu"], rtol=1e-2, atol=1e-4)
