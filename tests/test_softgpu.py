@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -15,7 +16,11 @@ import pytest
 import softgpu_levers
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from simpletune.memory.block_offload import BlockOffload
+from simpletune.memory.copy_stream import CudaCopies, PinnedPages
+from simpletune.memory.offload_inputs import CheckpointInputOffload
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 
@@ -24,7 +29,7 @@ pytestmark = [
     pytest.mark.softgpu,
     pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "soft_push"), reason="needs tests/softgpu/run (make softgpu)"),
 ]
-SEEDS, SEEDS_ALONE = 200, 25
+SEEDS, SEEDS_ALONE, SEEDS_OF_TWO = 200, 25, 8
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +86,102 @@ def test_no_seed_changes_the_bits_of_all_levers_together(name: str) -> None:
 
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.memory.copy_stream import CudaCopies
-
     monkeypatch.setattr(CudaCopies, "wait", lambda self, event: None)
     assert wrong_seeds("LoRA", 10)
+
+
+LINEARS, WIDTH = 4, 64
+
+
+def dropped_after(what: str) -> tuple[list[int], CheckpointInputOffload | None]:
+    """Drop a streamed model, or a pass, whose copies are still queued; the addresses of the memory that they write, and
+    what goes on."""
+    device, blocks = torch.device("cuda"), [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(LINEARS)]
+    x = torch.ones(2, WIDTH, device=device)
+    if what.startswith("a fetch"):
+        inputs = CheckpointInputOffload(device)
+        packed = []
+        for _ in range(2):
+            with inputs.offloading():
+                packed.append(inputs.pack(x[None] * 2))
+        inputs.unpack(packed.pop())  # starts to fetch the other one
+        written = [tensor.data_ptr() for tensor, _ in inputs._arriving.values()]
+        if what.endswith("next pass"):
+            with inputs.offloading():
+                return written, inputs
+        return written, None
+    offload = BlockOffload(blocks, range(LINEARS), device, poison=what == "a fill")
+    for index in range(LINEARS if what == "a fill" else 2):
+        with offload.forward(index):
+            x = blocks[index](x)
+    if what == "a fill":
+        offload._finish()
+    return [slot.flat.data_ptr() for slot in offload._slots], None
+
+
+def overwrites(what: str, seed: int) -> bool:
+    """Whether copies of a dropped model write to memory that has a new owner."""
+    from softgpu import queues
+
+    queues.seed(seed)
+    torch.cuda.empty_cache()  # the model's memory lies in a new segment of 2 MiB, as the next tensors do
+    written, _on = dropped_after(what)
+    new = [torch.ones(2**20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    assert all(any(0 <= at - tensor.data_ptr() < tensor.nbytes for tensor in new) for at in written)
+    torch.cuda.synchronize()
+    return not all((tensor == 1).all() for tensor in new)
+
+
+@pytest.fixture
+def pages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned pages outlive a model, as those that processes share do: unpinning them finishes all copies here."""
+    pages, pin = [], PinnedPages.pin
+    monkeypatch.setattr(PinnedPages, "pin", lambda self, *where: pages.append(self) or pin(self, *where))
+
+
+@pytest.fixture(params=["as it is", "without the wait"])
+def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a dropped model's copies are finished before its memory is freed."""
+    if request.param != "as it is":
+        monkeypatch.setattr(CudaCopies, "finish", lambda self: None)
+    return request.param == "as it is"
+
+
+@pytest.mark.usefixtures("pages_stay")
+@pytest.mark.parametrize("what", ["a fill", "a prefetch", "a fetch", "a fetch before the next pass"])
+def test_a_dropped_model_s_copies_end_before_its_memory_has_a_new_owner(what: str, waits: bool) -> None:
+    """A pass with poison ends with a fill; a pass that an exception ends leaves a prefetch, or an input on its way."""
+    assert any(overwrites(what, seed) for seed in range(SEEDS)) is not waits
+
+
+def differs_after_a_poisoned_run(seed: int, expected: softgpu_levers.Result) -> bool:
+    """Whether a streamed run gives other bits than alone. It begins with the same memory, so that its slots lie where
+    those of the first one lay, and the device finishes what is queued while they hold blocks."""
+    from softgpu import queues
+
+    gc.collect()
+    queues.seed(seed)
+    torch.cuda.empty_cache()
+    softgpu_levers.run_poisoned(softgpu_levers.ALONE["streaming"])
+    gc.collect()
+    assembled = softgpu_levers.assembled
+
+    def finishing(*given: Any) -> Any:
+        core = assembled(*given)
+        core.model.transformer_blocks[1].attn.register_forward_pre_hook(lambda *_: torch.cuda.synchronize())
+        return core
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softgpu_levers, "assembled", finishing)
+        return not softgpu_levers.run(softgpu_levers.ALONE["streaming"]).equals(expected)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("pages_stay")
+def test_a_run_after_a_poisoned_one_is_the_run_alone(waits: bool) -> None:
+    """In one process. The first loss was NaN where the first run's fill reached a slot of the second."""
+    expected = softgpu_levers.run(softgpu_levers.ALONE["streaming"])
+    assert any(differs_after_a_poisoned_run(seed, expected) for seed in range(SEEDS_OF_TWO)) is not waits
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
