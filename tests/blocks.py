@@ -254,6 +254,11 @@ class LateCopies:
 
     join = wait
 
+    def finish(self) -> None:
+        """Do all work."""
+        if self._queue:
+            self.flush(self._queue[-1])
+
     def flush(self, last: Late) -> None:
         """Do the queued work in order, each item after those that it waits for."""
         while not last.done:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from softgpu_levers import Result
 
 ROOT = Path(__file__).resolve().parent.parent
-WRAPPERS = {"mark", "wait", "join", "_let_go"}
+WRAPPERS = {"mark", "wait", "join", "finish", "_let_go"}
 EVENTS = {"_written"}
 FILES = ("simpletune.engine.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from shared_runs import TrainOnce
 
 from simpletune.apps.cli.main import main
@@ -257,6 +259,24 @@ def test_full_fine_tuning_without_the_base_s_predictions_has_a_loss_and_no_drift
     train(validate(config, "test"), resume="latest")
     rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
     assert "drift" in rows[4] and "drift" not in rows[6] and len(rows[6]["eval_losses"]) == 3
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_base_that_predicts_zeros_has_no_drift_to_divide_by(
+    method: str, tiny_config: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """A LoRA leaves the output layer at zero, so nothing changes; full fine-tuning leaves it."""
+    folder = shutil.copytree(tiny_pipeline, tmp_path / "zeros")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    save_file({n: w * 0 if n.startswith("proj_out.") else w for n, w in weights.items()}, file, {"format": "pt"})
+    config = evaluated_config(tiny_config) | {"adapter": {"method": method}}
+    config["model"] |= {"pretrained": str(folder)}
+    run = train(validate(config, "test"))
+    rows, none = list(read_rows(run / "evaluations.jsonl")), {"training": 0, "class": 0, "unrelated": 0}
+    assert [row.get("drift") for row in rows] == [none, *([none if method == "lora" else None] * 3)]
+    assert json.loads((run / "summary.json").read_text()).get("drift_after") == rows[-1].get("drift")
+    assert all(len(row["eval_losses"]) == 3 for row in rows)
 
 
 def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_pres_is_drawn_without_the_token_from_the_noise_of_the_subject() -> None
 @pytest.fixture
 def unpredicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the prediction, which takes longer than all else."""
-    monkeypatch.setattr(command, "estimate_start", lambda *_: {})
+    monkeypatch.setattr(command, "estimate_stages", lambda *_: {})
 
 
 @pytest.fixture

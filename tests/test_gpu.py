@@ -48,7 +48,6 @@ from simpletune.models.sd3.transformer import RandomTransformerTensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import detach_modulation
-from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
 pytestmark = [
@@ -433,15 +432,7 @@ def test_attention_by_the_kernel_that_is_asked_for(kernel: str, tiny_config: dic
     assert json.loads((run / "summary.json").read_text())["attention"] == kernel
 
 
-INDUCTOR = (
-    "Inductor (torch 2.13.0) takes the product of int8 weights for its own pattern woq_int8, and fails in its lowering"
-)
-
-
-@pytest.mark.parametrize(
-    "weights",
-    ["bf16", pytest.param("int8", marks=pytest.mark.xfail(raises=UserError, strict=False, reason=INDUCTOR)), "nf4"],
-)
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4"])
 def test_compiled_blocks_give_the_losses_of_those_that_are_not(
     weights: str, tiny_config: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,11 +127,11 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
-from simpletune.data.cache.shards import joining
+from simpletune.data.cache.shards import shard_writer
 from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.system import failpoints
 from cached_samples import KEYS, fill
-joining.SAMPLES = 5
+shard_writer.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)
 fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"), KEYS[:11])
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -81,6 +82,23 @@ def test_dropout_draws_the_same_numbers_again() -> None:
     precision = PRECISIONS["fp32"]
     plain = lora_run(precision, Setting(checkpointed=0), dropout=0.5)
     assert_same_run(lora_run(precision, Setting(RESIDENT["K=1"], poison=True), dropout=0.5), plain)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_dropped_model_leaves_no_copy_in_its_queues(backward: bool) -> None:
+    """A prefetch of a forward pass that was dropped, or the fills at the end of a pass, would write to freed memory."""
+    queues: list[LateCopies] = []
+    setting = Setting(RESIDENT["K=0"], host=True, poison=True, queue=lambda: queues.append(LateCopies()) or queues[-1])
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    prepare(model, setting)
+    loss = loss_of(model, FP32(), 0)
+    if backward:
+        loss.backward()
+    assert any(queue._queue for queue in queues)
+    del model, loss
+    gc.collect()
+    assert not any(queue._queue for queue in queues)
 
 
 def break_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,10 +142,10 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
 from simpletune.system.options import UserError
-from simpletune.stages.step.train_step import StepCore
-from simpletune.training import together
-together.PATIENCE = together.Patience(beat=0.2, silent=3, meeting=30, failed=1, stuck=4)
-step, steps = StepCore.step, []
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.training import heartbeats
+heartbeats.PATIENCE = heartbeats.Timeouts(beat=0.2, silent=3, meeting=30, failed=1, stuck=4)
+step, steps = TrainStep.step, []
 def freeze(self, *words):
     steps.append(1)
     if rank == "1" and len(steps) == 4:
@@ -156,7 +156,7 @@ def freeze(self, *words):
         import time
         time.sleep(600)
     return step(self, *words)
-StepCore.step = freeze
+TrainStep.step = freeze
 sys.exit(main(["train", config, "--resume", "auto"]))
 """
 
@@ -217,8 +217,8 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
 from simpletune.engine.memory.machine_weights import MachineWeights
-from simpletune.stages.step.train_step import StepCore
-step, steps = StepCore.step, []
+from simpletune.stages.step.train_step import TrainStep
+step, steps = TrainStep.step, []
 def look(self, *words):
     steps.append(1)
     if len(steps) == 2:
@@ -231,7 +231,7 @@ def look(self, *words):
     return step(self, *words)
 def fail(offer):
     raise PermissionError(13, "Permission denied", "/proc/1/fd/9")
-StepCore.step = look
+TrainStep.step = look
 if what == "refused":
     MachineWeights.join = fail
 sys.exit(main(["train", config]))

@@ -179,7 +179,8 @@ def fail(*args: object, **kwargs: object) -> None:
     [
         (window, "make_profiler"), (torch.profiler.profile, "start"), (torch.profiler.profile, "step"),
         (torch.profiler.profile, "stop"), (torch.profiler.profile, "export_chrome_trace"), (window.Window, "events"),
-        (window, "name_ranges"), (trace_file, "pack"), (summary, "write_summary"), (summary, "summarise"), (Path, "mkdir"),
+        (window, "name_ranges"), (trace_file, "pack"), (summary, "write_summary"), (summary, "summarise"),
+        (Path, "mkdir"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -40,7 +40,8 @@ class ValidationFigures:
     Args:
         loss: mean loss.
         losses: the loss of each sample [n], to compare evaluations sample by sample.
-        drift: ``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown.
+        drift: ``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown, and without a group
+            for which the base predicts zeros and the model does not.
         drift_error: their standard errors over the samples.
     """
 
@@ -158,7 +159,8 @@ class LossEvaluator:
                     before = base[f"{group}.{n}"].to(prediction.device, non_blocking=True).float()
                     pair = (prediction.float() - before).square().mean(), before.square().mean()
                     change.setdefault(group, []).append(torch.stack(pair))
-        drift = {group: _relative(torch.stack(pairs).tolist()) for group, pairs in change.items()}
+        found = {group: _relative(torch.stack(pairs).tolist()) for group, pairs in change.items()}
+        drift = {group: values for group, values in found.items() if values is not None}
         return ValidationFigures(
             *_mean_and_each(losses),
             {group: fmean(values) for group, values in drift.items()},
@@ -186,9 +188,15 @@ def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
     return torch.stack(losses).mean().item(), torch.stack(losses).tolist()
 
 
-def _relative(pairs: list[list[float]]) -> list[float]:
-    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
+def _relative(pairs: list[list[float]]) -> list[float] | None:
+    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift.
+
+    Where the base predicts zeros, as with an output layer that starts at zero, no change is a drift of 0, and any other
+    change is no multiple of the base: None.
+    """
     scale = fmean(square for _, square in pairs)
+    if scale == 0:
+        return None if any(change for change, _ in pairs) else [0.0] * len(pairs)
     return [change / scale for change, _ in pairs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +35,15 @@ is_queued, place, current_stream = _held.soft_is_queued, _held.soft_place, torch
 
 
 def _operate(number: int) -> None:
+    collects = gc.isenabled()
+    gc.disable()  # a finaliser that waits for the device must not run in the thread that does the device's work
     try:
         _waiting.pop(number)()
     except BaseException as error:  # raised by the next call of the program, as a card's errors are
         _failures.append(error)
+    finally:
+        if collects:
+            gc.enable()
 
 
 _CALLBACK = _Operate(_operate)

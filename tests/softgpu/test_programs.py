@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 
 import pytest
 import torch
@@ -90,6 +92,25 @@ def test_what_has_no_values_is_refused_by_name() -> None:
     refused = pytest.raises(NotImplementedError, match="flash_attention.*dropout")
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), refused:
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+
+def test_garbage_is_not_collected_where_the_device_works() -> None:
+    """A finaliser may wait for the device, which would wait for itself."""
+    from softgpu import queues
+
+    threads, before = set[str](), gc.get_threshold()
+    note = lambda phase, about: threads.add(threading.current_thread().name)  # noqa: E731
+    gc.callbacks.append(note)
+    queues.seed(3)
+    try:
+        gc.set_threshold(1)
+        for _ in range(10):
+            torch.zeros(8, device="cuda").add_(1)
+        torch.cuda.synchronize()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert threads == {threading.main_thread().name}
 
 
 def copied_and_used(waits: bool) -> bool:

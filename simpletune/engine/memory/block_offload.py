@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, finish_before_freed, host_like
 from simpletune.engine.memory.host_block import HostBlock, own_plain_tensors, shared_tensors
 
 SLOTS = 2
@@ -73,6 +73,7 @@ class BlockOffload:
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
         self._slots = [Slot(self.homes, device) for _ in range(SLOTS)]
+        finish_before_freed(self, (self._in, self._out), self._slots)
         accounting.register([slot.flat for slot in self._slots], "weights")
         self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
         self._current: int | None = None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ class Copies(Protocol):
     def join(self, event: CopyEvent) -> None:
         """Block the host until an event completes."""
 
+    def finish(self) -> None:
+        """Block the host until everything queued is done."""
+
 
 class HostCopies:
     """Synchronous copies for the CPU."""
@@ -53,6 +58,9 @@ class HostCopies:
         """Do nothing."""
 
     def join(self, event: CopyEvent) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
         """Do nothing."""
 
 
@@ -89,6 +97,31 @@ class CudaCopies:
         """Block the host until the event completes."""
         if event is not None:
             event.synchronize()
+
+    def finish(self) -> None:
+        """Block the host until everything queued is done, or the device has failed."""
+        with suppress(torch.AcceleratorError):
+            self._stream.synchronize()
+
+
+def finish_before_freed(owner: object, queues: Sequence[Copies], memory: object) -> None:
+    """When an object dies, finish its copies, and only then free the memory that they read or write.
+
+    The caching allocator knows nothing of a queue of copies: it gives freed memory to the next tensor at once, and a
+    copy or fill that is still queued would overwrite that. An exception between two blocks leaves such copies behind.
+    The host waits, because the object may die in any thread, on any current stream.
+
+    Args:
+        owner: the object; neither the queues nor the memory may refer to it.
+        queues: its queues.
+        memory: what their copies read and write; collections may change until the object dies.
+    """
+    finalize(owner, _finish, queues, memory).atexit = False  # at exit nothing is freed
+
+
+def _finish(queues: Sequence[Copies], memory: object) -> None:
+    for queue in queues:
+        queue.finish()
 
 
 _recorded: Callable[[], Copies] | None = None

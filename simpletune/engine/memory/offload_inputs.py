@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, host_like
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, finish_before_freed, host_like
 
 
 @dataclass(eq=False)
@@ -26,14 +26,12 @@ class OffloadedInput:
         host: its values in host memory, once the queue's copies up to here are done.
         device: its original device.
         before: the offloaded inputs of the previous block, which the backward pass needs next.
-        back: the tensor on the device and the event of the copy back, once started.
         spent: whether it has been returned and its host memory reused.
     """
 
     host: Tensor
     device: torch.device
     before: WeakValueDictionary[int, OffloadedInput]
-    back: tuple[Tensor, CopyEvent] | None = None
     spent: bool = False
 
 
@@ -53,15 +51,20 @@ class CheckpointInputOffload:
         self._copies = copies_for(device) if copies is None else copies
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self._leaving: list[tuple[Tensor, Tensor, CopyEvent]] = []
+        self._arriving: dict[OffloadedInput, tuple[Tensor, CopyEvent]] = {}
         self._block: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
         self._before: WeakValueDictionary[int, OffloadedInput] = WeakValueDictionary()
         self.host_bytes = 0
         """Host memory allocated so far."""
+        finish_before_freed(self, (self._copies,), (self._leaving, self._arriving))
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
         """Offload the tensors that one block's checkpoint saves in this context."""
         self._let_go()
+        if self._arriving:  # of a backward pass that failed
+            self._copies.finish()
+            self._arriving.clear()
         self._before, self._block = self._block, WeakValueDictionary()
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
@@ -96,7 +99,8 @@ class CheckpointInputOffload:
         self._let_go()
         tensor, arrived = self._fetch(offloaded)
         self._copies.wait(arrived)
-        offloaded.back, offloaded.spent = None, True
+        del self._arriving[offloaded]
+        offloaded.spent = True
         self._spare[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
         for earlier in offloaded.before.values():
             self._fetch(earlier)
@@ -104,13 +108,14 @@ class CheckpointInputOffload:
 
     def _fetch(self, offloaded: OffloadedInput) -> tuple[Tensor, CopyEvent]:
         """Return a tensor that is being copied back, starting the copy if necessary."""
-        if offloaded.back is None:
+        if offloaded not in self._arriving:
             # Allocated from the computation's pool, so the copy must wait for the previous user of this memory.
             tensor = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=offloaded.device)
             after = [self._copies.mark()]
             host = offloaded.host
-            offloaded.back = (tensor, self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after))
-        return offloaded.back
+            arrived = self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after)
+            self._arriving[offloaded] = tensor, arrived
+        return self._arriving[offloaded]
 
     def _take(self, like: Tensor) -> Tensor:
         """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""

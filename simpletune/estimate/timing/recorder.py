@@ -312,3 +312,6 @@ class RecordedCopies:
         """Block the host until an event completes."""
         if event is not None:
             self._recorder.wait(event, by_host=True)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Record nothing: a model that is dropped is not part of a step."""
