@@ -89,14 +89,14 @@ def measure(row: Row) -> Json:
     from triton.errors import TritonError
 
     from simpletune.engine.kernels import adaln_kernels, rms_kernels
-    from simpletune.engine.kernels.sizes import ROWS, rows_per_program
+    from simpletune.engine.kernels.sizes import ROWS, rows_of
 
     function = getattr(rms_kernels if row.kernel.startswith("norm") else adaln_kernels, f"_{row.kernel}")
     if row.kernel.startswith("norm"):
-        constants: dict[str, object] = {"ROWS": rows_per_program(64), "BLOCK": 64}
+        constants: dict[str, object] = {"ROWS": rows_of(64), "BLOCK": 64}
         warps = rms_kernels.WARPS
     else:
-        block, warps = adaln_kernels.block_size(WIDTHS[row.model])
+        block, warps = adaln_kernels.block_of(WIDTHS[row.model])
         constants = {"BLOCK": block, "TOKENS": ROWS if "trained" in row.use else 1}
     names = function.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys((*PLAIN, *TWO), f"*{row.kind}") | dict.fromkeys(SUMS, "*fp32")

@@ -294,7 +294,7 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
         (["--strength", "0.5"], "--strength: 0.5 needs an initial picture. Give one: --image FILE"),
         (["--image", "x.png"], "--image: x.png cannot be read .* Give a PNG"),
         (["--resident-blocks", "9"], "--resident-blocks: 9 leaves none of the model's 1 block to stream. Use 0 to 0"),
-        (["--resident-blocks", "0", "--precision", "int8"], "--resident-blocks: int8 weights cannot be streamed"),
+        (["--resident-blocks", "0", "--precision", "int8"], "--resident-blocks: int8 weights cannot be offloaded"),
         (["--resident-blocks", "0", "--compile"], "--compile: compiled blocks need their weights in one place"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

@@ -149,7 +149,7 @@ def _gate_backward(
         tl.store(sums + part * d + at, of_gate, mask=inside)
 
 
-def block_size(d: int) -> tuple[int, int]:
+def block_of(d: int) -> tuple[int, int]:
     """Return the elements that a program holds for rows of this length, and its number of warps."""
     block = triton.next_power_of_2(d)
     return block, next(warps for most, warps in WARPS if block <= most)
@@ -159,7 +159,7 @@ def modulate(
     x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
 ) -> list[Tensor]:
     """See ``adaln.modulated``; return modulated tokens, the sum if anything is added, mean and inverse deviation."""
-    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y = x.contiguous(), None if y is None else y.contiguous()
     step, (gate, *rows) = _of_samples([gate, *scales, *shifts])
     own_scales, own_shifts = rows[: len(scales)], rows[len(scales) :]
@@ -194,7 +194,7 @@ def modulate_backward(
         shift in turn, then of the gate.
     """
     x, y, gate, grad_total = tokens
-    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     grads, x = [grad.contiguous() for grad in grads], x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     y = None if y is None else y.contiguous()
@@ -214,7 +214,7 @@ def modulate_backward(
 
 def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """See ``adaln.add_gated``."""
-    (b, n, d), (block, warps) = x.shape, block_size(x.shape[2])
+    (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y, total = x.contiguous(), y.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     step, (rows,) = _of_samples([gate])
     if b * n:
@@ -225,7 +225,7 @@ def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
     """Compute the gradients of ``adaln._Gate``: that of y, and that of the gate if y is given."""
-    (b, n, d), (block, warps) = grad.shape, block_size(grad.shape[2])
+    (b, n, d), (block, warps) = grad.shape, block_of(grad.shape[2])
     grad, y = grad.contiguous(), None if y is None else y.contiguous()
     step, (rows,) = _of_samples([gate])
     grad_y = torch.empty_like(grad)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletune.engine.kernels.sizes import rows_per_program
+from simpletune.engine.kernels.sizes import rows_of
 
 WARPS = 4
 
@@ -53,7 +53,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] ->
     """See ``rms_norm.normed``."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d = x.shape[-1]
-    rows, count = x.numel() // d, rows_per_program(d)
+    rows, count = x.numel() // d, rows_of(d)
     if rows:
         with torch.cuda.device_of(x):
             _norm[(triton.cdiv(rows, count),)](
@@ -66,7 +66,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) 
     """Return the gradient of x, and that of the weight if it trains."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_x, d = torch.empty_like(x), x.shape[-1]
-    rows, count = x.numel() // d, rows_per_program(d)
+    rows, count = x.numel() // d, rows_of(d)
     programs = triton.cdiv(rows, count)
     sums = x.new_empty((programs, d), dtype=torch.float32) if trains else None
     if rows:

@@ -57,6 +57,6 @@ def partial_bytes(x: Tensor, count: int) -> int:
     return 4 * count * b * program_count(n) * d
 
 
-def rows_per_program(d: int) -> int:
+def rows_of(d: int) -> int:
     """Return the number of short rows that one program takes: a power of two."""
     return max(1, ELEMENTS // (1 << (d - 1).bit_length()))

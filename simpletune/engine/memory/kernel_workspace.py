@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletune.engine.kernels import adaln, rms_norm  # noqa: F401 define their operators
-from simpletune.engine.kernels.sizes import NormTokens, partial_bytes, rows_per_program
+from simpletune.engine.kernels.sizes import NormTokens, partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
 from simpletune.engine.memory.attention_workspace import BACKWARD, BACKWARDS, FORWARD, efficient_forward
 
@@ -123,7 +123,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, train
     """
     d = x.shape[-1]
     in_fp32 = 0 if x.dtype == torch.float32 else 4 * d
-    return 4 * d * -(-(x.numel() // d) // rows_per_program(d)) + in_fp32 if trains else 0
+    return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
 
 
 def _sums(x: Tensor, count: int) -> int:
