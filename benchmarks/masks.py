@@ -16,10 +16,11 @@ from PIL import Image
 
 from benchmarks.quality import Easel, Prompt
 from benchmarks.table import Results, describe_machine
+from benchmarks.tiny_models import checker
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import checker, pictures
+from simpletune.data.demo import pictures
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device

@@ -86,7 +86,8 @@ class Job:
 
     def prepare(self) -> None:
         """Write model and pictures."""
-        from simpletune.data.demo import pictures, tiny_sd3
+        from benchmarks.tiny_models import tiny_sd3
+        from simpletune.data.demo import pictures
 
         tiny_sd3.build(self.pipeline, tiny_sd3.Sizes(layers=self.layers, heads=self.layers))
         scenes = pictures.sample_scenes(PICTURES, seed=3, style="striped")

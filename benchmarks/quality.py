@@ -20,10 +20,11 @@ import torch
 from PIL import Image
 
 from benchmarks.table import Results, describe_machine
+from benchmarks.tiny_models import checker
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import checker, pictures
+from simpletune.data.demo import pictures
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, run_result
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures

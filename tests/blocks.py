@@ -292,7 +292,7 @@ class Late:
 
 def write_pipeline(folder: Path) -> None:
     """A pipeline of three blocks on disk."""
-    from simpletune.data.demo import tiny_sd3
+    from benchmarks.tiny_models import tiny_sd3
 
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=2, dtype="fp32")
 

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import tiny_sd15
 from PIL import Image, ImageDraw
 
-from simpletune.data.demo import pictures, tiny_sd3
+from benchmarks.tiny_models import tiny_sd3
+from simpletune.data.demo import pictures
 
 SIDE = 64
 SHAPES = [(64, 64), (96, 32), (32, 96)]  # three buckets

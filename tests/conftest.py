@@ -118,7 +118,7 @@ def old_objects_are_not_collected() -> None:
 @pytest.fixture(scope="session")
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of one layer and one head, in diffusers' layout, fp32."""
-    from simpletune.data.demo import tiny_sd3
+    from benchmarks.tiny_models import tiny_sd3
 
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
     tiny_sd3.build(folder, tiny_sd3.MINIMAL, seed=1, dtype="fp32")

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.system.atomic import remove
 from simpletune.training.loop import train

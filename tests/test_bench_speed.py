@@ -11,8 +11,8 @@ import torch
 from benchmarks import pair, speed, speed_rows
 from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import read_config
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.profiling.events import Recording, Span
 from simpletune.engine.profiling.kinds import KINDS, shares
 from simpletune.stages.step.batch_loader import Batch

@@ -17,8 +17,8 @@ from PIL import Image
 from test_run import run_with, saved_weights
 from torch._dynamo.utils import counters
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.quant.plain import FP32
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared import compile as compiling

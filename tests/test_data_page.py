@@ -15,6 +15,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
+from benchmarks.tiny_models import vocabulary
 from simpletune.apps.web import data_jobs, processes
 from simpletune.apps.web.data_jobs import caption_words
 from simpletune.apps.web.roots import OutsideRoots, make_roots
@@ -28,7 +29,6 @@ from simpletune.commands.inspect_data.caption_edits import (
 )
 from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_tokenizer
 from simpletune.config.load import validate
-from simpletune.data.demo import vocabulary
 from simpletune.system.options import UserError
 
 HOSTILE = "<img src=x onerror=alert(1)> \"&'.png"

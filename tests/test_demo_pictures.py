@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.tiny_models import checker
 from simpletune.data import demo
-from simpletune.data.demo import checker, pictures
+from simpletune.data.demo import pictures
 from simpletune.data.demo.pictures import Scene, caption, draw, is_held_out, sample_scenes
 
 
@@ -224,7 +225,7 @@ def test_resolve_names_what_there_is(tmp_path: Path, name: str, message: str) ->
 
 def test_pictures_need_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from simpletune.data import demo; from simpletune.data.demo import checker, tiny_sd3;"
+        "import sys, pathlib; from simpletune.data import demo; from benchmarks.tiny_models import checker, tiny_sd3;"
         f"demo.resolve('demo:pictures', pathlib.Path({str(tmp_path)!r}));"
         "print({'torch', 'transformers', 'diffusers'} & set(sys.modules))"
     )

@@ -15,7 +15,8 @@ from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from simpletune.data.demo import networks, pictures, tiny_sd3, vocabulary
+from benchmarks.tiny_models import networks, tiny_sd3, vocabulary
+from simpletune.data.demo import pictures
 
 REAL_CONFIG = Path(__file__).parents[2] / "shared/data/sd3_medium_config"
 PROMPTS = [

@@ -12,7 +12,7 @@ from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
 from test_gpu import run_on
 
-from simpletune.data.demo import tiny_sd3
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.system import failpoints
 from simpletune.system.failpoints import InjectedError

@@ -14,8 +14,9 @@ from launching import Launcher, Outcome
 from PIL import Image
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import read_state, with_checksum

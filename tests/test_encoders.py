@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
+from benchmarks.tiny_models import vocabulary
 from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
 from simpletune.commands.evaluate.encoders.preprocessing import (
     CLIP,
@@ -27,7 +28,7 @@ from simpletune.commands.evaluate.encoders.preprocessing import (
     squashed,
 )
 from simpletune.commands.evaluate.estimate import encoding
-from simpletune.data.demo import pictures, vocabulary
+from simpletune.data.demo import pictures
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import peak_rss_gib

@@ -12,9 +12,9 @@ import torch
 from test_cases import ALLOWED, case_json
 from torch import Tensor, nn
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory import equal_blocks, fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.equal_blocks import count_equal

@@ -17,11 +17,11 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.optim import loss_scale
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.ema import Ema

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tiny_sd15
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.training.loop import train

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from shared_runs import TrainOnce
 from slow_cases import slow_but
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train

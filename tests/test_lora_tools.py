@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from torch import nn
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras, strengths
 from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
@@ -33,7 +34,6 @@ from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.plain import FP32

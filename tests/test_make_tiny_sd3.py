@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-from benchmarks.tiny_models import make_tiny_sd3, train_autoencoder, train_text_encoders
-from simpletune.data.demo import networks, pictures
+from benchmarks.tiny_models import make_tiny_sd3, networks, train_autoencoder, train_text_encoders
+from simpletune.data.demo import pictures
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from torch import Tensor, nn
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.generate_arguments import add_arguments
 from simpletune.commands.generate.generate import generate
@@ -28,7 +29,7 @@ from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import NoPrior
 from simpletune.config.resolve import require_model_rules
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_quanto import Int8Quanto
 from simpletune.engine.quant.plain import BF16, FP32

@@ -17,10 +17,10 @@ from diffusers import AutoencoderKL, ModelMixin
 from PIL import Image
 from transformers import PreTrainedModel
 
+from benchmarks.tiny_models import vocabulary
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.cache.cache import Cache, view_key
-from simpletune.data.demo import vocabulary
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared import prompts

@@ -20,9 +20,10 @@ from launching import Launcher
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.data.cache.cache import Cache, view_key
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA

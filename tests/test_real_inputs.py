@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.models.sd3.option import SD3
 from simpletune.training.loop import train

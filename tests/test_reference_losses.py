@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from launching import Launcher
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs.checkpoint import TRAINABLE, checkpoint_folder
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train

@@ -19,12 +19,12 @@ from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config, validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_linear import Int8Linear

@@ -16,8 +16,9 @@ from PIL import Image
 from reference.adamw import adamw_step
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.engine.fsdp.fsdp_model import process_starts
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.optim.eight_bit_parts import SMALLEST, dequantise_blocks, join_states, quantise_blocks

@@ -12,11 +12,11 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from benchmarks.quality import Easel, accuracies, prompts_of
-from benchmarks.tiny_models import train_autoencoder
+from benchmarks.tiny_models import checker, train_autoencoder
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data import demo
-from simpletune.data.demo import checker, pictures
+from simpletune.data.demo import pictures
 from simpletune.runs.weights import BASE
 
 CPU = torch.device("cpu")

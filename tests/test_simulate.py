@@ -13,9 +13,9 @@ import torch
 from blocks import write_unet
 from test_cases import ALLOWED, MODELS, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import all_tensors

@@ -19,9 +19,9 @@ from diffusers import SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
-from simpletune.data.demo import tiny_sd3
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.files import LAYOUT, bundled_configs

@@ -15,6 +15,7 @@ from reference import text_readers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.dora_oft import OftUpdate
 from simpletune.adapters.files.lokr_loha import LokrUpdate
@@ -23,7 +24,6 @@ from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main
-from simpletune.data.demo import tiny_sd3
 from simpletune.models.shared.text_layers import text_layer
 from simpletune.system.options import UserError
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from recorded_work import seen
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import tiny_sd3
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of

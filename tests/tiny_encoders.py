@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from simpletune.data.demo import pictures, vocabulary
+from benchmarks.tiny_models import vocabulary
+from simpletune.data.demo import pictures
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -17,7 +17,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, UNet2DConditi
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from simpletune.data.demo import networks, pictures, tiny_sd3, vocabulary
+from benchmarks.tiny_models import networks, tiny_sd3, vocabulary
+from simpletune.data.demo import pictures
 
 Version = Literal["sd15", "sd2"]
 TOKENS = 77

@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load_file
 from test_cases import members
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures, tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system import failpoints

@@ -21,7 +21,8 @@ from typing import Any
 from launching import Launcher
 from test_processes import changed, require_same, run_of
 
-from simpletune.data.demo import pictures, tiny_sd3
+from benchmarks.tiny_models import tiny_sd3
+from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.heartbeats import LOST

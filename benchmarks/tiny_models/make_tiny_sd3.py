@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.tiny_models import train_autoencoder, train_text_encoders
-from simpletune.data.demo import networks, pictures, tiny_sd3
+from benchmarks.tiny_models import networks, tiny_sd3, train_autoencoder, train_text_encoders
+from simpletune.data.demo import pictures
 from simpletune.system.atomic import new_folder
 
 CONFIG = Path("configs/tiny_sd3_from_scratch.json")

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.tiny_models import networks
 from benchmarks.tiny_models.log import log_line
-from simpletune.data.demo import networks, pictures
+from simpletune.data.demo import pictures
 from simpletune.system.atomic import atomic_file
 
 if TYPE_CHECKING:

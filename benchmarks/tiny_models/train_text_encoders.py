@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.tiny_models import networks, vocabulary
+from benchmarks.tiny_models.checker import ATTRIBUTES
 from benchmarks.tiny_models.log import log_line
-from simpletune.data.demo import networks, pictures, vocabulary
-from simpletune.data.demo.checker import ATTRIBUTES
+from simpletune.data.demo import pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

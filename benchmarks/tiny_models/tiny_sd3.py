@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.data.demo import networks, pictures, vocabulary
-from simpletune.data.demo.networks import TORCH_DTYPES, Dtype
+from benchmarks.tiny_models import networks, vocabulary
+from benchmarks.tiny_models.networks import TORCH_DTYPES, Dtype
+from simpletune.data.demo import pictures
 from simpletune.system.atomic import new_folder
 
 if TYPE_CHECKING:
