@@ -1,6 +1,6 @@
 """Which pictures and captions does ``data.source`` name, and which are unusable? The union of data sources.
 
-A new one takes one file here and one line in the union, plus one in ``One`` (``several.py``) if it may be mixed.
+A new one takes one file here and one line in the union, plus one in ``One`` (``multi_source.py``) if it may be mixed.
 """
 
 from __future__ import annotations
