@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,7 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    gc.collect()  # the end of an earlier test's model waits for its copies, and must not fall into a step
     return Steps(monkeypatch)
 
 
