@@ -124,6 +124,7 @@ def overwrites(what: str, seed: int) -> bool:
     from softgpu import queues
 
     queues.seed(seed)
+    gc.collect()  # models of earlier tests hold parts of segments
     torch.cuda.empty_cache()  # the model's memory lies in a new segment of 2 MiB, as the next tensors do
     written, _on = dropped_after(what)
     new = [torch.ones(2**20, dtype=torch.uint8, device="cuda") for _ in range(2)]
