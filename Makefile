@@ -36,7 +36,7 @@ slow: setup  ## run the tests that take minutes or many GiB; time not measured
 gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run torch's CUDA build on a simulated card (docs/dry_gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 3 min 15 s on 2 idle cores
+dry: setup  ## run torch's CUDA build on a simulated card (docs/dry_gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
