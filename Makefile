@@ -75,7 +75,7 @@ web: setup  ## click through the pages in headless Chromium (apt-get install chr
 screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
 
-compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit?
+compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 12 min 30 s beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable

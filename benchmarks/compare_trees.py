@@ -368,7 +368,9 @@ def run(place: Path, base: str, chosen: Mapping[str, Row], root: Path = ROOT) ->
     trees = tuple(Tree(place / f"{side}-code", place / side, older=side == "base") for side in ("base", "new"))
     inputs = place / "inputs"
     write = [sys.executable, str(place / "new-code" / "tests" / "compare_inputs.py"), str(inputs)]
-    subprocess.run(write, env=trees[1].environment, check=True, stdout=subprocess.DEVNULL)
+    written = subprocess.run(write, env=trees[1].environment, capture_output=True, text=True)
+    if written.returncode:
+        raise SystemExit(f"compare: the inputs cannot be written: {written.stderr.strip()}")
     found = compare_rows((trees[0], trees[1]), chosen, inputs)
     lacking = without_row(trees[1].schema, rows().values())
     different = [name for name, one in found.items() if not one.equal]

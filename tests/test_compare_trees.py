@@ -200,6 +200,7 @@ def test_an_unknown_row_or_commit_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_changed_line_is_seen(tmp_path: Path) -> None:
     """One row of a commit against itself, and against the same with another learning rate."""
     if not (ROOT / ".git").exists():
