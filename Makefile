@@ -3,6 +3,7 @@
 SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py remote_cache.py doctor.py readme.py)
+SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare tiny-sd3 \
@@ -30,8 +31,9 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; the
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-slow: setup  ## run the tests that take minutes or many GiB; time not measured
-	$(PY) -m pytest -m "slow and not gpu"
+slow: setup  ## run the tests that take minutes or many GiB; of 8,461 combinations an eighth, another each day or by SEED=n, SEED=all for all; time not measured
+	@echo "combinations drawn with SEED=$(SLOW_SEED)"
+	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 
 gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour

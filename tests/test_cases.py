@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
+import random
 import re
 import shutil
 import tempfile
@@ -85,10 +87,22 @@ def asks_for_slow(metafunc: pytest.Metafunc) -> bool:
     return re.search(r"(?<!not )\bslow\b", metafunc.config.getoption("markexpr") or "") is not None
 
 
+def drawn(cases: Sequence[Case], seed: str) -> list[Case]:
+    """Of thousands of cases those in which every pair of choices occurs, and a tenth of the others, drawn with a seed
+    ("all" for every case): hours become minutes, and another seed draws others."""
+    if seed == "all":
+        return list(cases)
+    paired = covering(cases)
+    names = set(map(name_of, paired))
+    others = [case for case in cases if name_of(case) not in names]
+    return paired + random.Random(seed).sample(others, len(others) // 10)
+
+
 def parametrized(metafunc: pytest.Metafunc, few: Sequence[Case], cases: Sequence[Case]) -> None:
-    """Give a test the few cases, and where slow tests are asked for, all others: thousands, which collect slowly."""
+    """Give a test the few cases, and where slow tests are asked for those drawn with ``CASES_SEED`` of all others."""
     found, names = [pytest.param(case, id=name_of(case)) for case in few], set(map(name_of, few))
-    others = [case for case in cases if name_of(case) not in names] if asks_for_slow(metafunc) else []
+    slow = drawn(cases, os.environ.get("CASES_SEED", "all")) if asks_for_slow(metafunc) and cases else []
+    others = [case for case in slow if name_of(case) not in names]
     metafunc.parametrize(
         "case", found + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in others]
     )
@@ -183,6 +197,17 @@ def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict)
     ):
         assert {of(*case) for case in FEW} == {of(*case) for case in ALLOWED}
     assert len(FEW) < len(ALLOWED)
+
+
+def test_a_seed_draws_every_pair_and_a_tenth_of_the_rest() -> None:
+    some, others = drawn(ALLOWED, "1"), drawn(ALLOWED, "2")
+    assert set().union(*map(pairs, some)) == set().union(*map(pairs, ALLOWED))
+    names = set(map(name_of, some))
+    assert len(names) == len(some) == len(FEW) + (len(ALLOWED) - len(FEW)) // 10
+    assert names < set(map(name_of, ALLOWED))
+    assert [name_of(case) for case in drawn(ALLOWED, "1")] == [name_of(case) for case in some]
+    assert names != set(map(name_of, others))
+    assert drawn(ALLOWED, "all") == ALLOWED
 
 
 def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
