@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import Results, describe_machine
-from simpletune.data.cache.cache import Cache
-from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.cache.shards.prefetch import ShardPrefetcher
-from simpletune.data.cache.shards.sample_index import SampleIndex, write_rows
-from simpletune.data.cache.shards.shard import SampleLocation
+from simpletune.data.storage.cache import Cache
+from simpletune.data.storage.place import CachePlace, open_cache
+from simpletune.data.storage.shard_cache import SamplePrefetcher, ShardCache
+from simpletune.data.storage.shard_index import SampleIndex, write_rows
+from simpletune.data.storage.shards import SampleLocation
 from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say
 from simpletune.system.options import Json
@@ -141,10 +140,10 @@ def _read(caches: dict[str, Cache], keys: list[str], way: Way) -> Json:
     def needs(step: int) -> Iterator[tuple[Cache, str]]:
         return ((cache, key) for key in keys[step * BATCH : (step + 1) * BATCH] for cache in caches.values())
 
-    remote = [cache for cache in caches.values() if isinstance(cache, ShardedCache) and cache.part is not None]
+    remote = [cache for cache in caches.values() if isinstance(cache, ShardCache) and cache.remote]
     for cache in remote:
-        len(cache.catalogue.index)  # read before the clock starts
-    ahead = ShardPrefetcher(needs, STEPS, LIMIT) if remote else None
+        len(cache.index.samples)  # read before the clock starts
+    ahead = SamplePrefetcher(needs, STEPS, LIMIT) if remote else None
     waits, memory = list[float](), list[float]()
     began, used, before = time.perf_counter(), _processor_seconds(), 0.0
     for step in range(STEPS):
@@ -177,29 +176,27 @@ def measure_index() -> Json:
     """Measure the index of a million samples."""
     layout = (("hidden", "BF16", (256, 4096), 0),)
     names = (hashlib.sha256(b"%d" % number).hexdigest() for number in range(MILLION))
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "index.parquet"
-        rows = (
-            SampleLocation(
-                name[:32], f"{number // 256:032x}", number % 256 * 1000, 1000, number, layout, f"the prompt {name}"
-            )
-            for number, name in enumerate(names)
+    rows = (
+        SampleLocation(
+            name[:32], f"{number // 256:032x}", number % 256 * 1000, 1000, number, layout, f"the prompt {name}"
         )
-        write_rows(rows, file, [f"{number:032x}" for number in range(MILLION // 256 + 1)])
-        began = time.perf_counter()
-        index = SampleIndex.read(file)
-        seconds = time.perf_counter() - began
-        asked = [hashlib.sha256(b"%d" % number).hexdigest()[:32] for number in range(0, MILLION, 101)]
-        began = time.perf_counter()
-        assert all(index.find(name) is not None for name in asked)
-        micros = 1e6 * (time.perf_counter() - began) / len(asked)
-        return {
-            "table": INDEX,
-            "mb": index.bytes / 1e6,
-            "file_mb": file.stat().st_size / 1e6,
-            "seconds": seconds,
-            "micros": micros,
-        }
+        for number, name in enumerate(names)
+    )
+    content = write_rows(rows, [f"{number:032x}" for number in range(MILLION // 256 + 1)])
+    began = time.perf_counter()
+    index = SampleIndex.read(content)
+    seconds = time.perf_counter() - began
+    asked = [hashlib.sha256(b"%d" % number).hexdigest()[:32] for number in range(0, MILLION, 101)]
+    began = time.perf_counter()
+    assert all(index.find(name) is not None for name in asked)
+    micros = 1e6 * (time.perf_counter() - began) / len(asked)
+    return {
+        "table": INDEX,
+        "mb": index.bytes / 1e6,
+        "file_mb": len(content) / 1e6,
+        "seconds": seconds,
+        "micros": micros,
+    }
 
 
 def _processor_seconds() -> float:

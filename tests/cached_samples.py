@@ -6,7 +6,8 @@ import zlib
 
 import torch
 
-from simpletune.data.cache.cache import ALONE, Cache, KeyRange
+from simpletune.data.storage.cache import Cache
+from simpletune.data.storage.claims import ALONE, KeyRange
 
 KEYS = [f"prompt {number}, {'é' * (number % 3)}" for number in range(23)]
 

@@ -99,10 +99,10 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
 
     from moto.server import ThreadedMotoServer
 
-    from simpletune.system.stores import store
+    from simpletune.system.stores import object_store
 
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10), "base": 2}
-    retries, store.RETRIES = store.RETRIES, {**store.RETRIES, "backoff": soon}  # type: ignore[typeddict-item]
+    retries, object_store.RETRIES = object_store.RETRIES, {**object_store.RETRIES, "backoff": soon}  # type: ignore[typeddict-item]
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -118,7 +118,7 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{proxy.server_port if proxy else port}"
     finally:
-        store.RETRIES = retries
+        object_store.RETRIES = retries
         if proxy is not None:
             proxy.shutdown()
         with suppress(Exception):  # its thread may hang on an open connection; it is a daemon

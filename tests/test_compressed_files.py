@@ -5,13 +5,16 @@ from __future__ import annotations
 import bz2
 import gzip
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
-from simpletune.data.streaming.compression import decompress
-from simpletune.data.streaming.remote_files import reaching
+from simpletune.data.storage.files import DataFiles
+from simpletune.data.storage.mds import decompress
 from simpletune.system.options import UserError
+from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import StoreError
 
 PLAIN = bytes(range(256)) * 20
@@ -54,21 +57,40 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "error, said",
     [
-        (StoreError("listing a in s3://b failed"), "data.path: listing a in s3://b failed. Check the connection and"),
         (OSError(5, "Input/output error"), "data.path: hf://x cannot be read ("),
         (ValueError("bad name"), "data.path: hf://x cannot be read (ValueError: bad name). Check the name, the connec"),
         (OSError("hf_" + "a" * 34 + " is no token"), "data.path: hf://x cannot be read ("),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_reached_is_named_without_secrets(error: Exception, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)) as caught, reaching("hf://x"):
-        raise error
+def test_what_the_hub_refuses_is_named_without_secrets(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: SimpleNamespace(find=refusing(error)))
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        DataFiles("hf://x")
     assert caught.value.code == 3 and "aaaa" not in str(caught.value)
 
 
-def test_other_errors_pass_as_they_are() -> None:
-    with pytest.raises(KeyError), reaching("hf://x"):
-        raise KeyError("x")
-    with pytest.raises(UserError, match="^said already$"), reaching("hf://x"):
-        raise UserError("said already")
+@pytest.mark.parametrize("error", [KeyError("x"), UserError("said already")], ids=repr)
+def test_other_errors_of_the_hub_pass_as_they_are(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: SimpleNamespace(find=refusing(error)))
+    with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+        DataFiles("hf://x")
+
+
+def refusing(error: Exception) -> Callable[..., None]:
+    """A method that raises an error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    return refuse
+
+
+def test_a_store_that_fails_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStore, "versions", refusing(StoreError("listing a in s3://b failed")))
+    said = "^data.path: listing a in s3://b failed. Check the name, the connection and the token, and start again$"
+    with pytest.raises(UserError, match=said) as caught:
+        DataFiles("memory:///")
+    assert caught.value.code == 3

@@ -16,7 +16,7 @@ from failing_locks import fail_with
 from launching import Launcher
 from safetensors.torch import load_file
 
-from simpletune.data.cache.cache import Cache
+from simpletune.data.storage.cache import FileCache
 from simpletune.system import locks
 from simpletune.system.options import UserError
 
@@ -26,10 +26,10 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from simpletune.config.load import read_config
-from simpletune.data.cache.cache import Cache
+from simpletune.data.storage.cache import FileCache
 from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.training.loop import train
-made, save, keep = [], Cache.save, QuantisedBase.keep
+made, save, keep = [], FileCache.save, QuantisedBase.keep
 def slow(self, key, tensors):
     time.sleep(0.05)
     made.append(str(self.file(key)))
@@ -38,7 +38,7 @@ def slow_keep(self, model):
     time.sleep(0.5)
     made.append(str(self.folder))
     return keep(self, model)
-Cache.save, QuantisedBase.keep = slow, slow_keep
+FileCache.save, QuantisedBase.keep = slow, slow_keep
 config, ready, other = sys.argv[1:]
 Path(ready).touch()
 while not Path(other).exists():
@@ -91,7 +91,7 @@ def test_what_they_share_is_whole_and_both_trained_alike(pair: tuple[Path, list[
 
         with safe_open(file, "pt") as handle:
             key = handle.metadata()["key"]
-        assert Cache(file.parent).lacking([key]) == []
+        assert FileCache(file.parent).lacking([key]) == []
     results = [load_file(place / "runs" / name / "pytorch_lora_weights.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 

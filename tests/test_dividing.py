@@ -15,7 +15,8 @@ import pytest
 import torch
 from launching import Launcher
 
-from simpletune.data.cache.cache import PLACES, Cache, KeyRange, place_of
+from simpletune.data.storage.cache import FileCache
+from simpletune.data.storage.claims import PLACES, KeyRange, place_of
 from simpletune.system import locks
 
 KEYS = [f"prompt {number}" for number in range(60)]
@@ -27,7 +28,7 @@ def reference_owner(key: str, of: int) -> int:
     return digest * of >> 256
 
 
-def fill(cache: Cache, share: KeyRange, together: int, pause: float = 0.0) -> list[str]:
+def fill(cache: FileCache, share: KeyRange, together: int, pause: float = 0.0) -> list[str]:
     """Encode what is lacking as the prepare stages do; the keys in the order of their files."""
     made = []
     for group in cache.claimed(cache.lacking(KEYS, share), share, together):
@@ -47,8 +48,8 @@ class Child:
         if self.pid == 0:
             code = 1
             try:
-                made = fill(Cache(folder), share, together, pause)
-                self.file.write_text(json.dumps([made, sorted(k for k in KEYS if k not in Cache(folder))]))
+                made = fill(FileCache(folder), share, together, pause)
+                self.file.write_text(json.dumps([made, sorted(k for k in KEYS if k not in FileCache(folder))]))
                 code = 0
             finally:
                 os._exit(code)
@@ -68,7 +69,7 @@ def test_the_share_of_a_key_is_its_part_of_all_hashes(of: int) -> None:
 
 
 def test_alone_keys_keep_their_order_within_a_group(tmp_path: Path) -> None:
-    assert fill(Cache(tmp_path / "text" / "a"), KeyRange(), 512) == KEYS
+    assert fill(FileCache(tmp_path / "text" / "a"), KeyRange(), 512) == KEYS
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["locks", "no locks"])
@@ -86,7 +87,7 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
     for number, own in enumerate(made):  # each began with its own share
         mine = [key for key in KEYS if reference_owner(key, 3) == number]
         assert set(own[:4]) <= set(mine), (number, own)
-    assert all(int(Cache(folder).load(key)["x"]) == place_of(key) for key in KEYS)
+    assert all(int(FileCache(folder).load(key)["x"]) == place_of(key) for key in KEYS)
 
 
 def refuse_to_lock(*_: object) -> None:
@@ -102,7 +103,7 @@ def test_processes_of_different_runs_divide_the_keys_too(tmp_path: Path) -> None
 
 def test_a_process_alone_on_its_machine_encodes_the_shares_of_the_others(tmp_path: Path) -> None:
     """Machines that share no folder: each makes a whole cache."""
-    made = fill(Cache(tmp_path / "text" / "a"), KeyRange(1, 4), 4)
+    made = fill(FileCache(tmp_path / "text" / "a"), KeyRange(1, 4), 4)
     assert sorted(made) == sorted(KEYS)
 
 
@@ -114,28 +115,30 @@ def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_
     other = Child(folder, KeyRange(1, 2))
     own = [key for key in KEYS if reference_owner(key, 2) == 1]
     late = time.monotonic() + 20
-    while sum(key in Cache(folder) for key in own) < len(own):
+    while sum(key in FileCache(folder) for key in own) < len(own):
         assert time.monotonic() < late, "it waited although it had a share of its own to do"
         time.sleep(0.02)
-    (folder / f".{Cache(folder).file(KEYS[0]).name}.000000-1.part").write_bytes(b"what a killed process was writing")
+    (folder / f".{FileCache(folder).file(KEYS[0]).name}.000000-1.part").write_bytes(
+        b"what a killed process was writing"
+    )
     os.kill(slow.pid, signal.SIGKILL)
     os.waitpid(slow.pid, 0)
     made, lacked = other.end()
     assert lacked == [] and sorted(made) == sorted(KEYS)
-    assert fill(Cache(folder), KeyRange(), 4) == []
-    cache = Cache(folder)
+    assert fill(FileCache(folder), KeyRange(), 4) == []
+    cache = FileCache(folder)
     cache.file(KEYS[3]).write_bytes(b"damaged")
-    assert fill(Cache(folder), KeyRange(), 4) == [KEYS[3]]
+    assert fill(FileCache(folder), KeyRange(), 4) == [KEYS[3]]
     assert not list(folder.glob(".*.part")), "left by the killed process"
 
 
 def test_a_damaged_file_is_set_aside_by_one_process_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "text" / "a"
-    fill(Cache(folder), KeyRange(), 8)
-    Cache(folder).file(KEYS[5]).write_bytes(b"damaged")
+    fill(FileCache(folder), KeyRange(), 8)
+    FileCache(folder).file(KEYS[5]).write_bytes(b"damaged")
     owner = reference_owner(KEYS[5], 2)
-    assert Cache(folder).lacking(KEYS, KeyRange(1 - owner, 2)) == [] and capsys.readouterr().out == ""
-    assert Cache(folder).lacking(KEYS, KeyRange(owner, 2)) == [KEYS[5]]
+    assert FileCache(folder).lacking(KEYS, KeyRange(1 - owner, 2)) == [] and capsys.readouterr().out == ""
+    assert FileCache(folder).lacking(KEYS, KeyRange(owner, 2)) == [KEYS[5]]
     assert "encoding it again" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from shared_runs import TrainOnce
 from slow_cases import slow_but
 
 from simpletune.config.load import validate
-from simpletune.data.cache.cache import Cache, checksum
+from simpletune.data.storage.cache import FileCache, checksum
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.estimate import disk_needs as space
 from simpletune.runs import checkpoint
@@ -266,11 +266,11 @@ def test_a_damaged_cache_file_is_set_aside_and_made_again(
 
 
 def test_damage_that_comes_later_is_found_when_the_file_is_read(tmp_path: Path) -> None:
-    Cache(tmp_path).save("key", {"z_0": torch.arange(6.0), "tokens": torch.tensor(3)})
-    spoil(Cache(tmp_path).file("key"), "flip")
+    FileCache(tmp_path).save("key", {"z_0": torch.arange(6.0), "tokens": torch.tensor(3)})
+    spoil(FileCache(tmp_path).file("key"), "flip")
     with pytest.raises(UserError, match="checksum does not match.*renamed to .*damaged.*--resume latest"):
-        Cache(tmp_path).load("key")
-    assert "key" not in Cache(tmp_path)
+        FileCache(tmp_path).load("key")
+    assert "key" not in FileCache(tmp_path)
 
 
 def test_a_checksum_tells_names_shapes_types_and_bits_apart() -> None:
@@ -424,7 +424,7 @@ def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(tiny_co
     for file in (tmp_path / "own" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")
-        Cache(file.parent).save(key, {"z_0": z_0 * math.nan})
+        FileCache(file.parent).save(key, {"z_0": z_0 * math.nan})
     with pytest.raises(UserError, match="step 1: .*cached latents are non-finite. Set aside.*: .*damaged"):
         run_with(tiny_config, output=output, train={"steps": 1})
     assert len(list((tmp_path / "own").rglob("*.damaged"))) == 1

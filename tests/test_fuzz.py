@@ -21,7 +21,7 @@ from simpletune.adapters.files.read import read_lora
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache.cache import Cache
+from simpletune.data.storage.cache import FileCache
 from simpletune.runs import checkpoint
 from simpletune.runs.state_file import with_checksum
 from simpletune.system.model_folder import weight_files
@@ -246,6 +246,6 @@ def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path: Path, outside: 
 @bounded
 @given(st.binary(max_size=120))
 def test_any_bytes_as_a_cache_file(tmp_path: Path, data: bytes) -> None:
-    cache = Cache(tmp_path)
+    cache = FileCache(tmp_path)
     cache.file("key").write_bytes(data)
     assert cache.lacking(["key"]) == ["key"] and "key" not in cache

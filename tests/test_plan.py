@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, SampleDraw, make_samples
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture
+from simpletune.data.storage.cache import crop_key
 from simpletune.models.objectives.flow import Flow
 
 SIZES = [(100, 100)] * 5 + [(48, 80)] * 3 + [(80, 48)]
@@ -317,5 +317,5 @@ def test_latents_of_different_views_are_never_confused() -> None:
     view = Crop(first, (64, 64), (0.5, 0.5), False)
     changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
     assert changes.keys() == {field.name for field in fields(Crop)}
-    keys = [view_key(view), *(view_key(replace(view, **{name: value})) for name, value in changes.items())]
+    keys = [crop_key(view), *(crop_key(replace(view, **{name: value})) for name, value in changes.items())]
     assert len(set(keys)) == len(keys)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from benchmarks.tiny_models import vocabulary
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.data.cache.cache import Cache, view_key
 from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared import prompts
 from simpletune.stages.encode import prepare
@@ -204,16 +204,16 @@ def test_a_picture_that_goes_after_the_scan_is_named(data: dict, monkeypatch: py
 def test_killed_among_the_prompts_it_continues_where_it_was(
     data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, saved = Cache.save, []
+    save, saved = FileCache.save, []
 
-    def save_four(self: Cache, key: str, tensors: dict) -> None:
+    def save_four(self: FileCache, key: str, tensors: dict) -> None:
         if len(saved) == 4:
             raise KeyboardInterrupt
         saved.append(key)
         save(self, key, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "save", save_four)
+        patch.setattr(FileCache, "save", save_four)
         with pytest.raises(KeyboardInterrupt):
             run(data)
     calls.clear()
@@ -373,7 +373,7 @@ def test_a_picture_that_fails_only_when_decoded_is_left_out(data: dict, capsys: 
     prepared = run(data)
     assert [sample.picture.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
     assert "skipped 1 picture (data.on_error=skip):\n  bad.jpg: is damaged" in capsys.readouterr().out
-    assert all(view_key(view) in prepared.latents.cache for view in prepared.plan.views())
+    assert all(crop_key(view) in prepared.latents.cache for view in prepared.plan.views())
 
 
 def test_none_left_is_an_error_even_when_skipping(data: dict) -> None:
@@ -391,7 +391,7 @@ def test_none_left_is_an_error_even_when_skipping(data: dict) -> None:
 
 
 def test_a_cache_file_of_another_key_is_refused(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = FileCache(tmp_path)
     cache.save("one", {"x": torch.ones(2)})
     torch.testing.assert_close(cache.load("one"), {"x": torch.ones(2)})
     assert "one" in cache

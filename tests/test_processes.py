@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.data.cache.cache import Cache, view_key
 from simpletune.data.demo import pictures
+from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.runs import checkpoint
 from simpletune.runs.control import read_answers
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
@@ -286,8 +286,8 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")
-        if key == view_key(views[1]):
-            Cache(file.parent).save(key, {"z_0": z_0 * math.nan})
+        if key == crop_key(views[1]):
+            FileCache(file.parent).save(key, {"z_0": z_0 * math.nan})
     names = [view.picture.name for view in views]
     said = launcher.train(data, data).said[0]
     assert f"step 1: the loss is nan. Samples: {names[1]}. {names[1]}: its cached latents are non-finite" in said

@@ -20,24 +20,25 @@ from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
 
 from benchmarks.ranges_server import serving_ranges
-from simpletune.data.cache.shards import shard_writer
-from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.local_cache import LocalCache
-from simpletune.data.cache.shards.place import GIB, CachePlace, open_cache
+from simpletune.data.storage import shard_cache
+from simpletune.data.storage.cache import name_of
+from simpletune.data.storage.copies import LocalCopies
+from simpletune.data.storage.place import GIB, CachePlace, open_cache
+from simpletune.data.storage.shard_cache import ShardCache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import TextCache
 from simpletune.system import failpoints
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import Store
+from simpletune.system.stores.object_store import ObjectStore
 
 KEYS = ALL_KEYS[:11]  # a request takes moto several milliseconds
 
 
-def fill(cache: ShardedCache, keys: list[str] = KEYS) -> list[str]:
+def fill(cache: ShardCache, keys: list[str] = KEYS) -> list[str]:
     return fill_with(cache, keys)
 
 
-def require_all(cache: ShardedCache, keys: list[str] = KEYS) -> None:
+def require_all(cache: ShardCache, keys: list[str] = KEYS) -> None:
     require_those(cache, keys)
 
 
@@ -56,7 +57,7 @@ def server(faults: Faults) -> Iterator[str]:
 def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in object_store.settings(server).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(shard_writer, "SAMPLES", 5)
+    monkeypatch.setattr(shard_cache, "SAMPLES", 5)
     yield
     failpoints.disarm()
     faults.choose = lambda number, method, path: None
@@ -68,15 +69,15 @@ def url(request: pytest.FixtureRequest) -> str:
     return f"s3://{BUCKET}/{re.sub(r'[^A-Za-z0-9]+', '-', request.node.name)}"
 
 
-def opened(folder: Path, url: str, limit: int = GIB) -> ShardedCache:
+def opened(folder: Path, url: str, limit: int = GIB) -> ShardCache:
     cache = open_cache(CachePlace(folder, "shards", url, limit), "text", "a")
-    assert isinstance(cache, ShardedCache) and cache.part is not None
+    assert isinstance(cache, ShardCache) and cache.remote
     return cache
 
 
 def test_another_machine_reads_what_one_has_encoded(tmp_path: Path, url: str, faults: Faults) -> None:
     assert sorted(fill(opened(tmp_path / "a", url))) == sorted(KEYS)
-    assert len(Store(f"{url}/text/a").keys("shards/")) == 3
+    assert len(ObjectStore(f"{url}/text/a").keys("shards/")) == 3
     other = opened(tmp_path / "b", url)
     assert fill(other) == []
     before = faults.seen
@@ -127,11 +128,11 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
-from simpletune.data.cache.shards import shard_writer
-from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.storage import shard_cache
+from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.system import failpoints
 from cached_samples import KEYS, fill
-shard_writer.SAMPLES = 5
+shard_cache.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)
 fill(open_cache(CachePlace(Path(sys.argv[1]), "shards", sys.argv[2]), "text", "a"), KEYS[:11])
 """
@@ -154,18 +155,18 @@ def test_a_machine_that_vanishes_while_it_fills_leaves_nothing_wrong(
 
 
 def _stored_rows(url: str, folder: Path) -> list:
-    from simpletune.data.cache.shards.sample_index import read_rows
+    from simpletune.data.storage.shard_index import read_rows
 
-    content, _ = Store(f"{url}/text/a").read("index.parquet") or pytest.fail("no index")
+    content, _ = ObjectStore(f"{url}/text/a").read("index.parquet") or pytest.fail("no index")
     (folder / "index").write_bytes(content)
-    return list(read_rows(folder / "index"))
+    return list(read_rows((folder / "index").read_bytes()))
 
 
 def test_a_damaged_sample_is_never_used(tmp_path: Path, url: str) -> None:
     fill(opened(tmp_path / "a", url))
-    row = opened(tmp_path / "b", url).catalogue.index.find(opened(tmp_path, url).file(KEYS[3]).stem)
+    row = opened(tmp_path / "b", url).index.samples.find(name_of(KEYS[3]))
     assert row is not None
-    store = Store(f"{url}/text/a")
+    store = ObjectStore(f"{url}/text/a")
     content, tag = store.read(f"shards/{row.shard}.safetensors") or pytest.fail("no shard")
     store.replace(f"shards/{row.shard}.safetensors", content[: row.start] + b"?" + content[row.start + 1 :], tag)
     other = opened(tmp_path / "b", url)
@@ -191,14 +192,14 @@ def test_what_is_damaged_on_this_machine_is_fetched_again(tmp_path: Path, url: s
 
 
 def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_path: Path) -> None:
-    part = LocalCache(tmp_path / "part", 8000)
+    part = LocalCopies(tmp_path / "part", 8000)
     for number in range(50):
         assert part.put(f"x/{number}", bytes([number]) * 500)
         assert part.get("x/0") == bytes(500), "what is used again and again stays"
         assert part.size() <= 8000
     assert part.get("x/49") == bytes([49]) * 500 and part.get("x/3") is None and part.size() > 4000
     assert not part.put("x/large", bytes(4000)) and "x/large" not in part
-    again = LocalCache(tmp_path / "part", 2000)
+    again = LocalCopies(tmp_path / "part", 2000)
     again.put("x/new", bytes(100))
     assert again.size() <= 2000 and "x/new" in again
 
@@ -209,7 +210,7 @@ def test_a_local_part_smaller_than_the_data_is_enough(tmp_path: Path, url: str) 
     small = opened(tmp_path / "b", url, limit=1000)
     for _ in range(2):
         require_all(small)
-        assert small.part is not None and small.part.size() <= 1000
+        assert small.copies is not None and small.copies.size() <= 1000
 
 
 def test_threads_fetch_a_sample_once(tmp_path: Path, url: str, faults: Faults) -> None:
@@ -218,7 +219,7 @@ def test_threads_fetch_a_sample_once(tmp_path: Path, url: str, faults: Faults) -
     assert other.size_of(KEYS[0]) > 0 == other.size_of("unknown")
     faults.choose = lambda number, method, path: "slow"
     before = faults.seen
-    threads = [threading.Thread(target=other.bring, args=(KEYS[0],)) for _ in range(4)]
+    threads = [threading.Thread(target=other.fetch, args=(KEYS[0],)) for _ in range(4)]
     for thread in threads:
         thread.start()
     assert torch.equal(other.load(KEYS[0])["hidden"], sample(KEYS[0])["hidden"])
@@ -268,7 +269,7 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
             if number == 1:  # a second machine encodes nothing
                 patch.setattr(TextCache, "_encode", lambda *rest: pytest.fail("it encodes"))
             runs.append(run_here(tiny_config, url, runs="runs", cache_local_gib=0.001))
-        part = LocalCache(next(Path(".cache/remote").glob("*/part")), 0)
+        part = LocalCopies(next(Path(".cache/remote").glob("*/part")), 0)
         assert 0 < part.size() <= 0.001 * GIB
     for run in runs:
         assert losses(run) == losses(folder)

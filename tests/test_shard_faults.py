@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 from cached_samples import KEYS, fill, sample
 
-from simpletune.data.cache.shards import shard_index, shard_writer
-from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.local_cache import LocalCache
-from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.cache.shards.shard import HEADER_BYTES, parse_header
-from simpletune.data.cache.shards.shard_index import ShardIndex
-from simpletune.data.cache.shards.shard_store import TRIES, FolderShardStore, RemoteShardStore
+from simpletune.data.storage import shard_cache, shard_index
+from simpletune.data.storage.copies import LocalCopies
+from simpletune.data.storage.place import CachePlace, open_cache
+from simpletune.data.storage.shard_cache import ShardCache
+from simpletune.data.storage.shard_index import TRIES, ShardIndex
+from simpletune.data.storage.shards import HEADER_BYTES, ShardStore, parse_header
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import ObjectChanged, Store
+from simpletune.system.stores.folder_store import FolderStore
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import ObjectChanged
 
 
-def opened(folder: Path) -> ShardedCache:
+def opened(folder: Path) -> ShardCache:
     cache = open_cache(CachePlace(folder, "shards"), "text", "a")
-    assert isinstance(cache, ShardedCache)
+    assert isinstance(cache, ShardCache)
     return cache
 
 
@@ -49,7 +50,7 @@ def test_a_cut_shard_is_named_and_its_samples_count_as_missing(cut: int, reason:
     (shard,) = (tmp_path / "text/a/shards").glob("*.safetensors")
     (tmp_path / "text/a/index.parquet").unlink()
     shard.write_bytes(shard.read_bytes()[:cut])
-    assert opened(tmp_path).catalogue.index.shards == {shard.stem}
+    assert opened(tmp_path).index.samples.shards == {shard.stem}
     said = capsys.readouterr().out
     assert f"the shard {shard.stem} is damaged: {reason}. Remove it. Its samples count as missing" in said
     assert KEYS[0] not in opened(tmp_path)
@@ -66,7 +67,7 @@ def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path: Path, monke
 def test_a_sample_is_set_aside_wherever_it_lies(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     fill(cache, KEYS[:3])
-    row = cache._row(KEYS[1])
+    row = cache.location(KEYS[1])
     assert row is not None
     assert cache.quarantine(KEYS[1]) == str(tmp_path / "text/a/damaged" / f"{row.name}.{row.shard}")
     assert [key in cache for key in KEYS[:3]] == [True, False, True]
@@ -78,22 +79,22 @@ def test_a_sample_is_set_aside_wherever_it_lies(tmp_path: Path) -> None:
 def test_an_index_that_others_keep_replacing_is_given_up_with_words(tmp_path: Path, capsys) -> None:
     fill(opened(tmp_path), KEYS[:3])
 
-    class Busy(FolderShardStore):
+    class Busy(FolderStore):
         tries = 0
 
-        def put_index(self, file: Path, known: str | None) -> None:
+        def replace(self, key: str, content: bytes, known: str | None) -> str | None:
             self.tries += 1
             raise ObjectChanged("the object has changed")
 
-    shelf = Busy(tmp_path / "text/a")
-    (tmp_path / "text/a/index.parquet").unlink()
-    books = ShardIndex(shelf, tmp_path / "own")
-    books.refresh()
-    books.publish(everything=True)
-    assert shelf.tries == TRIES
-    said = f"warning {shelf}: the index keeps changing: index.parquet stays as it is, and every start reads the headers"
+    folder = tmp_path / "text/a"
+    store = Busy(folder)
+    (folder / "index.parquet").unlink()
+    index = ShardIndex(ShardStore(store, folder / "shards"))
+    index.refresh()
+    index.publish(everything=True)
+    assert store.tries == TRIES
+    said = f"warning {store}: the index keeps changing: index.parquet stays as it is, and every start reads the headers"
     assert said in capsys.readouterr().out
-    assert list((tmp_path / "own").glob("*new-*")) == []
 
 
 def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +103,11 @@ def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monke
         file.write_bytes(bytes(size))
 
     def divided() -> list[tuple[str, bool]]:
-        return [("".join(file.name for file in portion), full) for portion, full in shard_writer._shards_of(files)]
+        return [("".join(file.name for file in portion), full) for portion, full in shard_cache.shards_of(files)]
 
-    monkeypatch.setattr(shard_writer, "BYTES", 10)
+    monkeypatch.setattr(shard_cache, "BYTES", 10)
     assert divided() == [("01", True), ("2", True), ("3", True), ("456", False)]
-    monkeypatch.setattr(shard_writer, "SAMPLES", 3)
+    monkeypatch.setattr(shard_cache, "SAMPLES", 3)
     assert divided() == [("01", True), ("2", True), ("3", True), ("456", True)]
     files[0].unlink()  # another process has joined it
     assert divided() == [("12", True), ("3", True), ("456", True)]
@@ -115,7 +116,7 @@ def test_encoded_samples_are_divided_by_number_and_by_size(tmp_path: Path, monke
 def test_a_full_disk_keeps_half_of_the_local_part_and_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = LocalCache(tmp_path, 8000)
+    part = LocalCopies(tmp_path, 8000)
     for number in range(12):
         assert part.put(f"x/{number}", bytes(500))
     honest = Path.write_bytes
@@ -144,17 +145,17 @@ def test_a_store_notes_a_damaged_sample_once_and_a_web_server_says_what_to_do(ur
         noted.append((key, content, known))
         raise ObjectChanged("another process was first")
 
-    store: Any = SimpleNamespace(url=url, replace=replace)
-    shelf = RemoteShardStore(store, tmp_path / "journal")
-    if shelf.read_only:
+    store: Any = SimpleNamespace(url=url, replace=replace, read_only=url.startswith("https"))
+    shards = ShardStore(store, tmp_path / "journal")
+    if store.read_only:
         with pytest.raises(UserError, match=f"sample n of shard s in {url} is damaged, .* Encode it again where"):
-            shelf.set_aside("n", "s")
+            shards.set_aside("n", "s")
         assert noted == []
     else:
-        assert shelf.set_aside("n", "s") == f"{url}/damaged/n.s"
+        assert shards.set_aside("n", "s") == f"{url}/damaged/n.s"
         assert noted == [("damaged/n.s", b"", None)], "asked once: a note that is there need not be written again"
 
 
 def test_a_url_that_no_store_has_names_the_field() -> None:
     with pytest.raises(UserError, match=r"^output\.cache: nothing://x cannot be opened \(.*\)\. Check the URL and the"):
-        Store("nothing://x", "output.cache")
+        ObjectStore("nothing://x", "output.cache")

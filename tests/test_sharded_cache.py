@@ -21,13 +21,13 @@ from safetensors import safe_open
 from test_run import run_with, saved_weights
 
 from simpletune.config.load import validate
-from simpletune.data.cache.cache import Cache, KeyRange
-from simpletune.data.cache.shards import sample_index as index_module
-from simpletune.data.cache.shards import shard_index, shard_writer
-from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.data.cache.shards.sample_index import SampleIndex, read_rows, write_rows
-from simpletune.data.cache.shards.shard import SampleLocation
+from simpletune.data.storage import shard_cache, shard_index
+from simpletune.data.storage.cache import FileCache
+from simpletune.data.storage.claims import KeyRange
+from simpletune.data.storage.place import CachePlace, open_cache
+from simpletune.data.storage.shard_cache import ShardCache
+from simpletune.data.storage.shard_index import SampleIndex, read_rows, write_rows
+from simpletune.data.storage.shards import SampleLocation
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import TextCache
@@ -40,14 +40,14 @@ from simpletune.training.loop import prepare_only
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shards of five samples."""
-    monkeypatch.setattr(shard_writer, "SAMPLES", 5)
+    monkeypatch.setattr(shard_cache, "SAMPLES", 5)
     yield
     failpoints.disarm()
 
 
-def opened(folder: Path) -> ShardedCache:
+def opened(folder: Path) -> ShardCache:
     cache = open_cache(CachePlace(folder, "shards"), "text", "a")
-    assert isinstance(cache, ShardedCache)
+    assert isinstance(cache, ShardCache)
     return cache
 
 
@@ -122,12 +122,12 @@ def test_the_index_is_made_again_from_the_shards(damage: str, tmp_path: Path, ca
     assert fill(cache) == []
     require_all(cache)
     assert ("is damaged" in capsys.readouterr().out) == (damage == "empty")
-    assert {row.key: row for row in read_rows(index)} == {row.key: row for row in _rows(whole, tmp_path)}
+    assert {row.key: row for row in read_rows(index.read_bytes())} == {row.key: row for row in _rows(whole, tmp_path)}
 
 
 def _rows(content: bytes, folder: Path) -> list[SampleLocation]:
     (folder / "copy").write_bytes(content)
-    return list(read_rows(folder / "copy"))
+    return list(read_rows((folder / "copy").read_bytes()))
 
 
 LATER = ("file.before-rename", "shard.written", "shard.joined", "shard.cleared")
@@ -154,14 +154,14 @@ def test_a_kill_loses_nothing_that_was_encoded(moment: str, tmp_path: Path, monk
 
 def test_a_damaged_sample_is_noted_and_encoded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(opened(tmp_path))
-    row = opened(tmp_path).catalogue.index.find(Cache(tmp_path).file(KEYS[3]).stem)
+    row = opened(tmp_path).index.samples.find(FileCache(tmp_path).file(KEYS[3]).stem)
     assert row is not None
     file = tmp_path / f"text/a/shards/{row.shard}.safetensors"
     content = bytearray(file.read_bytes())
     content[row.start] ^= 1
     file.write_bytes(content)
     other = opened(tmp_path)
-    other._sound.clear()
+    other.staged.sound.clear()
     with pytest.raises(UserError, match=r"'prompt 3, ' in shard .* is damaged \(its checksum .* noted in .*Restart"):
         other.load(KEYS[3])
     (note,) = (tmp_path / "text/a/damaged").iterdir()
@@ -179,7 +179,7 @@ def test_a_damaged_sample_is_noted_and_encoded_again(tmp_path: Path, capsys: pyt
 def test_samples_of_a_damaged_shard_are_encoded_again(damage: str, tmp_path: Path) -> None:
     fill(opened(tmp_path))
     shard = shards_in(tmp_path)[0]
-    lost = {row.key for row in read_rows(tmp_path / "text/a/index.parquet") if row.shard == shard.stem}
+    lost = {row.key for row in read_rows((tmp_path / "text/a/index.parquet").read_bytes()) if row.shard == shard.stem}
     content = shard.read_bytes()
     shard.unlink()
     if damage != "missing":
@@ -208,7 +208,7 @@ def test_several_processes_fill_one_cache_and_encode_nothing_twice(tmp_path: Pat
 def test_a_file_that_another_process_removes_while_it_is_opened_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = Cache(tmp_path)
+    cache = FileCache(tmp_path)
     cache.save("a", {"x": torch.ones(3)})
 
     def gone(file: Path, **_: object) -> None:
@@ -236,12 +236,11 @@ def test_an_index_of_many_samples_is_small_and_finds_each(tmp_path: Path, monkey
         )
         for n in range(10_000)
     ]
-    monkeypatch.setattr(index_module, "RECENT", 3_000)
+    monkeypatch.setattr(shard_index, "RECENT", 3_000)
     index = SampleIndex()
     index.add(rows)
     index.add([SampleLocation(rows[7].name, "later", 0, 1024, 0, layout)])  # the first one stays
-    write_rows(rows, tmp_path / "index.parquet", index.shards)
-    read = SampleIndex.read(tmp_path / "index.parquet")
+    read = SampleIndex.read(write_rows(rows, index.shards))
     plain = {row.name: row for row in rows}
     for found in (index, read):
         assert len(found) == 10_000 and found.find("0" * 32) is None
@@ -260,8 +259,8 @@ def _without_key(row: SampleLocation) -> tuple:
 
 def test_the_index_is_not_written_for_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a million samples do not cost a thousand times the index."""
-    monkeypatch.setattr(shard_writer, "SAMPLES", 1)
-    monkeypatch.setattr(shard_index, "UNNAMED", 8)
+    monkeypatch.setattr(shard_cache, "SAMPLES", 1)
+    monkeypatch.setattr(shard_index, "UNLISTED", 8)
     written = []
     monkeypatch.setattr(shard_index, "write_rows", lambda *rest: written.append(1) or write_rows(*rest))
     fill(opened(tmp_path), [f"{n}" for n in range(60)])

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.validation_schedule import ON_TRAINING, loss_name
-from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
 from simpletune.data.sources.source import Picture
 from simpletune.data.split import split_pictures
+from simpletune.data.storage.cache import crop_key
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report.losses import loss_section
 from simpletune.runs.report.run_data import read_run
@@ -139,7 +139,7 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
 
     def planned(self: Plan, *place: int) -> list:
         draws = micro_batch(self, *place)
-        trained.update(view_key(draw.view) for draw in draws)
+        trained.update(crop_key(draw.view) for draw in draws)
         return draws
 
     monkeypatch.setattr(Plan, "micro_batch", planned)
@@ -152,8 +152,8 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
     # What was loaded is what was planned, and 5 held-out draws with two prompts before and after.
     evaluated = [view for view in loaded if view.picture.digest in held]
     assert len(evaluated) == 20 and {view.picture.digest for view in evaluated} == held
-    assert {view_key(view) for view in loaded if view.picture.digest not in held} <= trained
-    assert not {view_key(view) for view in evaluated} & trained
+    assert {crop_key(view) for view in loaded if view.picture.digest not in held} <= trained
+    assert not {crop_key(view) for view in evaluated} & trained
     assert len(read_metrics(folder)) == 6  # 12 samples in batches of 2: held-out pictures are in no epoch
     summary, shown = json.loads((folder / "summary.json").read_text()), capsys.readouterr().out
     assert (summary["steps_per_epoch"], summary["held_out_pictures"]) == (6, 2)

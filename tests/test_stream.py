@@ -22,13 +22,12 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
 from simpletune.data.plan import GlobalBatch
+from simpletune.data.row_order import epoch_order, substitute_unusable
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
-from simpletune.data.streaming.columns import Columns
-from simpletune.data.streaming.open_dataset import Form, open_rows
-from simpletune.data.streaming.order import epoch_order, substitute_unusable
-from simpletune.data.streaming.rows import LruCache, ShardedRows
+from simpletune.data.storage.dataset import Form, open_rows
+from simpletune.data.storage.rows import Columns, LruCache, ShardedRows
 from simpletune.estimate.host_needs import counts_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.copy_cache import copy_cache
@@ -414,7 +413,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     rows = rows_at(place)
     assert rows.picture(0)
     (place / "shard.00000.mds").write_bytes(b"")
-    with pytest.raises(UserError, match=r"shard.00000.mds gave 0 bytes instead of \d+: it is truncated"):
+    with pytest.raises(UserError, match=r"shard.00000.mds gave 0 bytes instead of \d+. It is truncated"):
         rows.picture(0)
 
 

@@ -11,13 +11,12 @@ from fsspec.implementations.local import LocalFileSystem
 from object_store import BUCKET, Faults, serving, settings
 from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
-from simpletune.data.streaming import remote_files
-from simpletune.data.streaming.columns import Columns
-from simpletune.data.streaming.open_dataset import Form, open_rows
-from simpletune.data.streaming.remote_files import LocalFileCache, RangeFile, StoreFiles, split_url
-from simpletune.data.streaming.rows import ShardedRows
+from simpletune.data.storage import files as data_files
+from simpletune.data.storage.dataset import Form, open_rows
+from simpletune.data.storage.files import DataFiles, split_url
+from simpletune.data.storage.rows import Columns, ShardedRows
 from simpletune.system.options import UserError
-from simpletune.system.stores.store import Store
+from simpletune.system.stores.object_store import ObjectStore
 
 COLUMNS = Columns("image", "text", ("width", "height"))
 
@@ -81,9 +80,9 @@ def test_a_data_set_in_a_store_gives_the_rows_of_its_files(form: str, tmp_path: 
 
 def test_copies_stay_within_their_limit_and_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = copy_mds("plain", tmp_path / "plain")
-    fetched, honest = [], LocalFileCache._fetch
+    fetched, honest = [], DataFiles._pieces
     monkeypatch.setattr(
-        LocalFileCache, "_fetch", lambda self, name, copy: fetched.append(name) or honest(self, name, copy)
+        DataFiles, "_pieces", lambda self, name, *span: fetched.append(name) or honest(self, name, *span)
     )
     rows = open_rows(f"file://{place}", COLUMNS, Form(local_gib=2000 / 2**30), tmp_path / "kept")
     for number in (0, 7, 3, 0):
@@ -104,8 +103,7 @@ def test_a_changed_object_is_not_taken_for_its_copy(tmp_path: Path) -> None:
 
 def test_a_range_file_reads_what_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(bytes(range(100)))
-    files = StoreFiles(f"file://{tmp_path}")
-    file = RangeFile(files, "x.parquet", 100)
+    file = ObjectStore(f"file://{tmp_path}").open("x.parquet", 100)
     assert file.seek(-3, 2) == 97 and file.read(10) == bytes([97, 98, 99]) and file.read(1) == b""
     assert file.seek(5) == 5 and file.seek(2, 1) == 7 and file.read(2) == bytes([7, 8]) and file.tell() == 9
     assert len(file.read()) == 91
@@ -114,13 +112,13 @@ def test_a_range_file_reads_what_it_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bucket_with_faults_gives_the_same_rows_or_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet, mds = write_parquet(tmp_path / "rows", rows_of(20)), stream_data.ASSETS / "zstd"
-    monkeypatch.setattr(remote_files, "PIECE", 300)  # several requests a shard
+    monkeypatch.setattr(data_files, "PIECE", 300)  # several requests a shard
     faults = Faults()
     with serving(faults) as url:
         for name, value in settings(url).items():
             monkeypatch.setenv(name, value)
         for folder in (parquet, mds):
-            store = Store(f"s3://{BUCKET}/{folder.name}")
+            store = ObjectStore(f"s3://{BUCKET}/{folder.name}")
             for file in folder.iterdir():
                 store.upload(file, file.name)
         for kind in ("error", "cut", "short"):

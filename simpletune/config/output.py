@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simpletune.data.cache.shards.place import GIB, CachePlace
+from simpletune.data.storage.place import GIB, CachePlace
 from simpletune.system.options import Option, Problem
 
 LOCAL_RUNS = "runs"  # local folder of runs that are also kept in an object store

@@ -13,8 +13,8 @@ import numpy as np
 from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
-from simpletune.data.cache.cache import view_key
 from simpletune.data.plan import Plan
+from simpletune.data.storage.cache import crop_key
 from simpletune.models.shared.prompts import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.stages.encode import needed_prompts
@@ -56,7 +56,7 @@ class DataCounts(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> DataCounts:
         """Count a plan's data."""
-        views = {view_key(view): view for view in plan.views()}
+        views = {crop_key(view): view for view in plan.views()}
         pictures = {(sample.picture.source, sample.picture.name) for sample in [*plan.samples, *plan.held_out]}
         pixels = sum(math.prod(view.bucket) for view in views.values())
         return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples), plan.steps_per_epoch)
@@ -203,7 +203,7 @@ def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
     latents = LatentCache(config.model, dtype, config.output.place, tile)
     pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
     samples = plan.samples.uncaptioned()
-    keys = [view_key(plan.view(samples[place], variant)) for place, variant in pairs]
+    keys = [crop_key(plan.view(samples[place], variant)) for place, variant in pairs]
     return sum(key not in latents.cache for key in keys) / max(1, len(keys))
 
 
@@ -211,7 +211,7 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
     """Sum the pixels of all crops whose latents are not cached."""
     dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
     latents = LatentCache(config.model, dtype, config.output.place, tile)
-    views = {view_key(view): view for view in plan.views()}
+    views = {crop_key(view): view for view in plan.views()}
     return sum(math.prod(view.bucket) for key, view in views.items() if key not in latents.cache)
 
 

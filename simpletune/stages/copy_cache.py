@@ -7,10 +7,11 @@ from pathlib import Path
 
 from simpletune.config.output import Output
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache.cache import ALONE, Cache, KeyRange, view_key
-from simpletune.data.cache.shards.place import CachePlace
 from simpletune.data.plan import Plan
 from simpletune.data.sources.masks import mask_key, masked
+from simpletune.data.storage.cache import Cache, crop_key
+from simpletune.data.storage.claims import ALONE, KeyRange
+from simpletune.data.storage.place import CachePlace
 from simpletune.stages.encode import needed_prompts
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.masks import MaskCache
@@ -80,5 +81,5 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     for cache in text.caches.values():
         yield cache, map(text.tokens.expanded, prompts)
     latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
-    yield latents.cache, map(view_key, plan.views())
+    yield latents.cache, map(crop_key, plan.views())
     yield MaskCache(place).cache, map(mask_key, masked(plan.views()))

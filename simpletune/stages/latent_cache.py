@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from simpletune.data.cache.cache import ALONE, KeyRange, view_key
-from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.data.samples import Crop
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.storage.cache import crop_key
+from simpletune.data.storage.claims import ALONE, KeyRange
+from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
@@ -53,7 +54,7 @@ class LatentCache:
         """
         by_key: dict[str, list[Crop]] = {}
         for view in views:
-            by_key.setdefault(view_key(view), []).append(view)
+            by_key.setdefault(crop_key(view), []).append(view)
         missing = self.cache.lacking(by_key, share)
         return self._encode({key: by_key[key] for key in missing}, device, share) if missing else (0, [])
 
@@ -85,17 +86,17 @@ class LatentCache:
             UnusablePicture: it cannot be decoded, or its latents are not finite.
         """
         pixels = _pixels(view)
-        if view_key(view) in self.cache:  # an identical file under another name has been encoded
+        if crop_key(view) in self.cache:  # an identical file under another name has been encoded
             return 0
         z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
         if not all_finite([z_0]):
             raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
-        self.cache.save(view_key(view), {"z_0": z_0})
+        self.cache.save(crop_key(view), {"z_0": z_0})
         return 1
 
     def load(self, view: Crop) -> Tensor:
         """Load z_0 [c, h, w] in fp32."""
-        return self.cache.load(view_key(view))["z_0"]
+        return self.cache.load(crop_key(view))["z_0"]
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.data.cache.cache import ALONE, KeyRange
-from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.data.samples import Crop
 from simpletune.data.sources.masks import latent_mask, mask_key, masked
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.storage.claims import ALONE, KeyRange
+from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.system.signals import poll
 
 MASKS = 64  # claimed together

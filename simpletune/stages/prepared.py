@@ -11,12 +11,12 @@ from accelerate.utils import gather_object
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
-from simpletune.data.cache.cache import KeyRange
-from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.source import RejectedEntry
+from simpletune.data.storage.cache import Cache
+from simpletune.data.storage.claims import KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.masks import MaskCache
@@ -66,10 +66,10 @@ class PreparedData:
         return self.plan.shares()
 
     @property
-    def remote(self) -> list[ShardedCache]:
+    def remote(self) -> list[Cache]:
         """The caches in an object store."""
         caches = [self.latents.cache, self.masks.cache, *self.text.caches.values()]
-        return [cache for cache in caches if isinstance(cache, ShardedCache) and cache.part is not None]
+        return [cache for cache in caches if cache.remote]
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""

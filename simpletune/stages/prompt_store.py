@@ -14,7 +14,7 @@ import torch
 
 from simpletune.adapters.text.encoding import Embeddings, TextEncoding
 from simpletune.adapters.text.side import PLAIN, TextSide
-from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.text_cache import encode_prompts

@@ -12,10 +12,10 @@ import numpy as np
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.row_order import Micros, epoch_order, substitute_unusable
 from simpletune.data.samples import Sample
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.stream import Stream
-from simpletune.data.streaming.order import Micros, epoch_order, substitute_unusable
 from simpletune.models.objectives import Objective
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.stream_samples import StreamedSamples, split_samples, streamed_samples

@@ -11,7 +11,7 @@ import numpy as np
 
 from simpletune.data.samples import Sample
 from simpletune.data.sources.stream import Stream
-from simpletune.data.streaming.rows import HELD, ShardedRows
+from simpletune.data.storage.rows import HELD, ShardedRows
 from simpletune.models.shared.buckets import Size
 from simpletune.system.options import UserError, plural
 from simpletune.system.rng import stream

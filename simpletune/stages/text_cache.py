@@ -10,9 +10,9 @@ from torch import Tensor
 
 from simpletune.adapters.text.inputs import PromptTokenizer, TextInputs
 from simpletune.adapters.text.option import NO_TEXT, Text
-from simpletune.data.cache.cache import ALONE, Cache, KeyRange
-from simpletune.data.cache.shards.cache import ShardedCache
-from simpletune.data.cache.shards.place import CachePlace, open_cache
+from simpletune.data.storage.cache import Cache
+from simpletune.data.storage.claims import ALONE, KeyRange
+from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.models.shared.prompts import TextEncoder, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
@@ -155,6 +155,6 @@ class TextCache:
     def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
         """The prompts that CLIP truncates, at 77 tokens by default."""
         first = self.caches.get(self.prompts.encoders[0].name)
-        if first is None or (isinstance(first, ShardedCache) and first.part is not None):  # not a request for each
+        if first is None or first.remote:  # not a request for each
             return [prompt for prompt in prompts if self.tokens.count(prompt) > limit]
         return [prompt for prompt in prompts if int(first.load(self.tokens.expanded(prompt))["tokens"]) > limit]

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.data.cache.cache import KeyedFolder, KeyRange
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import MultiSource, scan_sources, subjects
+from simpletune.data.storage.claims import KeyedFolder, KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_device, model_units
 from simpletune.stages.latent_cache import free_memory

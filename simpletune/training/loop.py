@@ -15,7 +15,7 @@ from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute, settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.cache.cache import KeyRange
+from simpletune.data.storage.claims import KeyRange
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.profiling import EpochTraces, phase
 from simpletune.estimate.simulate.processes import one_of

@@ -13,8 +13,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.cache.cache import Cache, view_key
 from simpletune.data.samples import SampleDraw
+from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.engine.fsdp.checkpoints import NonFinite
 from simpletune.models.shared.fp16_blocks import describe_overflow
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
@@ -160,7 +160,7 @@ class NonFiniteGuard:
     def _quarantine(self, step: int) -> Iterator[str]:
         """Rename non-finite cached latents and embeddings, so that the next start encodes them again."""
         draws = self._draws(step)
-        places: list[tuple[Cache, str]] = [(self.batches.latents.cache, view_key(draw.view)) for draw in draws]
+        places: list[tuple[Cache, str]] = [(self.batches.latents.cache, crop_key(draw.view)) for draw in draws]
         places += [(cache, draw.caption) for draw in draws for cache in self.batches.text.caches.values()]
         for cache, key in dict.fromkeys(places):
             if nonfinite_names([("", cache.load(key).values())]):

@@ -18,7 +18,7 @@ from simpletune.commands.evaluate.encoders.loading import class_of, load_encoder
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, open_picture
 from simpletune.commands.evaluate.scores import Array
-from simpletune.data.cache.cache import Cache
+from simpletune.data.storage.cache import FileCache
 from simpletune.stages.latent_cache import free_memory
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress
@@ -49,7 +49,7 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
     Raises:
         UserError: the encoder is damaged, or a picture is missing.
     """
-    store = Cache(gallery.folder / EMBEDDINGS / about.digest)
+    store = FileCache(gallery.folder / EMBEDDINGS / about.digest)
     device = plan.session.device
     drawn = {point: [plan.key(point, shot) for shot in plan.shots] for point in plan.points}
     jobs: dict[str, Callable[[], Image.Image]] = {}
@@ -86,7 +86,7 @@ def reads_prompts(about: EncoderInfo) -> bool:
     return class_of(about).reads_prompts
 
 
-def _fill(store: Cache, encoder: ImageEncoder, jobs: Mapping[str, Callable[[], Image.Image]]) -> None:
+def _fill(store: FileCache, encoder: ImageEncoder, jobs: Mapping[str, Callable[[], Image.Image]]) -> None:
     """Embed pictures one at a time: in a batch the last bits of an embedding would depend on its neighbours."""
     if not jobs:
         return
@@ -96,6 +96,6 @@ def _fill(store: Cache, encoder: ImageEncoder, jobs: Mapping[str, Callable[[], I
             advance()
 
 
-def _stacked(store: Cache, names: Sequence[str]) -> Array:
+def _stacked(store: FileCache, names: Sequence[str]) -> Array:
     """Read embeddings, [n, d]."""
     return np.asarray(torch.stack([store.load(name)["of"] for name in names]).numpy(), dtype=np.float64)

@@ -10,7 +10,7 @@ from PIL import Image
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot, readable
 from simpletune.commands.generate.generate import made_with
 from simpletune.commands.generate.shared_base import SharedBase
-from simpletune.data.cache.cache import Cache
+from simpletune.data.storage.cache import FileCache
 from simpletune.runs.weights import precision_of
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
@@ -31,7 +31,7 @@ class Gallery:
 
     def __init__(self, run: Path):
         self.folder = run / FOLDER
-        self.latents = Cache(self.folder / LATENTS)
+        self.latents = FileCache(self.folder / LATENTS)
 
     def file(self, key: str) -> Path:
         """Return the path of a picture."""

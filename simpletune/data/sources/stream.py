@@ -15,12 +15,12 @@ from simpletune.data.sources.masks import require_alpha
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import too_large
-from simpletune.data.streaming.columns import Columns
+from simpletune.data.storage.rows import Columns
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Problem, UserError, plural
 
 if TYPE_CHECKING:
-    from simpletune.data.streaming.rows import ShardedRows
+    from simpletune.data.storage.rows import ShardedRows
 
 LOOKED_AT = 1024  # rows that a scan examines as an example
 BLOCKS = 16  # parts of the data set that these rows come from
@@ -100,7 +100,7 @@ class Stream(Source):
         Raises:
             UserError: the data set is missing or damaged, or lacks a column.
         """
-        from simpletune.data.streaming.open_dataset import Form, open_rows
+        from simpletune.data.storage.dataset import Form, open_rows
 
         return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
 

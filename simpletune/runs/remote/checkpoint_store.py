@@ -18,7 +18,8 @@ from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
-from simpletune.system.stores.store import Store, StoreError
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import StoreError
 
 
 class CheckpointStore(Protocol):
@@ -57,7 +58,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     if url is None:
         yield LocalOnly()
         return
-    store = Store(url)
+    store = ObjectStore(url)
     try:
         if resume in ("auto", "latest"):
             with wait_for_lock(folder.with_name(f".{folder.name}.fetch.lock"), "fetch   waiting for another process"):
@@ -73,7 +74,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
         yield uploader
 
 
-def _fetch(store: Store, folder: Path) -> None:
+def _fetch(store: ObjectStore, folder: Path) -> None:
     found = read_index(store)
     if found is None:
         return
@@ -84,7 +85,7 @@ def _fetch(store: Store, folder: Path) -> None:
         link(folder, store.url, index.run)
 
 
-def _owned(store: Store, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
+def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
     """Make the index with which this process takes a run over.
 
     Raises:

@@ -17,10 +17,11 @@ from simpletune.system.disk import format_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
-from simpletune.system.stores.store import Store, StoreError, send_with_retries
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import StoreError, send_with_retries
 
 
-def fetch(store: Store, index: RunIndex, folder: Path) -> None:
+def fetch(store: ObjectStore, index: RunIndex, folder: Path) -> None:
     """Bring a run's folder to the state of the stored run, unless the folder has later checkpoints. Skips a damaged
     checkpoint with a warning; an older one is then the newest.
 
@@ -47,7 +48,7 @@ def fetch(store: Store, index: RunIndex, folder: Path) -> None:
     _fetch_files(store, folder)
 
 
-def _fetch_checkpoints(store: Store, missing: dict[int, StoredCheckpoint], folder: Path) -> None:
+def _fetch_checkpoints(store: ObjectStore, missing: dict[int, StoredCheckpoint], folder: Path) -> None:
     size = sum(file.size for each in missing.values() for file in each.files.values())
     say(f"fetch   {store.url}: {format_bytes(size)}")
     with progress("fetch", sum(len(each.files) for each in missing.values()), "files") as advance:
@@ -58,7 +59,7 @@ def _fetch_checkpoints(store: Store, missing: dict[int, StoredCheckpoint], folde
                 say(f"warning {damage}: the checkpoint of step {step} is left out")
 
 
-def _fetch_checkpoint(store: Store, stored: StoredCheckpoint, target: Path, advance: Callable[[], None]) -> None:
+def _fetch_checkpoint(store: ObjectStore, stored: StoredCheckpoint, target: Path, advance: Callable[[], None]) -> None:
     """Fetch a checkpoint whole or not at all.
 
     Raises:
@@ -77,7 +78,7 @@ class DamagedFile(StoreError):
     """Report that a stored file is missing or differs from what was uploaded."""
 
 
-def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path) -> None:
+def _fetch_file(store: ObjectStore, stored: StoredCheckpoint, name: str, folder: Path) -> None:
     """Fetch a file of a checkpoint.
 
     Raises:
@@ -102,7 +103,7 @@ def _fetch_file(store: Store, stored: StoredCheckpoint, name: str, folder: Path)
         raise
 
 
-def _fetch_files(store: Store, folder: Path) -> None:
+def _fetch_files(store: ObjectStore, folder: Path) -> None:
     """Fetch the run's other files: metrics, samples, configuration."""
     for key, size in store.keys().items():
         parts = key.split("/")

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from simpletune.system.options import UserError, plural
-from simpletune.system.stores.store import ObjectChanged, Store, StoreError
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import ObjectChanged, StoreError
 
 INDEX = "index.json"
 READS = 3  # attempts to read a damaged index
@@ -77,7 +78,7 @@ class LostRun(UserError):
         )
 
 
-def read_index(store: Store) -> tuple[RunIndex, str | None] | None:
+def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
     """Read the index of a run.
 
     Returns:
@@ -105,7 +106,7 @@ def read_index(store: Store) -> tuple[RunIndex, str | None] | None:
     return index, tag
 
 
-def put_index(store: Store, index: RunIndex, known: str | None) -> str | None:
+def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | None:
     """Replace the index.
 
     Args:
@@ -133,7 +134,7 @@ def put_index(store: Store, index: RunIndex, known: str | None) -> str | None:
             known = found[1]
 
 
-def take(store: Store, change: Callable[[RunIndex | None], RunIndex]) -> tuple[RunIndex, str | None]:
+def take(store: ObjectStore, change: Callable[[RunIndex | None], RunIndex]) -> tuple[RunIndex, str | None]:
     """Replace the index, regardless of its owner.
 
     Args:

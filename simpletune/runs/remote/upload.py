@@ -25,7 +25,7 @@ from simpletune.system.disk import format_bytes
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
-from simpletune.system.stores.store import Store
+from simpletune.system.stores.object_store import ObjectStore
 
 STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
 LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
@@ -62,7 +62,7 @@ class Uploader:
         keeps: which checkpoints to keep.
     """
 
-    def __init__(self, store: Store, folder: Path, index: RunIndex, tag: str | None, keeps: Checkpoint):
+    def __init__(self, store: ObjectStore, folder: Path, index: RunIndex, tag: str | None, keeps: Checkpoint):
         self.store, self.folder, self.keeps = store, folder, keeps
         self.index, self._tag = index, tag
         self.uploaded, self.seconds = 0, 0.0

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.config.prior import NoPrior, PriorOption
-from simpletune.data.cache.cache import Cache, view_key
-from simpletune.data.cache.shards.prefetch import ShardPrefetcher
 from simpletune.data.samples import SampleDraw
 from simpletune.data.sources.masks import mask_key
+from simpletune.data.storage.cache import Cache, crop_key
+from simpletune.data.storage.shard_cache import SamplePrefetcher
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
@@ -114,7 +114,7 @@ class BatchLoader:
         pooled embeddings, unless an earlier call returned them."""
         for micro in range(self.passes.count(step)):
             for draw in self.passes.micro_batch(step, micro):
-                yield self.latents.cache, view_key(draw.view)
+                yield self.latents.cache, crop_key(draw.view)
                 if draw.view.picture.mask is not None:
                     yield self.masks.cache, mask_key(draw.view)
                 yield from self.text.places(draw.caption)
@@ -215,11 +215,9 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "prefetch") if on else None
         self._coming: tuple[int, Future[list[Batch]]] | None = None
         self._remote = batches.remote
-        self._ahead: ShardPrefetcher | None = None
+        self._ahead: SamplePrefetcher | None = None
         if self._remote:
-            self._ahead = ShardPrefetcher(
-                batches.needs, steps, min(cache.part.limit for cache in self._remote if cache.part)
-            )
+            self._ahead = SamplePrefetcher(batches.needs, steps, min(cache.local_limit for cache in self._remote))
         self.waited: float | None = None
         """Seconds that the last step waited for its samples; None if the cache is a folder."""
 

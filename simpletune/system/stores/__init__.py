@@ -1,1 +1,1 @@
-"""How are objects of object stores and web servers listed, read and written, whole or in part?"""
+"""How are the files of a place listed, read and written: a folder, an object store, a web server, the hub?"""

@@ -1,207 +1,152 @@
-"""Read and write a folder of an object store (S3, Google Cloud Storage, Azure) with obstore.
+"""What reads and writes the files of a place, wherever it is: a folder, an object store, the hub.
 
-Credentials, region and endpoint come from the usual environment variables (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...) or from the machine itself.
+A file has a key: its path relative to the place, with ``/``. Threads may share a place.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
-from simpletune.system.atomic import atomic_file
-from simpletune.system.options import UserError
-from simpletune.system.printable import describe_exception
-from simpletune.system.redact import redact
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore, RetryConfig
-
-PACKAGES = "'simpletune[remote]'"
-PART = 16 * 2**20  # bytes of a part of a large file
-PARTS_AT_ONCE = 4
-RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # within one request
-ANSWER, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # timeouts of one request
 CHANGED = "the object has changed since it was read"
-READS = 3  # attempts, besides the client's own
+READS = 3  # attempts, besides a client's own
 T = TypeVar("T")
+Content = TypeVar("Content", bytes, bytearray)
 
 
 class StoreError(OSError):
-    """Report that a request to an object store failed."""
+    """Report that a place could not be read or written."""
 
 
 class ObjectChanged(StoreError):
-    """Report that an object to be replaced has changed."""
+    """Report that a file to be replaced has changed."""
 
 
-class Store:
-    """A folder of an object store.
+class StoreReader(ABC):
+    """The files of a place, to read."""
 
-    Args:
-        url: the folder's URL, for example ``s3://bucket/runs/NAME``. ``http(s)://`` can only be read, by key.
-        field: the configuration field that names it, for messages.
+    url: str
+    """The place's URL or path."""
+    remote = True
+    """Whether reading takes a network request."""
 
-    Raises:
-        UserError: obstore is not installed, or the URL or its settings are invalid.
-    """
+    def __str__(self) -> str:
+        return self.url
 
-    def __init__(self, url: str, field: str = "output.runs"):
-        self.url = url.rstrip("/")
-        self._store = _open(self.url, field)
+    @abstractmethod
+    def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """List the files under a prefix that ends in ``/``: their sizes in bytes, and a text that changes with their
+        content (empty if unknown), by key.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        """Read a file's bytes from ``start`` to before ``end``.
+
+        Raises:
+            StoreError: there is no such file, it is shorter, or it could not be read in any of ``READS`` attempts.
+        """
+
+    def open(self, key: str, size: int) -> BinaryIO:
+        """Open a file of a known size, to read and seek in; each part by a request of its own."""
+        return cast(BinaryIO, RangeFile(self, key, size))
+
+
+class Store(StoreReader):
+    """The files of a place, to read and write."""
+
+    read_only = False
+    """Whether nothing can be stored, nor listed: a web server."""
 
     def keys(self, prefix: str = "") -> dict[str, int]:
-        """List the objects under a prefix that ends in ``/``: their sizes in bytes by key."""
-        import obstore
+        """List the files under a prefix that ends in ``/``: their sizes in bytes by key.
 
-        with self._errors(f"listing {prefix or 'the folder'}"):
-            chunks = obstore.list(self._store, prefix or None)
-            return {meta["path"]: meta["size"] for chunk in chunks for meta in chunk}
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        return {key: size for key, (size, _) in self.versions(prefix).items()}
 
-    def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
-        """List the objects under a prefix that ends in ``/``: their sizes in bytes and ETags by key."""
-        import obstore
+    @abstractmethod
+    def read(self, key: str) -> tuple[bytes, str | None] | None:
+        """Read a small file.
 
-        with self._errors(f"listing {prefix or 'the folder'}"):
-            chunks = obstore.list(self._store, prefix or None)
-            return {meta["path"]: (meta["size"], meta["e_tag"] or "") for chunk in chunks for meta in chunk}
+        Returns:
+            Its content and what identifies it (an ETag); None if there is no such file.
+        """
 
+    @abstractmethod
+    def replace(self, key: str, content: bytes, known: str | None) -> str | None:
+        """Store a small file if the stored one has not changed.
+
+        Args:
+            key: the file's key.
+            content: its new content.
+            known: what identified the stored file; None: there is none yet.
+
+        Returns:
+            What identifies the new one.
+
+        Raises:
+            ObjectChanged: the stored file has changed, or already exists.
+        """
+
+    @abstractmethod
     def upload(self, file: Path, key: str) -> None:
-        """Store a file under a key atomically.
+        """Store a file atomically. A folder of the same file system moves it; otherwise it stays.
 
         Raises:
             StoreError: it could not be stored, or has another size there.
         """
-        import obstore
 
-        with self._errors(f"uploading {key}"):
-            size = file.stat().st_size
-            obstore.put(self._store, key, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
-            stored = obstore.head(self._store, key)["size"]
-        if stored != size:
-            raise StoreError(f"{key} has {stored} bytes in {self.url} instead of {size}")
 
-    def fetch(self, key: str, file: Path, size: int) -> None:
-        """Write an object of a known size to a file atomically.
+class RangeFile(io.RawIOBase):
+    """A file that sends a request for each read, without buffering.
 
-        Raises:
-            StoreError: it could not be read, or has another size.
-        """
-        import obstore
+    Args:
+        store: where the file is.
+        key: its key.
+        size: its size in bytes.
+    """
 
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with self._errors(f"fetching {key}"), atomic_file(file) as part:
-            with open(part, "wb") as handle:
-                for chunk in obstore.get(self._store, key).stream(min_chunk_size=2**20):
-                    handle.write(chunk)
-                written = handle.tell()
-            if written != size:
-                raise StoreError(f"{key} gave {written} bytes instead of {size}")
+    def __init__(self, store: StoreReader, key: str, size: int):
+        self._store, self._key, self._size, self._at = store, key, size, 0
 
-    def read(self, key: str) -> tuple[bytes, str | None] | None:
-        """Read a small object.
+    def readable(self) -> bool:
+        """Return True."""
+        return True
 
-        Returns:
-            Its content and its ETag; None if there is no such object.
-        """
-        import obstore
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
 
-        with self._errors(f"reading {key}"):
-            try:
-                answer = obstore.get(self._store, key)
-            except FileNotFoundError:
-                return None
-            return bytes(answer.bytes()), answer.meta["e_tag"]
+    def tell(self) -> int:
+        """The position of the next byte."""
+        return self._at
 
-    def size(self, key: str) -> int | None:
-        """Return the size of an object in bytes; None if there is no such object."""
-        import obstore
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to a position."""
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
 
-        with self._errors(f"looking for {key}"):
-            try:
-                return obstore.head(self._store, key)["size"]
-            except FileNotFoundError:
-                return None
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        """Read an object's bytes from ``start`` to before ``end``.
-
-        Retries a read that fails or returns another length, up to ``READS`` times in all. Threads may share a store.
-
-        Raises:
-            StoreError: there is no such object, it is shorter, or it could not be read.
-        """
-        import obstore
-
-        if end <= start:
-            return b""
-
-        def read() -> bytes:
-            with self._errors(f"reading bytes {start:,} to {end:,} of {key}"):
-                content = bytes(obstore.get_range(self._store, key, start=start, end=end))
-            if len(content) != end - start:
-                raise StoreError(f"{key} in {self.url} gave {len(content):,} bytes instead of {end - start:,}")
-            return content
-
-        return send_with_retries(read)
-
-    def replace(self, key: str, content: bytes, known: str | None) -> str | None:
-        """Store a small object if the stored one has not changed.
-
-        Args:
-            key: the object's key.
-            content: its new content.
-            known: the ETag of the stored object; None: there is none yet.
-
-        Returns:
-            Its new ETag.
-
-        Raises:
-            Changed: the stored object has changed, or already exists.
-        """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-        with self._errors(f"writing {key}"):
-            try:
-                mode = "create" if known is None else {"e_tag": known}
-                return obstore.put(self._store, key, content, mode=mode)["e_tag"]  # type: ignore[arg-type]
-            except (AlreadyExistsError, PreconditionError):
-                raise ObjectChanged(CHANGED) from None
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignores those that do not exist."""
-        import obstore
-
-        with self._errors("removing old files"):
-            for key in keys:
-                try:
-                    obstore.delete(self._store, key)
-                except FileNotFoundError:
-                    continue
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Turn every failure of the store into a ``StoreError`` that names the operation."""
-        from obstore.exceptions import BaseError
-
-        try:
-            yield
-        except StoreError:
-            raise
-        except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise StoreError(redact(f"{what} in {self.url} failed ({short_reason(error)})")) from None
+    def read(self, size: int | None = -1) -> bytes:
+        """Read bytes; returns fewer only at the end."""
+        end = self._size if size is None or size < 0 else min(self._size, self._at + size)
+        data = bytes(self._store.read_range(self._key, self._at, end)) if end > self._at else b""
+        self._at += len(data)
+        return data
 
 
 def send_with_retries(call: Callable[[], T]) -> T:
     """Send a request to a store, up to ``READS`` times, until it answers.
 
     Raises:
-        Changed: at once.
+        ObjectChanged: at once.
         StoreError: the last failure.
     """
     for _ in range(READS - 1):
@@ -214,33 +159,12 @@ def send_with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-def short_reason(error: Exception) -> str:
-    """Shorten a store's error to its first sentence; obstore appends its own state over many lines."""
-    return describe_exception(error).partition("Debug source")[0].strip()[:300]
-
-
-def _open(url: str, field: str) -> ObjectStore:
-    """Open a store.
+def require_length(content: Content, wanted: int, what: str) -> Content:
+    """Return a content of the wanted length.
 
     Raises:
-        UserError: obstore is not installed, or the URL or its settings are invalid.
+        StoreError: it has another.
     """
-    try:
-        from obstore.exceptions import BaseError
-        from obstore.store import from_url
-    except ImportError:
-        raise UserError(
-            f"{field}: {url} needs the package obstore, which is not installed. Run: .venv/bin/pip install {PACKAGES}",
-            code=3,
-        ) from None
-    places = [url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
-    plain = any(place.startswith("http://") for place in places)
-    try:
-        return from_url(
-            url,
-            client_options={"timeout": ANSWER, "connect_timeout": CONNECT, "allow_http": plain},
-            retry_config=RETRIES,
-        )
-    except (BaseError, ValueError) as error:
-        reason = redact(short_reason(error))
-        raise UserError(f"{field}: {url} cannot be opened ({reason}). Check the URL and the credentials") from None
+    if len(content) != wanted:
+        raise StoreError(f"{what} gave {len(content):,} bytes instead of {wanted:,}")
+    return content

@@ -6,21 +6,25 @@ reading all shards' headers; only the headers of shards that it lacks are read.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from simpletune.data.cache.shards.shard import Layout, SampleLocation
-from simpletune.system.atomic import atomic_file
+from simpletune.data.storage.shards import INDEX, Layout, SampleLocation, ShardStore, parse_header, sample_locations
+from simpletune.system.console import say
 from simpletune.system.options import UserError
+from simpletune.system.stores.store import READS, ObjectChanged, StoreError, send_with_retries
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-INDEX = "index.parquet"
+HEADER = 2**18  # bytes read first from a shard; its header usually fits into them
+TRIES = 8  # attempts to replace an index that other processes replace, too
+UNLISTED = 16  # shards that the index may lack, besides an eighth of all, before it is rewritten
 RECENT = 2**15  # rows kept in a dictionary before they are sorted in
 BATCH = 2**16  # rows read or written together
 COLUMNS = ("name", "shard", "start", "size", "crc32", "tensors")
@@ -54,18 +58,18 @@ class SampleIndex:
         self._recent: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @classmethod
-    def read(cls, file: Path) -> SampleIndex:
+    def read(cls, content: bytes) -> SampleIndex:
         """Read an ``index.parquet``, without its keys.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: it is damaged.
         """
         index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
-        for batch in _batches(file, COLUMNS):
+        for batch in _batches(content, COLUMNS):
             for field, column in index._columns(batch).items():
                 parts[field].append(column)
         index._sort({field: np.concatenate(columns) for field, columns in parts.items()})
-        index.note(named_shards(file))
+        index.note(named_shards(content))
         return index
 
     @property
@@ -161,61 +165,56 @@ class SampleIndex:
             self._sorted = {field: column[keep] for field, column in self._sorted.items()}
 
 
-def read_rows(file: Path) -> Iterator[SampleLocation]:
-    """Read the rows of an ``index.parquet`` with their keys, a part of the file at a time.
+def read_rows(content: bytes) -> Iterator[SampleLocation]:
+    """Read the rows of an ``index.parquet`` with their keys, a part at a time.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: it is damaged.
     """
-    for batch in _batches(file, ("key", *COLUMNS)):
+    for batch in _batches(content, ("key", *COLUMNS)):
         for row in batch.to_pylist():
             name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
             yield SampleLocation(**row, name=name, layout=layout)
 
 
-def _batches(file: Path, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
-    """Read an ``index.parquet`` in parts.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+def _batches(content: bytes, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(file, read_dictionary=["shard", "tensors"]) as table:
-            yield from table.iter_batches(BATCH, columns=list(columns))
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(file, error) from None
+    with _damage(), pq.ParquetFile(pa.BufferReader(content), read_dictionary=["shard", "tensors"]) as table:
+        yield from table.iter_batches(BATCH, columns=list(columns))
 
 
-def named_shards(file: Path) -> list[str]:
+def named_shards(content: bytes) -> list[str]:
     """The shards that an ``index.parquet`` covers.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: it is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        about = pq.read_metadata(file).metadata or {}
+    with _damage():
+        about = pq.read_metadata(pa.BufferReader(content)).metadata or {}
         return [str(shard) for shard in json.loads(about[COVERED])]
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(file, error) from None
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"{INDEX} is damaged ({reason}). Remove it: it is rebuilt from the shards") from None
 
 
-def _damaged(file: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:120]
-    return UserError(f"{file.name} is damaged ({reason}). Remove it: it is rebuilt from the shards")
-
-
-def write_rows(rows: Iterable[SampleLocation], file: Path, shards: Iterable[str]) -> None:
-    """Write an ``index.parquet``, whole or not at all.
+def write_rows(rows: Iterable[SampleLocation], shards: Iterable[str]) -> bytes:
+    """Make an ``index.parquet``.
 
     Args:
         rows: rows with their keys, each name once.
-        file: the target.
         shards: the names of all shards that it covers.
     """
     import pyarrow as pa
@@ -224,8 +223,8 @@ def write_rows(rows: Iterable[SampleLocation], file: Path, shards: Iterable[str]
     words = pa.dictionary(pa.int32(), pa.string())
     whole = [("start", pa.int64()), ("size", pa.int64()), ("crc32", pa.int64())]
     schema = pa.schema([("key", pa.string()), ("name", pa.binary(16)), ("shard", words), *whole, ("tensors", words)])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file, shared=True) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+    content = io.BytesIO()
+    with pq.ParquetWriter(content, schema, compression="zstd") as writer:
         for portion in _portions(rows):
             columns = {field: [getattr(row, field) for row in portion] for field in ("key", "shard", *dict(whole))}
             columns["name"] = [bytes.fromhex(row.name) for row in portion]
@@ -233,6 +232,7 @@ def write_rows(rows: Iterable[SampleLocation], file: Path, shards: Iterable[str]
             arrays = [pa.array(columns[field.name], field.type) for field in schema]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
         writer.add_key_value_metadata({COVERED: json.dumps(sorted(shards))})
+    return content.getvalue()
 
 
 def _portions(rows: Iterable[SampleLocation]) -> Iterator[list[SampleLocation]]:
@@ -261,3 +261,143 @@ def parse_layout(text: str) -> Layout:
 def numbers_of(name: str) -> tuple[int, int]:
     """Convert a name of 32 hexadecimal digits to two 64-bit numbers."""
     return int(name[:16], 16), int(name[16:], 16)
+
+
+class ShardIndex:
+    """The samples in all shards of a place.
+
+    Args:
+        store: the shards.
+    """
+
+    def __init__(self, store: ShardStore):
+        self.store = store
+        self._samples: SampleIndex | None = None
+        self._stamp, self._unlisted, self._outdated = -1, 0, False
+
+    @property
+    def samples(self) -> SampleIndex:
+        """The samples; read at first use."""
+        if self._samples is None:
+            self.refresh()
+        assert self._samples is not None
+        return self._samples
+
+    def is_stale(self) -> bool:
+        """Whether a process of this machine has stored shards since the last ``refresh``."""
+        return self.store.stamp() != self._stamp
+
+    def refresh(self) -> None:
+        """List the shards, and read the headers of those that the index lacks.
+
+        Raises:
+            UserError: the index of a web server is missing or damaged.
+            StoreError: the store does not answer.
+        """
+        stamp, names = self.store.stamp(), self.store.names()
+        samples = self._samples if self._samples is not None else self._read(required=names is None)
+        if names is not None:
+            gone, damaged = samples.shards - set(names), self.store.damaged()
+            samples.remove(gone, damaged)
+            self._outdated = self._outdated or bool(gone)
+            new = sorted(set(names) - samples.shards)
+            for shard in new:
+                samples.add(row for row in self._rows(shard, names[shard]) if (row.name, shard) not in damaged)
+            samples.note(new)
+            self._unlisted += len(new)
+        self._samples, self._stamp = samples, stamp
+
+    def _stored(self) -> tuple[bytes, str | None] | None:
+        return send_with_retries(lambda: self.store.store.read(INDEX))
+
+    def _read(self, required: bool) -> SampleIndex:
+        """Read the stored index; return an empty one if it is missing or damaged and the shards can be listed."""
+        for left in reversed(range(READS)):
+            found = self._stored()
+            if found is None and required:
+                raise UserError(
+                    f"output.cache: {self.store} has no {INDEX}, and a web server cannot list shards. Check the "
+                    "URL, or run simpletune prepare where the cache was filled"
+                )
+            try:
+                return SampleIndex() if found is None else SampleIndex.read(found[0])
+            except UserError as error:
+                if left:  # the answer may have been cut short
+                    continue
+                if required:
+                    raise
+                say(f"cache   {error}. Reading the shards of {self.store}")
+        self._outdated = True
+        return SampleIndex()
+
+    def _rows(self, shard: str, size: int) -> list[SampleLocation]:
+        """Read the samples of a shard from its header; none, with a warning, if it is damaged."""
+        try:
+            parsed = parse_header(bytes(self.store.read(shard, 0, min(HEADER, size))), shard)
+            if isinstance(parsed, int):
+                parsed = parse_header(bytes(self.store.read(shard, 0, min(parsed, size))), shard)
+            if isinstance(parsed, int):
+                raise UserError(f"the shard {shard} is damaged: it ends within its header. Remove it")
+            rows = sample_locations(shard, *parsed)
+            if any(row.start + row.size > size for row in rows):
+                raise UserError(f"the shard {shard} is damaged: it is truncated. Remove it")
+        except UserError as error:
+            say(f"warning {self.store}: {error}. Its samples count as missing")
+            return []
+        return rows
+
+    def add(self, rows: Iterable[SampleLocation]) -> None:
+        """Add the samples of a shard that this process has stored."""
+        self.samples.add(rows)
+        self._unlisted += 1
+
+    def forget(self, name: str, shard: str) -> None:
+        """Forget a sample."""
+        self.samples.remove((), [(name, shard)])
+        self._outdated = True
+
+    def publish(self, everything: bool) -> None:
+        """Write the index if it lacks many shards; ``everything``: if it lacks any."""
+        few = 0 if everything else UNLISTED + len(self.samples.shards) // 8
+        if self._unlisted <= few and not (everything and self._outdated):
+            return
+        try:
+            self._write()
+        except StoreError as error:  # with read-only rights, for example
+            say(f"warning {error}: {INDEX} stays as it is, and every start reads the headers of the other shards")
+        self._unlisted, self._outdated = 0, False
+
+    def _write(self) -> None:
+        for _ in range(TRIES):
+            self.refresh()
+            found = self._stored()
+            content = write_rows(self._all_rows(found and found[0]), self.samples.shards)
+            try:
+                self.store.store.replace(INDEX, content, found and found[1])
+                return
+            except ObjectChanged:
+                continue
+        raise StoreError(f"{self.store}: the index keeps changing")
+
+    def _all_rows(self, stored: bytes | None) -> Iterator[SampleLocation]:
+        """The rows of the stored index that still count, then the rows of the shards that it lacks."""
+        named = set[str]()
+        if stored is not None and _is_sound(stored):
+            named = set(named_shards(stored))
+            yield from filter(self._counts, read_rows(stored))
+        names = self.store.names() or {}
+        for shard in sorted(self.samples.shards & set(names) - named):
+            yield from filter(self._counts, self._rows(shard, names[shard]))
+
+    def _counts(self, row: SampleLocation) -> bool:
+        known = self.samples.find(row.name)
+        return known is not None and (known.shard, known.start) == (row.shard, row.start)
+
+
+def _is_sound(content: bytes) -> bool:
+    """Whether an index can be read to its end; the first reading has reported any failure."""
+    try:
+        SampleIndex.read(content)
+    except UserError:
+        return False
+    return True

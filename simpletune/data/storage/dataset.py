@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from simpletune.data.streaming.columns import Columns
-from simpletune.data.streaming.files import LocalFiles
-from simpletune.data.streaming.mds import INDEX, MDSRows
-from simpletune.data.streaming.parquet import ParquetRows
-from simpletune.data.streaming.remote_files import HUB, HubFiles, LocalFileCache, StoreFiles
-from simpletune.data.streaming.rows import ShardedRows
-from simpletune.system.options import UserError
+from simpletune.data.storage.files import DataFiles
+from simpletune.data.storage.mds import INDEX, MDSRows
+from simpletune.data.storage.parquet import ParquetRows
+from simpletune.data.storage.rows import Columns, ShardedRows
 
 
 @dataclass(frozen=True)
@@ -45,30 +42,11 @@ def open_rows(place: str, columns: Columns, form: Form = NO_FORM, local: Path | 
     Raises:
         UserError: it is missing or damaged, or lacks a column.
     """
-    files, kind = files_at(place), form.kind
+    files, kind = DataFiles(place), form.kind
     if kind == "auto":
         index = INDEX if form.split is None else f"{form.split}/{INDEX}"
         kind = "mds" if index in files.sizes(INDEX) else "parquet"
     if kind == "parquet":
         return ParquetRows(files, columns, form.split)
-    kept = files if isinstance(files, LocalFiles) else LocalFileCache(files, local, int(form.local_gib * 2**30))
-    return MDSRows(kept, columns, form.split)
-
-
-def files_at(place: str) -> LocalFiles | StoreFiles | HubFiles:
-    """The files at a place.
-
-    Raises:
-        UserError: nothing is there.
-    """
-    if place.startswith(HUB):
-        return HubFiles(place)
-    if "://" in place:
-        return StoreFiles(place)
-    files = LocalFiles(place)
-    if not files.root.exists():
-        raise UserError(
-            f"data.path: {place} does not exist. Give a parquet file, a folder or a pattern ({Path.cwd()}), a URL "
-            f"such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
-        )
-    return files
+    files.keep_copies(local, int(form.local_gib * 2**30))
+    return MDSRows(files, columns, form.split)

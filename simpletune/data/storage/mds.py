@@ -6,19 +6,19 @@ for each column of variable size, then the columns' values, in the index's order
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import json
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import numpy as np
 
-from simpletune.data.streaming.columns import Columns, require_columns
-from simpletune.data.streaming.compression import decompress
-from simpletune.data.streaming.files import Files
-from simpletune.data.streaming.rows import Block, LruCache, Shard, ShardedRows
+from simpletune.data.storage.files import DataFiles
+from simpletune.data.storage.rows import Block, Columns, LruCache, Shard, ShardedRows, require_columns
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.printable import describe_exception
 
@@ -27,6 +27,8 @@ MOST_INDEX = 2**28  # bytes
 PIECE = 2**22  # bytes to hash at once
 PROBES, PROBE = 16, 4096  # number of places that the digest of a shard without hashes covers, and bytes at each
 ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
+CODECS = {"zstd": "zstd", "snappy": "snappy", "br": "brotli"}  # pyarrow's names
+OTHERS = ("gz", "bz2")  # Python's own
 PICTURES = ("bytes", "jpeg", "png")
 CAPTIONS = ("str", "json")
 SIZES = {name: np.dtype(name) for kind in ("int", "uint") for name in (f"{kind}{bits}" for bits in (8, 16, 32, 64))}
@@ -85,7 +87,7 @@ class MDSRows(ShardedRows):
             unsupported kind.
     """
 
-    def __init__(self, files: Files, columns: Columns, split: str | None = None):
+    def __init__(self, files: DataFiles, columns: Columns, split: str | None = None):
         self._files, self._folder = files, "" if split is None else f"{split}/"
         self._lock = threading.Lock()
         self._raw: LruCache[bytes] = LruCache()
@@ -152,7 +154,7 @@ class MDSRows(ShardedRows):
         shard = int(self._shard_of[block])
         entry, offsets = self._entries[shard], self._offsets_of(shard)
         start, end = int(offsets[row]), int(offsets[row + 1])
-        data = self._bytes(entry, start, end)
+        data = memoryview(self._bytes(entry, start, end))
         variable = sum(size is None for _, _, size in entry.columns)
         lengths = iter(np.frombuffer(data[: 4 * variable], "<u4").tolist() if len(data) >= 4 * variable else ())
         found, place = {}, 4 * variable
@@ -160,7 +162,7 @@ class MDSRows(ShardedRows):
             wide = next(lengths, -1) if size is None else size
             if not 0 <= wide <= len(data) - place:
                 raise damaged_shard_error(entry, f"sample {row} is shorter than its columns")
-            found[name] = data[place : place + wide]
+            found[name] = bytes(data[place : place + wide])
             place += wide
         return found
 
@@ -187,7 +189,7 @@ class MDSRows(ShardedRows):
             found[row] = [np.frombuffer(sample[name], kinds[name])[0] for name in self.columns.size]
         return found
 
-    def _bytes(self, entry: MDSShard, start: int, end: int) -> bytes:
+    def _bytes(self, entry: MDSShard, start: int, end: int) -> bytes | bytearray:
         """Bytes of a shard's verified content."""
         if entry.zipped is None:
             return self._files.read(self._folder + entry.raw.name, start, end)
@@ -236,7 +238,7 @@ def verifiable(hashes: Mapping[str, str]) -> list[str]:
     return sorted(ALGORITHMS.intersection(hashes))
 
 
-def verify(stored: MDSFile, pieces: Iterable[bytes]) -> None:
+def verify(stored: MDSFile, pieces: Iterable[bytes | bytearray]) -> None:
     """Compare a file's hashes with those in the index.
 
     Args:
@@ -263,7 +265,7 @@ def damaged_shard_error(entry: MDSShard, why: str) -> UserError:
     return UserError(f"data.path: {entry.file.name} is damaged: {why}. Fetch or write it again")
 
 
-def read_index(data: bytes, place: str) -> list[MDSShard]:
+def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
     """Read an index.
 
     Args:
@@ -304,3 +306,37 @@ def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**32:  # offsets in a shard have 32 bits
         raise ValueError(f"{value!r} is no length")
     return value
+
+
+def decompress(data: bytes | bytearray, compression: str, size: int, name: str) -> bytes:
+    """Decompress a file; never writes more than its announced size.
+
+    Args:
+        data: the compressed file.
+        compression: the algorithm, with or without a level: ``zstd:3``.
+        size: the result's size in bytes.
+        name: the file's name, for messages.
+
+    Raises:
+        UserError: the algorithm is unknown, or the file is damaged.
+    """
+    import pyarrow as pa
+
+    algorithm = compression.partition(":")[0]
+    try:
+        if algorithm in CODECS:
+            found = bytes(pa.Codec(CODECS[algorithm]).decompress(data, decompressed_size=size))
+        elif algorithm == "gz":
+            found = zlib.decompressobj(wbits=31).decompress(data, size + 1)
+        elif algorithm == "bz2":
+            found = bz2.BZ2Decompressor().decompress(data, size + 1)
+        else:
+            known = ", ".join([*CODECS, *OTHERS])
+            raise UserError(f"data.path: {name} is compressed with {compression!r}, which is unsupported. Use {known}")
+    except (pa.ArrowException, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"data.path: {name} is damaged: it cannot be decompressed ({error}). Fetch it again") from None
+    if len(found) != size:
+        raise UserError(
+            f"data.path: {name} is damaged: it decompresses to {len(found):,} bytes instead of {size:,}. Fetch it again"
+        )
+    return found

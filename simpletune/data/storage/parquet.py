@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simpletune.data.streaming.columns import Columns, require_columns
-from simpletune.data.streaming.files import Files
-from simpletune.data.streaming.rows import MAX_BLOCK, Block, LruCache, Shard, ShardedRows
+from simpletune.data.storage.files import DataFiles
+from simpletune.data.storage.rows import (
+    MAX_BLOCK,
+    Block,
+    Columns,
+    LruCache,
+    Shard,
+    ShardedRows,
+    require_columns,
+)
 from simpletune.system.options import UserError
 from simpletune.system.printable import describe_exception
 
@@ -40,7 +47,7 @@ class ParquetRows(ShardedRows):
         UserError: there is no file, one is damaged, or a column is missing.
     """
 
-    def __init__(self, files: Files, columns: Columns, split: str | None = None):
+    def __init__(self, files: DataFiles, columns: Columns, split: str | None = None):
         sizes = {name: size for name, size in files.sizes(SUFFIX).items() if split is None or split in name}
         if not sizes:
             of = "" if split is None else f" with {split!r} in its name"

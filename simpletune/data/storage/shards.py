@@ -1,9 +1,14 @@
-"""A shard: the cached samples of many keys in one safetensors file, which any reader of the format opens.
+"""Shards: the cached samples of many keys in one safetensors file, which any reader of the format opens; and where
+they lie, in a folder or in an object store.
 
 A sample's tensors are called ``NAME/tensor``, where NAME is the hash of its key as in the cache of single files. They
 lie next to each other, so that one range of bytes holds the sample. The header's metadata maps each NAME to its CRC-32
 and key (``CRC32 KEY``), so that an index can always be rebuilt from the shards. A shard's own name is the start of the
-SHA-256 of its content, so the same samples always give the same shard.
+SHA-256 of its content, so the same samples always give the same shard. A place has
+
+    shards/NAME.safetensors   the shards
+    index.parquet             where each sample is; rebuilt from the shards if missing or damaged
+    damaged/SAMPLE.SHARD      an empty file: this shard's sample is damaged and no longer used
 """
 
 from __future__ import annotations
@@ -15,15 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.system.atomic import atomic_file
+from simpletune.system.atomic import atomic_file, write_text
 from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import TYPES, read_header
+from simpletune.system.stores.store import ObjectChanged, Store, send_with_retries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIX = ".safetensors"
+SHARDS, INDEX, DAMAGED = "shards", "index.parquet", "damaged"
 ALIGNED = 8  # bytes; the largest type of a tensor
 PADDING = "-"  # name of the padding after a sample whose size is not a multiple of ALIGNED
 HEADER_BYTES = 2**27  # at most
@@ -42,7 +49,7 @@ class SampleLocation:
         shard: the shard's name.
         start: its first byte in the shard.
         size: its size in bytes, without padding.
-        crc32: the CRC-32 of its tensors (``data.cache.checksum``).
+        crc32: the CRC-32 of its tensors (``data.storage.cache.checksum``).
         layout: its tensors.
         key: the cache's key for it; empty if it was not read.
     """
@@ -57,7 +64,7 @@ class SampleLocation:
 
 
 def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[str, Path]:
-    """Join single cached samples (``Cache.save``) into a shard.
+    """Join single cached samples (``FileCache.save``) into a shard.
 
     Args:
         files: the samples.
@@ -179,3 +186,73 @@ def sample_tensors(content: bytearray, layout: Iterable[TensorPlace]) -> dict[st
         flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset) if count else torch.empty(0).to(dtype)
         found[name] = flat.view(shape)
     return found
+
+
+class ShardStore:
+    """The shards of a cache.
+
+    Args:
+        store: where they lie.
+        journal: a local path whose time of change tells when a process of this machine last stored a shard.
+    """
+
+    def __init__(self, store: Store, journal: Path):
+        self.store, self._journal = store, journal
+
+    def __str__(self) -> str:
+        return self.store.url
+
+    def names(self) -> dict[str, int] | None:
+        """The sizes of all shards by name; None if they cannot be listed, on a web server."""
+        if self.store.read_only:
+            return None
+        found = send_with_retries(lambda: self.store.keys(f"{SHARDS}/"))
+        return {Path(key).name[: -len(SUFFIX)]: size for key, size in found.items() if key.endswith(SUFFIX)}
+
+    def damaged(self) -> set[tuple[str, str]]:
+        """The samples that are no longer used, as pairs of a sample's name and its shard."""
+        if self.store.read_only:
+            return set()
+        pairs = [Path(key).name.partition(".") for key in send_with_retries(lambda: self.store.keys(f"{DAMAGED}/"))]
+        return {(sample, shard) for sample, _, shard in pairs}
+
+    def read(self, shard: str, start: int, end: int) -> bytearray:
+        """Read bytes of a shard.
+
+        Raises:
+            StoreError: it is missing, shorter, or cannot be read.
+        """
+        return self.store.read_range(f"{SHARDS}/{shard}{SUFFIX}", start, end)
+
+    def put(self, shard: str, file: Path) -> None:
+        """Store a shard atomically; moves or removes the file."""
+        send_with_retries(lambda: self.store.upload(file, f"{SHARDS}/{shard}{SUFFIX}"))
+        if self.store.remote:
+            file.unlink(missing_ok=True)
+            self._journal.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._journal, f"{shard}\n", shared=True)
+
+    def set_aside(self, name: str, shard: str) -> str:
+        """Mark a sample as damaged, and return where this is recorded.
+
+        Raises:
+            UserError: this is a web server.
+        """
+        if self.store.read_only:
+            raise UserError(
+                f"output.cache: the sample {name} of shard {shard} in {self} is damaged, and this can only be read. "
+                "Encode it again where the cache is filled, or set output.cache to a folder"
+            )
+        key = f"{DAMAGED}/{name}.{shard}"
+        try:
+            send_with_retries(lambda: self.store.replace(key, b"", None))
+        except ObjectChanged:
+            pass  # another process has found it too
+        return f"{self}/{key}"
+
+    def stamp(self) -> int:
+        """A number that changes when another process of this machine has stored a shard."""
+        try:
+            return self._journal.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from simpletune.data.cache.cache import Cache
+    from simpletune.data.storage.cache import Cache
 
 GIB = 2**30
 REMOTE, PART = "remote", "part"  # folders: for caches in object stores, and in each of them for what was read
@@ -50,20 +50,22 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     Raises:
         UserError: the URL cannot be opened.
     """
-    from simpletune.data.cache.cache import Cache
+    from simpletune.data.storage.cache import FileCache
 
     place = CachePlace(place) if isinstance(place, Path) else place
     folder = place.local / kind / name
     if place.form == "files":
-        return Cache(folder)
-    from simpletune.data.cache.shards.cache import ShardedCache
-    from simpletune.data.cache.shards.local_cache import LocalCache
-    from simpletune.data.cache.shards.shard_store import FolderShardStore, RemoteShardStore
+        return FileCache(folder)
+    from simpletune.data.storage.copies import LocalCopies
+    from simpletune.data.storage.shard_cache import ShardCache
+    from simpletune.data.storage.shards import SHARDS, ShardStore
 
     if place.url is None:
-        return ShardedCache(folder, FolderShardStore(folder))
-    from simpletune.system.stores.store import Store
+        from simpletune.system.stores.folder_store import FolderStore
 
-    store = Store("/".join(filter(None, (place.url, kind, name))), "output.cache")
-    part = LocalCache(place.local / PART, place.limit, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    return ShardedCache(folder, RemoteShardStore(store, folder / "stored"), part, f"{kind}/{name}")
+        return ShardCache(folder, ShardStore(FolderStore(folder), folder / SHARDS))
+    from simpletune.system.stores.object_store import ObjectStore
+
+    store = ObjectStore("/".join(filter(None, (place.url, kind, name))), "output.cache")
+    copies = LocalCopies(place.local / PART, place.limit, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return ShardCache(folder, ShardStore(store, folder / "stored"), copies, f"{kind}/{name}")

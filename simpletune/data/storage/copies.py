@@ -1,19 +1,22 @@
-"""The local part of a remote cache: recently read samples, in a folder of bounded size."""
+"""Local copies of what was read from an object store or the hub, in a folder of bounded size."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
+from simpletune.system.atomic import atomic_file
 from simpletune.system.disk import reason_full
 from simpletune.system.locks import Ranges
 
 SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not searched for every sample
 
 
-class LocalCache:
+class LocalCopies:
     """Files in a folder; removes the least recently used ones when they exceed a limit.
 
     Processes of one machine may share the folder. Threads may share an object.
@@ -73,6 +76,30 @@ class LocalCache:
             return False
         return True
 
+    def open(self, name: str, size: int, write: Callable[[BinaryIO], None]) -> BinaryIO:
+        """Open a large file, however much of the limit it takes, and mark it as used.
+
+        Args:
+            name: the file's name.
+            size: its size in bytes.
+            write: writes it if it is not there.
+
+        Raises:
+            DiskFull: the disk is full.
+        """
+        file = self.folder / name
+        with self._lock:
+            while True:
+                try:
+                    handle = open(file, "rb")
+                    os.utime(handle.fileno())
+                    return handle
+                except FileNotFoundError:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(file, needed=size, shared=True) as part, open(part, "wb") as new:
+                    write(new)
+                self._remove_oldest(self.limit, keep=file)
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         (self.folder / name).unlink(missing_ok=True)
@@ -83,17 +110,20 @@ class LocalCache:
         with Ranges(self.folder / ".lock") as ranges, ranges.held(0, 0) as alone:
             if not alone:  # another process is trimming
                 return
-            found = [(*_used(path), path) for path in self.folder.rglob("*") if path.name != ".lock"]
-            total = sum(size for _, size, _ in found)
-            for _, size, path in sorted(found):
-                if total <= most:
-                    break
-                with suppress(FileNotFoundError):  # another process has removed it
-                    if path.is_file():
-                        path.unlink()
-                        total -= size
+            self._remove_oldest(most)
             with self._lock:
                 self._written = 0
+
+    def _remove_oldest(self, most: int, keep: Path | None = None) -> None:
+        found = [(*_used(path), path) for path in self.folder.rglob("*") if path.name != ".lock"]
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= most:
+                break
+            with suppress(FileNotFoundError):  # another process has removed it
+                if path != keep and path.is_file():
+                    path.unlink()
+                    total -= size
 
     def size(self) -> int:
         """The total size of all files, in bytes."""

@@ -1,0 +1,243 @@
+"""Encoded samples (latents, prompt embeddings, masks) by key: the interface of a cache, and its simplest form.
+
+In a ``FileCache`` each sample is a safetensors file, whose name is a hash of everything that its content depends on: a
+changed caption or picture gets a new file, and a picture is never paired with another picture's caption. Files are
+written atomically, so a killed run leaves no partial file. Each stores the CRC-32 of its content to detect later
+damage; a damaged file is renamed and encoded again. ``shard_cache.py`` has the form for many samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.data.samples import Crop
+from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange, place_of
+from simpletune.system.atomic import quarantine, remove
+from simpletune.system.console import say
+from simpletune.system.locks import Ranges
+from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import read_header, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LATENTS_VERSION = 2  # increment when the crop of a picture or its encoding changes
+READ_WHOLE = 4 * 2**30  # bytes; if a run's samples exceed this, only headers are checked when it starts
+REMEMBERED = 2**16  # keys whose checksum a process verifies once; it verifies others each time
+
+
+class DamagedSample(Exception):
+    """Report that a sample's bytes differ from what was stored."""
+
+
+class Cache(ABC):
+    """Tensors by key, of which a process encodes those that are lacking.
+
+    Args:
+        folder: this machine's folder; its name identifies the encoder.
+    """
+
+    remote = False
+    """Whether samples come from an object store."""
+    local_limit = 0
+    """The most bytes of remote samples that are kept on this machine."""
+    waited = 0.0
+    """Seconds that ``load`` has waited for an object store."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @abstractmethod
+    def __contains__(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
+        """Return the keys that still have to be encoded. Sets damaged samples aside and says so.
+
+        Verifies the checksums if the samples take at most ``READ_WHOLE`` bytes in total and are on this machine.
+        Otherwise checks only headers and lengths; the content is then verified at first use.
+
+        Args:
+            keys: the keys.
+            share: verify the samples of this share only; other processes verify theirs.
+
+        Raises:
+            UserError: an object store does not answer.
+        """
+
+    @abstractmethod
+    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
+        """Claim keys to encode, as ``KeyedFolder.claimed`` does.
+
+        Raises:
+            UserError: an object store does not answer. What was encoded is kept, and the next start stores it.
+        """
+
+    @abstractmethod
+    def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Store tensors under a key.
+
+        Raises:
+            UserError: the disk is full; no partial file remains.
+        """
+
+    def load(self, key: str) -> dict[str, Tensor]:
+        """Load a key's tensors; their checksum is verified once per process, and whenever they come from a store.
+
+        Raises:
+            FileNotFoundError: they were never stored, or have been deleted.
+            ValueError: the file was written for another key.
+            UserError: the sample is damaged and has been set aside, or an object store does not answer.
+        """
+        try:
+            return self._load(key)
+        except DamagedSample as reason:
+            raise UserError(
+                f"{reason}: {self._set_aside(key)}. Restart, or continue with --resume latest, to encode it again"
+            ) from None
+
+    @abstractmethod
+    def _load(self, key: str) -> dict[str, Tensor]:
+        """Load a key's tensors as ``load`` does; raise ``DamagedSample`` if they are damaged."""
+
+    @abstractmethod
+    def quarantine(self, key: str) -> str:
+        """Set a sample aside, so that it is encoded again; return the path or URL that shows it."""
+
+    @abstractmethod
+    def _set_aside(self, key: str) -> str:
+        """Set a sample aside; return words for what was done."""
+
+    def size_of(self, key: str) -> int:
+        """Return the size in bytes of a sample that is worth fetching ahead; 0: none, or it is on this machine."""
+        return 0
+
+    def fetch(self, key: str) -> None:
+        """Fetch a sample from an object store to this machine, unless it is already there.
+
+        Raises:
+            UserError: the store does not answer, or the sample is damaged.
+        """
+        assert not self.remote, "a cache in an object store has its own"
+
+
+class FileCache(KeyedFolder, Cache):
+    """A folder with a file for each sample.
+
+    Args:
+        folder: the folder; its name identifies the encoder.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.sound: set[str] = set()
+        """Keys whose checksum this process has verified."""
+
+    def file(self, key: str) -> Path:
+        """Return the file that stores a key's tensors."""
+        return self.folder / f"{name_of(key)}.safetensors"
+
+    def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
+        """Return the keys that still have to be encoded. Renames and reports damaged files."""
+        wanted = list(dict.fromkeys(keys))
+        there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self.sound]
+        whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
+        for key in there:
+            if not self._damage(key, whole):
+                continue
+            place = place_of(key)
+            with self.ranges() as ranges, ranges.held(place, place, wait=True):
+                if reason := self._damage(key, whole):  # unless another process has replaced it meanwhile
+                    say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
+        return [key for key in wanted if key not in self]
+
+    def _damage(self, key: str, whole: bool) -> str:
+        """Describe what is wrong with a key's file; empty if nothing is, or if there is no file."""
+        try:
+            self._load(key) if whole else read_header(self.file(key))
+        except FileNotFoundError:  # another process has set it aside
+            return ""
+        except (DamagedSample, ValueError, KeyError, UserError) as error:
+            return str(error).partition(". ")[0]
+        return ""
+
+    def remove_unfinished(self, ranges: Ranges) -> None:
+        """Delete the partial files that no process is writing."""
+        for part in self.folder.glob(".*.part"):
+            digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # digits of the key's hash
+            place = int((digits and digits[0]) or "0", 16)
+            with ranges.held(place, place) as claimed:
+                if claimed and ranges.sure:  # otherwise its writer may be running
+                    remove(part)
+
+    def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Store tensors under a key. The file's header records the key."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        write_safetensors(host, self.file(key), {"key": key, "crc32": checksum(host)})
+
+    def quarantine(self, key: str) -> str:
+        """Rename a key's file, so that it can be inspected and is encoded again; return its new path."""
+        self.sound.discard(key)
+        return str(quarantine(self.file(key)))
+
+    def _set_aside(self, key: str) -> str:
+        return f"renamed to {Path(self.quarantine(key)).name}"
+
+    def _load(self, key: str) -> dict[str, Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        file = self.file(key)
+        try:
+            with safe_open(file, framework="pt") as handle:
+                about = handle.metadata() or {}
+                if about.get("key") != key:
+                    raise ValueError(f"{file} was written for another key. Delete it and restart")
+                tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+        except (SafetensorError, OSError, RuntimeError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            if isinstance(error, RuntimeError):  # torch's, which opens the file a second time
+                if file.exists():
+                    raise
+                raise FileNotFoundError(f"{file} was removed while it was opened") from None
+            raise DamagedSample(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
+        if key not in self.sound and about.get("crc32") != checksum(tensors):
+            raise DamagedSample(f"{file} is damaged (its checksum does not match)")
+        self.note_sound(key)
+        return tensors
+
+    def note_sound(self, key: str) -> None:
+        """Remember that a key's checksum was verified."""
+        if len(self.sound) < REMEMBERED:
+            self.sound.add(key)
+
+
+def name_of(key: str) -> str:
+    """Return the name of a key's sample: 32 hexadecimal digits of its hash, the first of which are its place."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of CPU tensors, including their names, types and shapes."""
+    import torch
+
+    value = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        value = zlib.crc32(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode(), value)
+        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
+
+
+def crop_key(crop: Crop) -> str:
+    """Return everything that a picture's latents depend on, apart from the autoencoder."""
+    cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
+    return json.dumps({"sha256": crop.picture.digest, **cut}, sort_keys=True)

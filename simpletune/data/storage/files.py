@@ -1,0 +1,145 @@
+"""The files of a data set in shards, wherever they are."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from simpletune.data.storage.copies import LocalCopies
+from simpletune.system.options import UserError
+from simpletune.system.stores.folder_store import FolderStore
+from simpletune.system.stores.hub_store import HUB, HubStore
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import StoreError, StoreReader, require_length
+
+PIECE = 2**24  # bytes of one request
+
+
+class DataFiles:
+    """The files below a place, by their names relative to it.
+
+    Args:
+        place: a file, a folder, or a pattern such as ``pictures/*.parquet``; or a URL of one of them.
+
+    Raises:
+        UserError: it does not exist, or cannot be opened or listed.
+    """
+
+    def __init__(self, place: str):
+        self.place = place
+        self._copies: LocalCopies | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if "://" in place:
+            url, pattern = split_url(place)
+            self._store: StoreReader = HubStore(url) if place.startswith(HUB) else ObjectStore(url, "data.path")
+        else:
+            folder, pattern = split_path(Path(place))
+            if not folder.exists():
+                raise UserError(
+                    f"data.path: {place} does not exist. Give a parquet file, a folder or a pattern ({Path.cwd()}), a "
+                    f"URL such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
+                )
+            self._store = FolderStore(folder)
+        with self._errors():
+            known = self._store.versions()
+        if isinstance(self._store, FolderStore):  # where * does not match a slash
+            found = set(glob.iglob(pattern, root_dir=self._store.folder, recursive=True)) if pattern else set(known)
+            names = {PurePosixPath(name).as_posix() for name in found} & set(known)
+        else:
+            names = {name for name in known if not pattern or fnmatch.fnmatchcase(name, pattern)}
+        self._known = {name: known[name] for name in sorted(names)}
+
+    def sizes(self, suffix: str = "") -> dict[str, int]:
+        """The sizes in bytes of the files whose names end so, by name, sorted."""
+        return {name: size for name, (size, _) in self._known.items() if name.endswith(suffix)}
+
+    def version(self, name: str) -> str | None:
+        """A value that changes with a file's content; None if unknown."""
+        return self._known[name][1] or None
+
+    def keep_copies(self, folder: Path | None, limit: int) -> None:
+        """Read remote files whole from now on, and keep copies.
+
+        Args:
+            folder: the folder for the copies; None: a temporary one.
+            limit: the limit in bytes.
+        """
+        if self._store.remote:
+            if folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="simpletune-")
+                folder = Path(self._temporary.name)
+            self._copies = LocalCopies(folder, limit)
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read and seek in.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        size = self._known[name][0]
+        with self._errors():
+            if self._copies is None:
+                return self._store.open(name, size)
+            about = f"{self.place}\n{name}\n{size}\n{self.version(name)}"
+            copy = hashlib.sha256(about.encode()).hexdigest()[:32]
+            return self._copies.open(copy, size, lambda file: file.writelines(self._pieces(name, 0, size)))
+
+    def read(self, name: str, start: int, end: int) -> bytes | bytearray:
+        """Read bytes from ``start`` up to ``end``, exclusively.
+
+        Raises:
+            UserError: they cannot be read, or there are fewer.
+        """
+        if self._copies is not None:
+            with self.open(name) as file, self._errors():
+                file.seek(start)
+                return require_length(file.read(end - start), end - start, f"the copy of {name}")
+        with self._errors():
+            return (
+                self._store.read_range(name, start, end)
+                if end - start <= PIECE
+                else b"".join(self._pieces(name, start, end))
+            )
+
+    def _pieces(self, name: str, start: int, end: int) -> Iterator[bytearray]:
+        return (self._store.read_range(name, at, min(end, at + PIECE)) for at in range(start, end, PIECE))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Say what a user can do about a failure.
+
+        Raises:
+            UserError: instead of the store's error.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if self._store.remote:
+                remedy, code = "Check the name, the connection and the token, and start again", 3
+            else:
+                remedy, code = "It is truncated, or has changed: fetch or write it again", 2
+            raise UserError(f"data.path: {error}. {remedy}", code=code) from None
+
+
+def split_path(path: Path) -> tuple[Path, str]:
+    """Split a path into a folder and a pattern of names in it; an empty pattern stands for all files."""
+    magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
+    if path.exists() or not magic:
+        return (path.parent, glob.escape(path.name)) if path.is_file() else (path, "")
+    return Path(*path.parts[: magic[0]]), str(Path(*path.parts[magic[0] :]))
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Split a URL into folder and name pattern: ``s3://b/x/*.parquet`` into ``s3://b/x`` and ``*.parquet``."""
+    head, slashes, rest = url.rstrip("/").partition("://")
+    parts = rest.split("/")
+    first = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    if first == len(parts) and parts[-1].endswith(".parquet"):
+        first -= 1
+    return f"{head}{slashes}{'/'.join(parts[:first])}", "/".join(parts[first:])

@@ -1,0 +1,393 @@
+"""A cache whose samples are stored in shards, in a folder or in an object store.
+
+Processes first encode into single files (``staged``), exactly as in a ``FileCache``: no other process encodes what one
+has claimed, and a kill loses at most the sample that was being encoded. Once there are enough files, they are joined
+into a shard and removed after it is stored; the next process joins what a killed one has left.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from simpletune.data.storage.cache import READ_WHOLE, Cache, DamagedSample, FileCache, checksum, name_of
+from simpletune.data.storage.claims import ALONE, KeyRange
+from simpletune.data.storage.copies import LocalCopies
+from simpletune.data.storage.shard_index import ShardIndex
+from simpletune.data.storage.shards import (
+    SUFFIX,
+    SampleLocation,
+    ShardStore,
+    parse_header,
+    sample_locations,
+    sample_tensors,
+    write_shard,
+)
+from simpletune.system.atomic import remove
+from simpletune.system.console import say
+from simpletune.system.failpoints import failpoint
+from simpletune.system.locks import Ranges
+from simpletune.system.options import UserError
+from simpletune.system.stores.store import StoreError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+READS = 3  # reads of a sample whose checksum does not match, before it counts as damaged
+SAMPLES, BYTES = 256, 64 * 2**20  # limits of a shard; the first one reached closes it
+THREADS = 16  # requests at once for coming steps
+AHEAD = 2**30  # bytes of coming steps, at most; and a quarter of what is kept locally
+STEPS = 256  # coming steps, at most
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Turn a store's failure into a message for the user."""
+    try:
+        yield
+    except StoreError as error:
+        raise UserError(
+            f"output.cache: {error}. Check the URL, the credentials and the network, then continue with --resume "
+            "latest, or start again; what was encoded is kept"
+        ) from None
+
+
+class ShardCache(Cache):
+    """Tensors by key in shards.
+
+    Args:
+        folder: this machine's folder, for what is not in a shard yet.
+        shards: where the shards are stored.
+        copies: keeps what was read from a remote store; None: the shards are in a folder.
+        label: the folder of this cache's samples there.
+    """
+
+    def __init__(self, folder: Path, shards: ShardStore, copies: LocalCopies | None = None, label: str = ""):
+        self.staged = FileCache(folder / "staged")
+        super().__init__(self.staged.folder)
+        self.shards, self.copies, self.label = shards, copies, label
+        self.remote, self.local_limit = copies is not None, 0 if copies is None else copies.limit
+        self.index = ShardIndex(shards)
+        self._writer = ShardWriter(self.staged, self.index)
+        self._fetching: dict[str, Lock] = {}
+        self._lock = Lock()
+
+    def location(self, key: str) -> SampleLocation | None:
+        """Where a sample is; None if it is in no shard."""
+        return self.index.samples.find(name_of(key))
+
+    def _holds(self, key: str) -> bool:
+        return name_of(key) in self.index.samples or key in self.staged
+
+    def __contains__(self, key: str) -> bool:
+        with _store_errors():
+            if self._holds(key):
+                return True
+            if not self.index.is_stale():
+                return False
+            self.index.refresh()  # another process may have made a shard of it between the two looks
+            return self._holds(key)
+
+    def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
+        """Return the keys that still have to be encoded. First joins what a killed process has left into shards."""
+        wanted = list(dict.fromkeys(keys))
+        with _store_errors():
+            self.index.refresh()
+            self.staged.lacking([key for key in wanted if key in self.staged and self.location(key) is None], share)
+            self._writer.join(everything=True, wait=False)
+            if share.number == 0:
+                self.index.publish(everything=True)
+            self._verify([key for key in wanted if share.owner(key) == share.number])
+            return [key for key in wanted if key not in self]
+
+    def _verify(self, keys: list[str]) -> None:
+        """Read samples of a folder's shards, if they are few, and set damaged ones aside."""
+        found = {k: at for k in keys if k not in self.staged.sound and (at := self.location(k)) is not None}
+        if self.remote or sum(at.size for at in found.values()) > READ_WHOLE:
+            return
+        for key, at in found.items():
+            try:
+                self._read(key, at)
+            except DamagedSample as reason:
+                say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
+
+    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
+        """Claim keys to encode; joins what was encoded into shards along the way and at the end. With a remote store
+        and several processes, each process encodes only its own share: it cannot claim keys of other machines."""
+        keys = list(keys)
+        if self.remote and share.of > 1:
+            keys = [key for key in keys if share.owner(key) == share.number]
+            share = ALONE
+        with _store_errors():
+            for group in self.staged.claimed(keys, share, together, self.__contains__):
+                yield group
+                self._writer.join(everything=False, wait=False)
+            self._writer.join(everything=True, wait=True)
+
+    def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Store tensors under a key, in a separate file until it is joined into a shard."""
+        self.staged.save(key, tensors)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if self._writer.has_enough(size):
+            with _store_errors():
+                self._writer.join(everything=False, wait=False)
+
+    def _load(self, key: str) -> dict[str, Tensor]:
+        with _store_errors():
+            at = self.location(key)
+            if at is None:
+                try:
+                    return self.staged.load(key)
+                except FileNotFoundError:
+                    self.index.refresh()  # another process may have made a shard of it
+                    at = self.location(key)
+                    if at is None:
+                        raise
+            return self._read(key, at)
+
+    def size_of(self, key: str) -> int:
+        """Return the size in bytes of a sample in a remote shard; 0 if it is in none."""
+        at = self.location(key) if self.remote else None
+        return 0 if at is None else at.size
+
+    def fetch(self, key: str) -> None:
+        """Fetch a sample from an object store to this machine, unless it is already there."""
+        at = self.location(key)
+        if self.copies is None or at is None or self._copy(at) in self.copies:
+            return
+        with _store_errors(), self._alone(at):
+            if self._copy(at) not in self.copies:
+                self._fetched(key, at, self.copies)
+
+    def _read(self, key: str, at: SampleLocation) -> dict[str, Tensor]:
+        """Read a sample.
+
+        Raises:
+            DamagedSample: its checksum did not match in any attempt.
+            StoreError: the store does not answer.
+        """
+        if self.copies is None:
+            try:
+                content = self.shards.read(at.shard, at.start, at.start + at.size)
+            except StoreError as error:  # in a folder: the shard is gone or truncated
+                raise DamagedSample(str(error)) from None
+            return self._checked(key, at, content)
+        copy = self.copies.get(self._copy(at))
+        if copy is not None:
+            try:
+                return self._checked(key, at, copy)
+            except DamagedSample:  # damaged on this machine; the store may have an intact copy
+                self.copies.remove(self._copy(at))
+        began = time.perf_counter()
+        try:
+            with self._alone(at):
+                copy = self.copies.get(self._copy(at))
+                return self._fetched(key, at, self.copies) if copy is None else self._checked(key, at, copy)
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def _fetched(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
+        """Fetch a sample and keep a copy; raises as ``_read`` does."""
+        for left in reversed(range(READS)):
+            content = self.shards.read(at.shard, at.start, at.start + at.size)
+            self.staged.sound.discard(key)
+            try:
+                tensors = self._checked(key, at, content)
+            except DamagedSample:
+                if not left:
+                    raise
+                continue
+            copies.put(self._copy(at), content)
+            return tensors
+        raise AssertionError("unreachable")
+
+    def _checked(self, key: str, at: SampleLocation, content: bytearray) -> dict[str, Tensor]:
+        """The tensors in a sample's bytes; verifies the checksum once per process.
+
+        Raises:
+            DamagedSample: the checksum does not match.
+        """
+        where = f"{key[:80]!r} in shard {at.shard} of {self.shards} is damaged"
+        try:
+            tensors = sample_tensors(content, at.layout)
+        except (ValueError, RuntimeError) as error:
+            raise DamagedSample(f"{where} ({error})") from None
+        if key not in self.staged.sound:
+            if int(checksum(tensors), 16) != at.crc32:
+                raise DamagedSample(f"{where} (its checksum does not match)")
+            self.staged.note_sound(key)
+        return tensors
+
+    def _copy(self, at: SampleLocation) -> str:
+        """The name of a sample's local copy; it includes the shard."""
+        return f"{self.label}/{at.name}.{zlib.crc32(at.shard.encode()):08x}"
+
+    def _alone(self, at: SampleLocation) -> Lock:
+        """A lock that one thread holds while it fetches this sample."""
+        with self._lock:
+            if len(self._fetching) > 4096:
+                self._fetching = {name: lock for name, lock in self._fetching.items() if lock.locked()}
+            return self._fetching.setdefault(at.name, Lock())
+
+    def quarantine(self, key: str) -> str:
+        """Set a sample aside, so that it is encoded again; return where this is recorded."""
+        at = self.location(key)
+        if at is None:
+            return self.staged.quarantine(key)
+        self.staged.sound.discard(key)
+        place = self.shards.set_aside(at.name, at.shard)
+        self.index.forget(at.name, at.shard)
+        if self.copies is not None:
+            self.copies.remove(self._copy(at))
+        return place
+
+    def _set_aside(self, key: str) -> str:
+        with _store_errors():
+            return f"noted in {self.quarantine(key)}"
+
+
+class ShardWriter:
+    """Joins encoded samples into shards, and stores these.
+
+    Args:
+        staged: the encoded samples.
+        index: the shards, and the samples that are in them.
+    """
+
+    def __init__(self, staged: FileCache, index: ShardIndex):
+        self.staged, self.index, self.shards = staged, index, index.store
+        self._new = (0, 0)  # files and bytes that this process has encoded since it joined last
+
+    def has_enough(self, size: int) -> bool:
+        """Note the bytes of an encoded sample; return whether there are enough for a shard."""
+        self._new = self._new[0] + 1, self._new[1] + size
+        return self._new[0] >= SAMPLES or self._new[1] >= BYTES
+
+    def join(self, everything: bool, wait: bool) -> None:
+        """Join encoded samples into shards, and store them.
+
+        Args:
+            everything: whether to join even fewer samples than a shard usually has.
+            wait: whether to wait for another process that is doing so; otherwise leaves it to that one.
+
+        Raises:
+            StoreError: the store does not answer; the samples stay where they are.
+        """
+        if self.shards.store.read_only or not self.staged.folder.is_dir():
+            return
+        with Ranges(self.staged.folder.parent / "joining.lock") as ranges, ranges.held(0, 0, wait) as alone:
+            if not alone:
+                return
+            self._new = (0, 0)
+            for files, full in shards_of(sorted(self.staged.folder.glob(f"*{SUFFIX}"))):
+                if full or everything:
+                    self._store(files)
+            self.index.publish(everything)
+
+    def _store(self, files: list[Path]) -> None:
+        """Store encoded samples as a shard, then remove their files."""
+        new = [file for file in files if file.stem not in self.index.samples]
+        for file in set(files) - set(new):  # left by a process that was killed before it removed them
+            remove(file)
+        try:
+            for file in new:
+                self._require_sound(file)
+            if not new:
+                return
+            shard, file = self._written(new)
+        except FileNotFoundError:
+            return  # another process has joined them, on a file system without locks
+        with open(file, "rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            handle.seek(0)
+            parsed = parse_header(handle.read(8 + length), shard)
+        assert not isinstance(parsed, int)
+        failpoint("shard.joined")
+        self.shards.put(shard, file)
+        failpoint("shard.stored")
+        self.index.add(sample_locations(shard, *parsed))
+        for each in new:
+            remove(each)
+        failpoint("shard.cleared")
+
+    def _written(self, files: list[Path]) -> tuple[str, Path]:
+        """Write a shard under a name that no damaged shard has."""
+        damaged, again = {shard for _, shard in self.shards.damaged()}, 0
+        while (written := write_shard(files, self.staged.folder.parent / "joined", again))[0] in damaged:
+            again += 1
+        return written
+
+    def _require_sound(self, file: Path) -> None:
+        """Verify the checksum of an encoded sample, once per process.
+
+        Raises:
+            UserError: it is damaged, and was renamed.
+        """
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as handle:
+            key = str((handle.metadata() or {}).get("key"))
+        if key not in self.staged.sound:
+            self.staged.load(key)
+
+
+def shards_of(files: list[Path]) -> Iterator[tuple[list[Path], bool]]:
+    """Divide encoded samples into shards, each with whether it is full; the last one may not be."""
+    portion, size = list[Path](), 0
+    for file in files:
+        try:
+            own = file.stat().st_size
+        except FileNotFoundError:
+            continue
+        if portion and size + own > BYTES:
+            yield portion, True
+            portion, size = [], 0
+        portion.append(file)
+        size += own
+        if len(portion) >= SAMPLES:
+            yield portion, True
+            portion, size = [], 0
+    if portion:
+        yield portion, False
+
+
+class SamplePrefetcher:
+    """Fetches the samples of coming steps from object stores, in the plan's order, while the current step computes.
+
+    Does not report a failed fetch: the step that needs the sample tries again, and reports its own failure.
+
+    Args:
+        needs: the samples that a step reads, as pairs of a cache and a key.
+        steps: the run's number of steps.
+        limit: the most bytes that are kept locally.
+    """
+
+    def __init__(self, needs: Callable[[int], Iterable[tuple[Cache, str]]], steps: int, limit: int):
+        self._needs, self._steps, self._most = needs, steps, min(AHEAD, limit // 4)
+        self._threads = ThreadPoolExecutor(THREADS, "prefetch")
+        self._next = 0
+        self._bytes: dict[int, int] = {}  # sizes for the current step and later ones
+
+    def at(self, step: int) -> None:
+        """Start fetching for a step and later ones, as far as the limits allow."""
+        self._next = max(self._next, step)
+        self._bytes = {known: size for known, size in self._bytes.items() if known >= step}
+        while self._next < min(self._steps, step + STEPS) and (
+            sum(self._bytes.values()) < self._most or self._next == step
+        ):
+            sizes = [(cache, key, cache.size_of(key)) for cache, key in self._needs(self._next)]
+            for cache, key, size in sizes:
+                if size:
+                    self._threads.submit(cache.fetch, key)
+            self._bytes[self._next] = sum(size for *_, size in sizes)
+            self._next += 1
+
+    def close(self) -> None:
+        """Stop fetching."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
