@@ -53,7 +53,8 @@ class ClassFolder(KeyedFolder):
         """The picture with a seed."""
         return self.folder / f"seed-{int(key):010d}.png"
 
-    def _remove_unfinished(self, ranges: Ranges) -> None:
+    def remove_unfinished(self, ranges: Ranges) -> None:
+        """Delete what killed processes were drawing."""
         remove_stale(self.folder)
 
 

@@ -4,6 +4,7 @@ several: the process that locks a range of keys fills it, and its lock ends with
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def place_of(key: str) -> int:
     return int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)
 
 
-class KeyedFolder:
+class KeyedFolder(ABC):
     """Folder with a file for each key, filled by several processes.
 
     Args:
@@ -56,16 +57,16 @@ class KeyedFolder:
     def __init__(self, folder: Path, lock: Path | None = None):
         self.folder, self._lock = folder, lock or lock_of(folder)
 
+    @abstractmethod
     def file(self, key: str) -> Path:
         """Return the file of a key."""
-        raise NotImplementedError
 
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
 
+    @abstractmethod
     def remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
-        raise NotImplementedError
 
     def ranges(self) -> Ranges:
         """Return the locks of ranges of keys."""
