@@ -26,7 +26,6 @@ from simpletune.data.cache.shards.local_cache import LocalCache
 from simpletune.data.cache.shards.place import GIB, CachePlace, open_cache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import TextCache
-from simpletune.system import failpoints
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import Store
 
@@ -58,7 +57,6 @@ def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(shard_writer, "SAMPLES", 5)
     yield
-    failpoints.disarm()
     faults.choose = lambda number, method, path: None
 
 
@@ -127,9 +125,9 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
+import failpoints
 from simpletune.data.cache.shards import shard_writer
 from simpletune.data.cache.shards.place import CachePlace, open_cache
-from simpletune.system import failpoints
 from cached_samples import KEYS, fill
 shard_writer.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)

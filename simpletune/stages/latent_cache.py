@@ -16,7 +16,6 @@ from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.models.families import Model
 from simpletune.system.console import progress
-from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 
 PICTURES = 16  # claimed together
@@ -72,7 +71,6 @@ class LatentCache:
                     except UnusablePicture as reason:
                         rejected.append(RejectedEntry(view.picture.name, str(reason), source=view.picture.source))
                     advance()
-                    failpoint("latents.encoded")
                     poll()
         del vae
         free_memory(device)

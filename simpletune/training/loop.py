@@ -36,7 +36,6 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
 from simpletune.system.processes import is_first_process, processes
@@ -199,7 +198,6 @@ def loop(run: Run) -> EpochTraces:
     with traces, progress, prefetcher, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             began = DeviceEvent(device)
-            failpoint("step.begun")
             traces.before_step(step)
             with phase("data"):
                 batches = prefetcher.step(step)
@@ -217,7 +215,6 @@ def loop(run: Run) -> EpochTraces:
             figures = global_figures(loss, norm, run.core, asked_now(run))
             launched = PendingStep.launched(step, lr, began, run.core, figures)
             pending.push(replace(launched, waited=prefetcher.waited))
-            failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
 
             last = step + 1 == run.steps

@@ -10,7 +10,6 @@ from simpletune.data.cache.shards.shard import SUFFIX, parse_header, sample_loca
 from simpletune.data.cache.shards.shard_index import ShardIndex
 from simpletune.data.cache.shards.shard_store import ShardStore
 from simpletune.system.atomic import remove
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges
 
 SAMPLES, BYTES = 256, 64 * 2**20  # limits of a shard; the first one reached closes it
@@ -73,13 +72,10 @@ class ShardWriter:
             handle.seek(0)
             parsed = parse_header(handle.read(8 + length), shard)
         assert not isinstance(parsed, int)
-        failpoint("shard.joined")
         self.shelf.put(shard, file)
-        failpoint("shard.stored")
         self.catalogue.add(shard, sample_locations(shard, *parsed))
         for each in new:
             remove(each)
-        failpoint("shard.cleared")
 
     def _written(self, files: list[Path]) -> tuple[str, Path]:
         """Write a shard under a name that no damaged shard has."""
