@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.engine.optim.ema import use_average
-from simpletune.engine.profiling import EpochTraces
+from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
 from simpletune.runs.best_checkpoint import choose_best

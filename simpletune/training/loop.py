@@ -17,7 +17,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.cache.cache import KeyRange
 from simpletune.engine.optim.rounding import key_draws
-from simpletune.engine.profiling import EpochTraces, phase
+from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
@@ -38,6 +38,7 @@ from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
+from simpletune.system.phases import phase
 from simpletune.system.processes import is_first_process, processes
 from simpletune.system.signals import (
     SIGNALS,
