@@ -158,9 +158,9 @@ class EpochTraces:
         """
         if not self.summaries:
             return
-        snapshots = self._guard(predicted)
-        for file in self.summaries if snapshots else ():
-            self._guard(summary.add_memory, file, snapshots)
+        if snapshots := self._guard(predicted):
+            for file in self.summaries:
+                self._guard(summary.add_memory, file, snapshots)
 
     @property
     def _failed(self) -> bool:
