@@ -68,10 +68,9 @@ def choice(args: argparse.Namespace) -> object:
 def inference(args: argparse.Namespace) -> object:
     """seconds, memory and cost of a picture, compared with plain diffusers"""
     from benchmarks import inference
-    from simpletune.system import prices
 
     workload = inference.Workload(args.model or inference.DEMO, args.size, args.steps, args.rounds, args.device)
-    return inference.run(args.out, args.minutes, args.rows, prices.merge_prices(args.price, args.prices), workload)
+    return inference.run(args.out, args.minutes, args.rows, inference.merge_prices(args.price, args.prices), workload)
 
 
 def study(args: argparse.Namespace) -> object:

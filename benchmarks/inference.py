@@ -6,11 +6,12 @@ timed for a few rounds; the fastest counts, because other work on the machine ca
 
 from __future__ import annotations
 
+import datetime
 import gc
 import io
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from simpletune.stages.sample import PictureRequest, Sampler, decode
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
-from simpletune.system.prices import Prices, cost_of_picture, page_of
+from simpletune.system.prices import Price, Prices, cost_of_picture, read_prices
 from simpletune.system.stage_timer import StageTimer
 
 SEEDS = range(PICTURES)
@@ -162,9 +163,27 @@ def write_page(results: Results, job: Job, model: str, prices: Prices) -> Path:
     if prices:
         columns = {"what": "", **{name: name for name in prices}}
         costs = {name: {key: 1000 * cost for key, cost in row["cost"].items()} for name, row in results.rows.items()}
-        text = page_of(prices, table(columns, costs))
+        known = [f"- {name}: {price.words}" for name, price in prices.items()]
+        title = "## Cost of 1000 pictures, in the currency of the prices"
+        text = "\n".join(["", title, "", *known, "", *table(columns, costs), ""])
         page.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
     return page
+
+
+def own_prices(prices: Iterable[tuple[str, float]]) -> Prices:
+    """Build the user's own prices, dated today, from names and prices per hour."""
+    today = datetime.date.today().isoformat()
+    return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
+
+
+def merge_prices(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
+    """Return the user's own prices, then those prices in a file whose names differ.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    mine = own_prices(given)
+    return mine | {name: price for name, price in (read_prices(file) if file else {}).items() if name not in mine}
 
 
 def finish(results: Results, prices: Prices) -> None:

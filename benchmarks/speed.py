@@ -24,11 +24,9 @@ from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.profiling.events import read_events
-from simpletune.engine.profiling.kinds import shares
+from simpletune.engine.profiling.figures import read_events, shares
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import TraceWindow
-from simpletune.engine.profiling.window import Window
+from simpletune.engine.profiling.traces import TraceWindow, Window
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.models.shared.weights import TensorSource, fill_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.engine.profiling.kinds import KINDS
+from simpletune.engine.profiling.figures import KINDS
 
 CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
 ENOUGH = (

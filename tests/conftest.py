@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dry
+import failpoints
 import pytest
 from hypothesis import settings
 from launching import Launcher
@@ -105,6 +106,13 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # which also refuses what is not open
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_armed() -> Iterator[None]:
+    """No moment at which a test fails or kills a run outlives the test."""
+    yield
+    failpoints.disarm()
 
 
 @pytest.fixture(scope="module", autouse=True)

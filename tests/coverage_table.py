@@ -27,7 +27,7 @@ REASONS: dict[str, str] = {
     r"eight_bit\.py::PagedAdamW8bit": GPU,
     r"int8_kernel\.py::_seconds": GPU,
     r"int8_products\.py::(_rows_on_cuda|_product_on_cuda|_plain_product)": GPU,
-    r"profiling/window\.py::Window\._(dump|begin)": GPU,
+    r"profiling/traces\.py::Window\._dump": GPU,
     r"stage_timer\.py::StageTimer\.": GPU,
     r"memory_row\.py::measure": GPU,
     r"int8_(products|gelu)\.py::_tried": GPU,

@@ -196,8 +196,9 @@ def train(job: dict[str, Any], rank: int, port: int) -> int:
     world = str(job["processes"])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import failpoints
+
     from simpletune.apps.cli.main import main
-    from simpletune.system import failpoints
 
     if str(rank) in job["moments"]:
         failpoints.arm_all(job["moments"][str(rank)])

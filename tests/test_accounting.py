@@ -17,7 +17,7 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, quanto_product, temporaries
 from simpletune.engine.memory.snapshot import HOST, round_to_block
-from simpletune.engine.profiling import phase
+from simpletune.system.phases import phase
 
 KIB = 1024
 

@@ -20,18 +20,11 @@ from simpletune.runs.report import make_report, write_report
 from simpletune.runs.report.content import Report
 from simpletune.runs.report.run_data import read_run
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError
 from tests.recorded_runs import write_run
 
 EVERY_TWO = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
-
-
-@pytest.fixture(autouse=True)
-def nothing_armed():
-    yield
-    failpoints.disarm()
 
 
 def folder_of(tiny_config: dict) -> Path:

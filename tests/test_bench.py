@@ -155,7 +155,7 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
         inference.run(tmp_path, only="nothing")
     workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
-    page = inference.run(tmp_path, prices=prices.own([("spot", 0.36)]), workload=workload).read_text()
+    page = inference.run(tmp_path, prices=inference.own_prices([("spot", 0.36)]), workload=workload).read_text()
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert list(rows) == wanted
     for name in {"simpletune, prompts new", "modulation plan", "LoRA r16, fused"} & set(wanted):
@@ -172,7 +172,7 @@ def test_speed_at_equal_steps_is_reported_apart_from_fewer_steps(tmp_path: Path)
     results = Results(tmp_path / "inference", inference.COLUMNS)
     for name, seconds, beside in [("diffusers", 4.0, None), ("simpletune", 2.0, 4.0), ("half the steps", 0.8, 4.0)]:
         results.add(name, {"seconds_per_picture": seconds, "beside": beside, "lora": False})
-    inference.finish(results, prices.own([("mine", 3600.0)]))
+    inference.finish(results, inference.own_prices([("mine", 3600.0)]))
     found = {name: (row["faster"], row["fewer_steps"], row["cost"]["mine"]) for name, row in results.rows.items()}
     assert found["diffusers"] == (1.0, None, 4.0) and found["simpletune"] == (2.0, None, 2.0)
     assert found["half the steps"] == pytest.approx((2.0, 2.5, 0.8))
@@ -200,11 +200,9 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     listed = {"per_hour": 0.7068, "as_of": "2026-04", "source": "GCP g2-standard-4", "currency": "USD"}
     file.write_text(json.dumps({"l4": listed, "mine": listed}))
-    found = prices.merge_prices([("mine", 0.3), ("spot", 0.2)], file)
+    found = inference.merge_prices([("mine", 0.3), ("spot", 0.2)], file)
     assert list(found) == ["mine", "spot", "l4"] and found["mine"].per_hour == 0.3
     assert found["l4"].words == "0.7068 USD per hour, as of 2026-04, GCP g2-standard-4"
-    page = prices.page_of(found, ["| table |"])
-    assert "- l4: 0.7068 USD per hour" in page and page.index("mine") < page.index("l4") < page.index("| table |")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +219,7 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
 def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        prices.merge_prices([], tmp_path / "prices.json")
+        prices.read_prices(tmp_path / "prices.json")
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import read_config
-from simpletune.engine.profiling.events import Recording, Span
-from simpletune.engine.profiling.kinds import KINDS, shares
+from simpletune.engine.profiling.figures import KINDS, Recording, Span, shares
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import assemble

@@ -6,10 +6,11 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import failpoints
 import pytest
 import torch
 from PIL import Image
@@ -37,16 +38,10 @@ from simpletune.runs.control import (
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.sample import PictureRequest
-from simpletune.system import failpoints, signals
+from simpletune.system import signals
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError
 from simpletune.training import control, requested_pictures
-
-
-@pytest.fixture(autouse=True)
-def nothing_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm()
 
 
 def folder_of(tiny_config: dict) -> Path:

@@ -22,7 +22,6 @@ from slow_cases import slow_but
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.system import disk
 from simpletune.system.options import UserError
 from simpletune.training.loop import train
 
@@ -213,7 +212,6 @@ def test_a_lost_result_of_a_finished_run_is_exported_again(
 
 def test_a_link_to_nothing_in_an_old_checkpoint_does_not_matter(place: Place, tmp_path: Path) -> None:
     DAMAGES["link"](place.stopped().checkpoint(2) / checkpoint.TRAINABLE, random.Random(1))
-    assert disk.folder_bytes(place.run / "checkpoints") > 0
     assert place.resume() == 0
 
 

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import failpoints
 import pytest
 from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
@@ -14,8 +15,6 @@ from test_gpu import run_on
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.system import failpoints
-from simpletune.system.failpoints import InjectedError
 from simpletune.system.options import UserError
 
 pytestmark = pytest.mark.dry
@@ -65,11 +64,8 @@ def test_a_second_start_finds_all_in_the_cache_and_ends_whole(tiny_config: dict,
 def test_a_run_that_died_is_resumed(tiny_config: dict) -> None:
     parts = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
     failpoints.arm("step.begun", "raise", 4)
-    try:
-        with pytest.raises(InjectedError):
-            run_on(tiny_config, "cuda", **parts)
-    finally:
-        failpoints.disarm()
+    with pytest.raises(failpoints.InjectedError):
+        run_on(tiny_config, "cuda", **parts)
     run = run_on(tiny_config, "cuda", "latest", **parts)
     assert whole(run)["attempts"] == 2
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
@@ -144,14 +140,16 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
 
 
 TAKEN = """
-import ctypes, torch
-from simpletune.system import failpoints
+import ctypes, sys, torch
+sys.path.insert(0, "tests")
+import failpoints
 
 def take():  # as another program would
     torch.cuda.empty_cache()
     free = ctypes.c_size_t(torch.cuda.mem_get_info()[0])
     assert ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), free) == 0
 
+failpoints.import_libraries_first()
 failpoints.arm("step.begun", take)
 """
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import failpoints
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,19 +25,12 @@ from simpletune.runs import checkpoint
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data
-from simpletune.system import failpoints
 from simpletune.system.locks import exclusive
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.finish_early import finish_early
 
 LORA = "pytorch_lora_weights.safetensors"
 FULL = "transformer/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def nothing_armed():
-    yield
-    failpoints.disarm()
 
 
 def stopped(tiny_config: dict, after: int = 4, **changes) -> Path:

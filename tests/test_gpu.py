@@ -492,7 +492,7 @@ def test_a_row_of_the_speed_grid_at_the_real_size() -> None:
     from benchmarks import speed
     from benchmarks.roofline import rates
     from benchmarks.speed_rows import grid
-    from simpletune.engine.profiling.kinds import KINDS
+    from simpletune.engine.profiling.figures import KINDS
 
     device = torch.device("cuda", torch.cuda.current_device())
     measured = rates(device)

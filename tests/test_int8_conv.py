@@ -20,8 +20,8 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.profiling import phase
 from simpletune.engine.quant.int8_conv import Int8Conv2d
+from simpletune.system.phases import phase
 
 KIB = 1024
 GEOMETRIES = {"3x3": (3, 1, 1), "down": (3, 2, 1), "down-unpadded": (3, 2, 0), "1x1": (1, 1, 0), "5x5": (5, 1, 2)}

@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
+import failpoints
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,26 +20,17 @@ from test_run import run_with, saved_weights
 from simpletune.apps.cli import main as cli_main
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
-from simpletune.system import atomic, failpoints, signals
-from simpletune.system.failpoints import InjectedError
+from simpletune.system import atomic, signals
 from simpletune.system.options import UserError
 from simpletune.training import loop
 from simpletune.training.pending_steps import MetricsQueue
 from simpletune.training.run import Run
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def nothing_armed():
-    yield
-    failpoints.disarm()
-
 
 def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
     """Start by --resume auto; the run dies at a moment, as far as Python can die."""
     failpoints.arm(moment, "raise", count)
-    with pytest.raises(InjectedError):
+    with pytest.raises(failpoints.InjectedError):
         run_with(tiny_config, "auto", **changes)
 
 
@@ -172,7 +163,7 @@ def test_going_back_to_an_older_checkpoint_puts_later_ones_out_of_the_way(tiny_c
     saved = {"checkpoint": {"every": 2, "keep_last": 3}, "train": {"steps": 6}}
     run = run_with(tiny_config, **saved)
     failpoints.arm("step.begun", "raise", 2)
-    with pytest.raises(InjectedError):
+    with pytest.raises(failpoints.InjectedError):
         run_with(tiny_config, str(checkpoint.checkpoint_folder(run, 2)), **saved)
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == [
         "step-000002", "step-000004.superseded", "step-000006.superseded",
@@ -185,13 +176,13 @@ def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny
     for _ in range(2):
         run_with(tiny_config)
     failpoints.arm("run.moved-traces", "raise")
-    with pytest.raises(InjectedError):
+    with pytest.raises(failpoints.InjectedError):
         run_with(tiny_config)
     run_with(tiny_config)
     profiles = Path(tiny_config["output"]["profiles"])
     assert runs_of(tiny_config) == sorted(e.name for e in profiles.iterdir()) == ["tiny", "tiny.1", "tiny.2"]
     failpoints.arm("run.moved-traces", "raise")
-    with pytest.raises(InjectedError):
+    with pytest.raises(failpoints.InjectedError):
         run_with(tiny_config)
     run_with(tiny_config, "latest", train={"steps": 6})  # continued after all: it has traces again
     run_with(tiny_config)
@@ -277,11 +268,22 @@ def test_several_processes_stop_at_the_same_step(
     assert checkpoint.list_checkpoints(run)[-1][0] == len(seen)
 
 
-def test_every_failpoint_is_in_the_code_once() -> None:
-    text = "".join(file.read_text() for file in (ROOT / "simpletune").rglob("*.py"))
-    assert Counter({name: text.count(f'failpoint("{name}")') for name in failpoints.NAMES}) == dict.fromkeys(
-        failpoints.NAMES, 1
-    )
+def test_every_moment_has_its_place_in_the_code_until_disarmed() -> None:
+    failpoints.install_all()
+    functions = list(failpoints.changed)
+    moments = [name for function in functions for name in function.__code__.co_consts if name in failpoints.NAMES]
+    assert sorted(moments) == sorted(failpoints.NAMES)
+    failpoints.disarm()
+    left = [name for function in functions for name in function.__code__.co_consts if name in failpoints.NAMES]
+    assert not left and not failpoints.changed
+
+
+def test_a_moment_whose_statement_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = failpoints.NAMES["checkpoint.begun"]._replace(at="before data = ")
+    monkeypatch.setitem(failpoints.NAMES, "checkpoint.begun", gone)
+    failpoints.with_moments.cache_clear()
+    with pytest.raises(LookupError, match="checkpoint.begun: 0 statements start with 'data = '"):
+        failpoints.arm("checkpoint.weights")
 
 
 @pytest.mark.parametrize(

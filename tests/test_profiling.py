@@ -14,11 +14,10 @@ import pytest
 
 from simpletune.config.load import validate
 from simpletune.engine.memory.snapshot import MemorySnapshot
-from simpletune.engine.profiling import summary, trace_file
-from simpletune.engine.profiling.aggregate import figures, peak_of_memory
-from simpletune.engine.profiling.events import Recording, Span, read_events, self_times
+from simpletune.engine.profiling import summary, traces
+from simpletune.engine.profiling.figures import Recording, Span, figures, nested, peak_of_memory, read_events
 from simpletune.engine.profiling.option import Profile
-from simpletune.engine.profiling.schedule import TraceWindow, place_window, traced_epochs
+from simpletune.engine.profiling.traces import TraceWindow, place_window, traced_epochs
 from simpletune.system.options import ConfigError
 
 KEYS = {
@@ -156,7 +155,7 @@ def test_events_of_torch_2_11_have_no_such_question() -> None:
 
 def test_own_times_leave_out_what_is_inside() -> None:
     spans = [Span("c", 5, 6, 1), Span("a", 0, 10, 1), Span("b", 2, 8, 1), Span("d", 10, 12, 1), Span("e", 3, 4, 2)]
-    assert {span.name: own for span, own in self_times(spans)} == {"a": 4, "b": 5, "c": 1, "d": 2, "e": 1}
+    assert {span.name: own for span, _, own in nested(spans)} == {"a": 4, "b": 5, "c": 1, "d": 2, "e": 1}
 
 
 def test_a_recording_without_steps_is_refused() -> None:
@@ -214,7 +213,7 @@ RAW = """{
 
 
 def test_a_trace_is_packed_with_the_names_that_the_plugin_knows(tmp_path: Path) -> None:
-    file = trace_file.write_trace(lambda raw: Path(raw).write_text(RAW), tmp_path, 1)
+    file = traces.write_trace(lambda raw: Path(raw).write_text(RAW), tmp_path, 1)
     events = json.loads(gzip.open(file).read())["traceEvents"]
     assert [event["cat"] for event in events] == ["Runtime", "Runtime", "forward_backward"]
     assert events[1]["name"] == json.loads(RAW)["traceEvents"][1]["name"]
@@ -227,14 +226,14 @@ def test_a_trace_is_packed_with_the_names_that_the_plugin_knows(tmp_path: Path) 
         (None, OSError, "truncated after 0 bytes: is the disk full"),
         ("", OSError, "truncated after 0 bytes"),
         (RAW[:-40], OSError, f"truncated after {len(RAW) - 40} bytes"),
-        (RAW, trace_file.TooLarge, "MB or more"),
+        (RAW, traces.TooLarge, "MB or more"),
     ],
 )
 def test_a_trace_that_cannot_be_written_leaves_nothing(
     written: str | None, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        trace_file.write_trace(lambda raw: written is None or Path(raw).write_text(written), tmp_path, 1e-6)
+        traces.write_trace(lambda raw: written is None or Path(raw).write_text(written), tmp_path, 1e-6)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,8 +246,8 @@ def test_packing_stops_when_it_is_too_much(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.write_text("".join(lines) + "}")
     packed = tmp_path / "packed"
-    with pytest.raises(trace_file.TooLarge):
-        trace_file.pack(raw, packed, 0.3)
+    with pytest.raises(traces.TooLarge):
+        traces.pack(raw, packed, 0.3)
     assert packed.stat().st_size < raw.stat().st_size / 4
 
 
@@ -262,7 +261,6 @@ def test_the_section_is_strict(values: dict, message: str, tiny_config: dict) ->
 
 
 def test_the_option_needs_no_torch() -> None:
-    code = (
-        "import simpletune.engine.profiling.option, simpletune.engine.profiling, sys; assert 'torch' not in sys.modules"
-    )
+    modules = "simpletune.engine.profiling.option, simpletune.engine.profiling.traces"
+    code = f"import {modules}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

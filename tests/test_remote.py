@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import failpoints
 import object_store
 import pytest
 import torch
@@ -22,7 +23,7 @@ from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.remote import upload
 from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, put_index, read_index, take
-from simpletune.system import failpoints, signals
+from simpletune.system import signals
 from simpletune.system.options import UserError
 from simpletune.system.stores import object_store as store_module
 from simpletune.system.stores.object_store import ObjectStore
@@ -49,7 +50,6 @@ def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(upload, "AGAIN", 0.05)
     monkeypatch.setattr(upload, "LONGEST", 0.2)
     yield
-    failpoints.disarm()
     faults.choose = lambda number, method, path: None
 
 
@@ -151,7 +151,7 @@ def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
     code = (
         "import json, os, sys; os.chdir(sys.argv[1]); "
         "from simpletune.config.load import validate; from simpletune.training.loop import train; "
-        "from simpletune.system import failpoints; failpoints.arm(sys.argv[3], 'kill', 2); "
+        "import failpoints; failpoints.arm(sys.argv[3], 'kill', 2); "
         "train(validate(json.loads(sys.argv[2]), 'test'), 'auto')"
     )
     words = [str(machine("a")), json.dumps(kept), moment]
@@ -216,7 +216,6 @@ def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
     def taken_over(*_: object) -> None:
         take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
 
-    failpoints.disarm()
     original = upload.Uploader._upload
 
     def upload_after(self: upload.Uploader, job: upload.UploadJob) -> None:

@@ -27,7 +27,6 @@ from simpletune.data.storage.place import GIB, CachePlace, open_cache
 from simpletune.data.storage.shard_cache import ShardCache
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import TextCache
-from simpletune.system import failpoints
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 
@@ -59,7 +58,6 @@ def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(shard_cache, "SAMPLES", 5)
     yield
-    failpoints.disarm()
     faults.choose = lambda number, method, path: None
 
 
@@ -128,9 +126,9 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
 FILL = """
 import sys; sys.path.insert(0, sys.argv[4])
 from pathlib import Path
+import failpoints
 from simpletune.data.storage import shard_cache
 from simpletune.data.storage.place import CachePlace, open_cache
-from simpletune.system import failpoints
 from cached_samples import KEYS, fill
 shard_cache.SAMPLES = 5
 failpoints.arm(sys.argv[3], "kill", 2)

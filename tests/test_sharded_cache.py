@@ -8,10 +8,11 @@ import os
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import failpoints
 import pyarrow.parquet as pq
 import pytest
 import safetensors
@@ -31,18 +32,15 @@ from simpletune.data.storage.shards import SampleLocation
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import TextCache
-from simpletune.system import failpoints
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
 from simpletune.training.loop import prepare_only
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of five samples."""
     monkeypatch.setattr(shard_cache, "SAMPLES", 5)
-    yield
-    failpoints.disarm()
 
 
 def opened(folder: Path) -> ShardCache:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import failpoints
 import pytest
 import torch
 from test_run import run_with, saved_weights
@@ -130,7 +131,7 @@ def test_what_fetching_raises_is_raised_at_its_own_step(tiny_config: dict, monke
         return honest(self, step)
 
     monkeypatch.setattr(BatchLoader, "fetch", fetch)
-    monkeypatch.setattr(train_module, "failpoint", begun.append)
+    failpoints.watch(begun.append)
     with pytest.raises(UserError, match="the file is gone"):
         run_with(tiny_config)
     assert begun.count("step.begun") == 4 and begun.count("step.updated") == 3

@@ -19,7 +19,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from simpletune.config.load import validate
-from simpletune.engine.profiling.trace_file import write_trace
+from simpletune.engine.profiling.traces import write_trace
 from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow  # test_run.py reads the event files, test_traces.py the traces

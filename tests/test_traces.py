@@ -20,11 +20,14 @@ import torch
 from torch import nn
 
 from simpletune.config.load import validate
-from simpletune.engine.profiling import EpochTraces, Facts, phase, summary, trace_file, window
+from simpletune.engine.profiling import summary
+from simpletune.engine.profiling import traces as traces_module
 from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
+from simpletune.system.phases import phase
 from simpletune.training.loop import train
 from simpletune.training.setup import Run
 
@@ -177,10 +180,10 @@ def fail(*args: object, **kwargs: object) -> None:
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (window, "make_profiler"), (torch.profiler.profile, "start"), (torch.profiler.profile, "step"),
-        (torch.profiler.profile, "stop"), (torch.profiler.profile, "export_chrome_trace"), (window.Window, "events"),
-        (window, "name_ranges"), (trace_file, "pack"), (summary, "write_summary"), (summary, "summarise"),
-        (Path, "mkdir"),
+        (torch.profiler, "schedule"), (torch.profiler.profile, "start"), (torch.profiler.profile, "step"),
+        (torch.profiler.profile, "stop"), (torch.profiler.profile, "export_chrome_trace"),
+        (traces_module.Window, "events"), (traces_module, "name_ranges"), (traces_module, "pack"),
+        (summary, "write_summary"), (summary, "summarise"), (Path, "mkdir"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -340,7 +343,7 @@ def test_an_epoch_of_one_step(tiny_config: dict, tmp_path: Path) -> None:
 
 
 def test_a_failing_profiler_is_in_the_runs_warnings(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "pack", fail)
+    monkeypatch.setattr(traces_module, "pack", fail)
     run = run_with(tiny_config, profile={"max_traces": 2})
     (line,) = warnings_of(run)
     assert "the profiler failed and is off for the rest of the run (OSError: [Errno 28]" in line
@@ -360,9 +363,7 @@ def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeyp
 
 
 def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
-    ours = ("window", "events", "figures", "summary", "trace_file", "peaks")
-    for name in (*(f"simpletune.engine.profiling.{name}" for name in ours), "torch_tb_profiler"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, "torch_tb_profiler", None)  # as if it were not there
     monkeypatch.setattr(torch.profiler, "profile", fail)
     monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 0})

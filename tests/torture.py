@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import failpoints
 import torch
 from safetensors.torch import load_file
 from test_cases import members
@@ -30,7 +31,6 @@ from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.system import failpoints
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import ConfigError
 from simpletune.training.loop import train
@@ -188,8 +188,10 @@ class Process:
         file = self.base / "config.json"
         file.write_text(json.dumps(data))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment |= {failpoints.VARIABLE: f"{kill[0]}:{kill[1]}=kill"} if isinstance(kill, tuple) else {}
-        command = [sys.executable, "-m", "simpletune", "train", str(file), "--resume", "auto"]
+        armed = (
+            ["tests/failpoints.py", f"{kill[0]}:{kill[1]}=kill"] if isinstance(kill, tuple) else ["-m", "simpletune"]
+        )
+        command = [sys.executable, *armed, "train", str(file), "--resume", "auto"]
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -353,6 +355,8 @@ def preload() -> None:
     from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
     import simpletune.runs.report.single_run  # noqa: F401
+
+    failpoints.install_all()
 
 
 def main() -> None:

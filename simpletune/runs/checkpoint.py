@@ -38,7 +38,6 @@ from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_check
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import Json, UserError
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
@@ -108,7 +107,6 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
         _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
-    failpoint("checkpoint.after-rename")
     remove_oldest(run, state.config.checkpoint, best_step(run))
     return folder
 
@@ -138,14 +136,11 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
         tensors: tensors of the optimizer state.
         scalars: other values of the optimizer state.
     """
-    failpoint("checkpoint.begun")
     metadata = metadata_of(state.config, state.step)
     leading = rank_zero_driver(state.model)
     if leading is None:
         write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
-        failpoint("checkpoint.weights")
         write_safetensors(tensors, part / OPTIMIZER, {})
-        failpoint("checkpoint.optimizer")
         if state.average is not None:
             write_safetensors(state.average.tensors(), part / AVERAGE, {})
     else:
@@ -168,7 +163,6 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
     }
     (part / STATE).write_text(with_checksum(values))
     flush_to_disk(part / STATE)
-    failpoint("checkpoint.before-rename")
 
 
 def find_checkpoint(resume: str, run: Path) -> SavedState | None:

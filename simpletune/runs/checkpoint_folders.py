@@ -12,7 +12,6 @@ from pathlib import Path
 
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
-from simpletune.system.failpoints import failpoint
 from simpletune.system.safetensors_file import INDEX_SUFFIX
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -57,7 +56,6 @@ def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> Non
     for old in [folder for step, folder in found if step not in stay]:
         gone = temporary_path(old)  # a kill during removal must not leave half a checkpoint
         os.replace(old, gone)
-        failpoint("checkpoint.removing")
         remove(gone)
 
 

@@ -14,7 +14,6 @@ from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, r
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import Json, UserError, join_names, plural
 
 METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
@@ -51,7 +50,6 @@ def open_fresh(config: TrainConfig) -> Path:
         aside = folder.with_name(f"{folder.name}.{number}")
         if traces.exists():
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
-            failpoint("run.moved-traces")
         os.replace(folder, aside)
         say(f"moved the older run in {folder} to {aside}")
         checkpoints = list_checkpoints(aside)
@@ -82,7 +80,6 @@ def clear_unsaved(config: TrainConfig) -> None:
     stay = [entry for entry in folder.iterdir() if entry.name == ATTEMPTS or entry.name.endswith("lock")]
     for entry in [traces, *(entry for entry in folder.iterdir() if entry not in stay)]:
         remove(entry)
-        failpoint("run.cleared")
 
 
 def _is_worth_keeping(entry: Path) -> bool:
@@ -141,7 +138,6 @@ def open_again(config: TrainConfig, step: int, best: Callable[[Path], int | None
             continue
         kept = [row for row in rows[name] if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
-        failpoint("run.opened-again")
     if early := (read_json_or_none(folder / SUMMARY) or {}).get("status"):
         remove(folder / SUMMARY)
         say(f"resume  the run was {early}; that result stays until the run ends")
@@ -187,7 +183,6 @@ def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
     with room_for(f"writing {name}", folder, undo=lambda: _cut(file, size)):
         with open(file, "a", encoding="utf-8") as handle:
             handle.write(json.dumps(row) + "\n")
-    failpoint("metrics.appended")
 
 
 def _cut(file: Path, size: int) -> None:

@@ -17,7 +17,6 @@ from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.system.console import progress
-from simpletune.system.failpoints import failpoint
 from simpletune.system.signals import poll
 
 PICTURES = 16  # claimed together
@@ -73,7 +72,6 @@ class LatentCache:
                     except UnusablePicture as reason:
                         rejected.append(RejectedEntry(view.picture.name, str(reason), source=view.picture.source))
                     advance()
-                    failpoint("latents.encoded")
                     poll()
         del vae
         free_memory(device)

@@ -17,7 +17,6 @@ from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError, plural
 
 
@@ -47,9 +46,7 @@ def plan_data(config: TrainConfig) -> PlannedData:
     Raises:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
     """
-    planned = plan_stream(config) if config.data.streamed else plan_sources(config)
-    failpoint("data.scanned")
-    return planned
+    return plan_stream(config) if config.data.streamed else plan_sources(config)
 
 
 def plan_sources(config: TrainConfig) -> PlannedData:

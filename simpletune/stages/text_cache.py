@@ -17,7 +17,6 @@ from simpletune.models.families import Model
 from simpletune.models.shared.prompts import TextEncoder, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
 
@@ -64,7 +63,6 @@ def encode_prompts(
                 cache.save(key, parts)
                 encoded.add(prompt)
                 advance()
-                failpoint("text.encoded")
                 poll()
     return encoded
 

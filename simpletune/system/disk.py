@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -88,11 +87,3 @@ def full(what: str, place: Path, kind: str, needed: int | None, free: int) -> Di
         f"the disk of {existing(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. Finished files "
         "are intact. Free some space, then continue with --resume latest, or start again if there is no checkpoint yet"
     )
-
-
-def folder_bytes(folder: Path) -> int:
-    """Sum the bytes of all files in a folder without following links; 0 if it does not exist."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        total += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
-    return total

@@ -1,14 +1,12 @@
 """Hourly prices of machines, with date and source, and the cost of a picture at these prices.
 
-The user's own (``--price``) come first; a file (``--prices``) adds others, such as a provider's list::
+A file (``--prices``, ``output.prices``) adds to those that ship with the package, such as a provider's list::
 
     {"l4": {"per_hour": 0.7068, "currency": "USD", "as_of": "2026-04", "source": "GCP g2-standard-4, on demand"}}
 """
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -59,12 +57,6 @@ def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
     return {name.lower(): price for prices in both for name, price in prices.items()}
 
 
-def own(prices: Iterable[tuple[str, float]]) -> Prices:
-    """Build the user's own prices, dated today, from names and prices per hour."""
-    today = datetime.date.today().isoformat()
-    return {name: Price(per_hour=price, as_of=today, source="given with --price") for name, price in prices}
-
-
 def read_prices(file: Path, option: str = "--prices") -> Prices:
     """Read a file of prices.
 
@@ -87,16 +79,6 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
         ) from None
 
 
-def merge_prices(given: Iterable[tuple[str, float]], file: Path | None) -> Prices:
-    """Return the user's own prices, then those prices in a file whose names differ.
-
-    Raises:
-        UserError: the file cannot be used.
-    """
-    mine = own(given)
-    return mine | {name: price for name, price in (read_prices(file) if file else {}).items() if name not in mine}
-
-
 def cost_of_picture(seconds: float, per_hour: float) -> float:
     """Compute seconds x price per hour / 3600, in the price's currency.
 
@@ -105,9 +87,3 @@ def cost_of_picture(seconds: float, per_hour: float) -> float:
         per_hour: price of the machine.
     """
     return seconds * per_hour / 3600
-
-
-def page_of(prices: Prices, table: Sequence[str]) -> str:
-    """Format a Markdown section: the prices, then a table of costs."""
-    lines = [f"- {name}: {price.words}" for name, price in prices.items()]
-    return "\n".join(["", "## Cost of 1000 pictures, in the currency of the prices", "", *lines, "", *table, ""])

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system.atomic import atomic_file
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError, join_names
 
 if TYPE_CHECKING:
@@ -213,8 +212,6 @@ def write_safetensors(
         save_file(host, part, {"format": "pt", **metadata, **({hashed: NO_HASH} if hashed else {})})
         if hashed:
             _write_hash(part, hashed)
-        failpoint("file.before-rename")
-    failpoint("file.after-rename")
     return file
 
 

@@ -29,7 +29,6 @@ from simpletune.stages.step.attention import attention_by
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, remove_stale, write_text
 from simpletune.system.console import progress, say, silent
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges, lock_of
 from simpletune.system.options import plural
 from simpletune.system.stage_timer import StageTimer
@@ -179,7 +178,6 @@ def generate_missing(
                 with atomic_file(place, shared=True) as part:
                     save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
                 advance()
-                failpoint("class.drawn")
     if sampler is not None:
         del sampler, vae
         free_memory(device)

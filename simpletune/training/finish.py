@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simpletune.engine.optim.ema import use_average
-from simpletune.engine.profiling import EpochTraces
+from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import setup_seconds, total_seconds
 from simpletune.runs.best_checkpoint import choose_best
@@ -17,7 +17,6 @@ from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
 from simpletune.runs.summary import RunMeasurements, drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.printable import describe_exception
 from simpletune.training.run import DRAWING, EVALUATING, Run
 from simpletune.training.run_profiler import add_memory
@@ -25,11 +24,9 @@ from simpletune.training.run_profiler import add_memory
 
 def finish(run: Run, traces: EpochTraces) -> None:
     """Export the result before the last validation, so that a failure there cannot lose it."""
-    failpoint("finish.saved")
     with run.stages.stage("save"), use_average(run.average):
         metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
         output = export_result(run.config, run.denoiser, run.folder, metadata)
-    failpoint("finish.exported")
     eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
     run.optional(DRAWING, run.validate, run.steps)
     run.attempt.update(ended="finished")
@@ -66,11 +63,9 @@ def finish(run: Run, traces: EpochTraces) -> None:
     warnings = run.trackers.warnings
     # Written again below: a tracker may take minutes to close.
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
-    failpoint("finish.summary")
     run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared.plan.manifest())
     add_memory(run, traces)
     page, reported = write_page(run), len(warnings)
-    failpoint("finish.reported")
     places = {**page, **run.trackers.finish(summary)}
     write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
     run.attempt.close()

@@ -26,7 +26,6 @@ from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError, plural
 from simpletune.system.signals import stop_if_requested
 
@@ -187,7 +186,6 @@ def load_model(
         denoiser = load_base(config, torch.device("cpu"), sizes, cache)
     else:
         denoiser = load_base_together(config, accelerator, sizes, cache)
-    failpoint("model.loaded")
     total = config.model.parameter_count()
     captions = prepared.plan.captions() if config.text.trains else []
     text = load_text_side(config, prepared.text, captions, accelerator.device)
@@ -202,7 +200,6 @@ def load_model(
         checkpoint.restore(saved, denoiser, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:
             core.fp16.load(saved.fp16)
-        failpoint("run.restored")
     trainable = sum(parameter.numel() for parameter in core.named.values())
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     announce_kernel(config, denoiser, accelerator.device, prepared.plan)

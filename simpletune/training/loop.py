@@ -17,7 +17,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.storage.claims import KeyRange
 from simpletune.engine.optim.rounding import key_draws
-from simpletune.engine.profiling import EpochTraces, phase
+from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
@@ -36,9 +36,9 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.devices import capability_of
 from simpletune.system.disk import room_for
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
+from simpletune.system.phases import phase
 from simpletune.system.processes import is_first_process, processes
 from simpletune.system.signals import (
     SIGNALS,
@@ -199,7 +199,6 @@ def loop(run: Run) -> EpochTraces:
     with traces, progress, prefetcher, run.stages.stage("train"):
         for step in range(run.start, run.steps):
             began = DeviceEvent(device)
-            failpoint("step.begun")
             traces.before_step(step)
             with phase("data"):
                 batches = prefetcher.step(step)
@@ -217,7 +216,6 @@ def loop(run: Run) -> EpochTraces:
             figures = global_figures(loss, norm, run.core, asked_now(run))
             launched = PendingStep.launched(step, lr, began, run.core, figures)
             pending.push(replace(launched, waited=prefetcher.waited))
-            failpoint("step.updated")
             traces.after_step()  # may write a trace, which does not count as the step's time
 
             last = step + 1 == run.steps

@@ -26,7 +26,6 @@ from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import Json, plural
 from simpletune.system.printable import describe_exception
 from simpletune.system.stage_timer import StageTimer
@@ -179,7 +178,6 @@ class Run:
             return None
         held_out = bool(self.prepared.plan.held_out)
         record_validation(self.folder, {"step": step, **found.row(), "held_out": held_out})
-        failpoint("validation.evaluated")
         drift = {f"drift_{group}": value for group, value in found.drift.items()}
         self.trackers.scalars(step, {scalar_name(self.prepared.plan): found.loss, **drift})
         return found.loss

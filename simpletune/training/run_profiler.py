@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from simpletune.config.schema import Profile, profile_folder
 from simpletune.engine.memory.snapshot import MemorySnapshot
-from simpletune.engine.profiling import EpochTraces, Facts
+from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.engine.tensors import trained_parameters
 from simpletune.estimate.simulate.step_memory import snapshots_of_step
 from simpletune.models.shared.buckets import Size
@@ -29,18 +31,12 @@ def traces_of(run: Run, interrupted: Callable[[int], bool]) -> EpochTraces:
     option = run.config.profile if run.main else Profile(max_traces=0)
     blocks = model_units(run.denoiser)
     cuda = run.stages.cuda
-    facts = Facts(cuda, device_name() if cuda else "", flops_of_steps(run), blocks, interrupted)
+    device = torch.cuda.get_device_name() if cuda else ""
+    facts = Facts(cuda, device, flops_of_steps(run), blocks, interrupted)
     folder, per_epoch = profile_folder(run.config), run.prepared.plan.steps_per_epoch
     traces = EpochTraces(option, folder, run.steps, per_epoch, facts, run.trackers.warn)
     traces.announce(run.start)
     return traces
-
-
-def device_name() -> str:
-    """Return CUDA's name of the device."""
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 def flops_of_steps(run: Run) -> Callable[[int], float]:

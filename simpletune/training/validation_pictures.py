@@ -20,7 +20,6 @@ from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.train_step import TrainStep, untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_folder
-from simpletune.system.failpoints import failpoint
 from simpletune.system.sheets import grid
 
 BASE = "base"
@@ -73,8 +72,6 @@ class Previews:
         with atomic_folder(folder) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
                 save_png(picture, part / f"prompt-{number:02d}.png", request, **self.about(state))
-                failpoint("validation.picture")
-        failpoint("validation.drawn")
 
     def about(self, state: str) -> dict[str, str]:
         """Return a picture's metadata besides its request."""

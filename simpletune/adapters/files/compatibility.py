@@ -17,7 +17,6 @@ from simpletune.models.shared.text_layers import T5, style_of
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
 A1111 = "A1111"  # tools for embeddings; Forge reads them the same way
-TOOLS = (DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE)
 UNTESTED = "like Forge, according to its source, untested"
 CLOSE = 1e-6
 

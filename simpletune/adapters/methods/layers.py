@@ -58,10 +58,6 @@ class UpdateLayer(nn.Module):
         """Return the fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
         raise NotImplementedError
 
-    def get_base_layer(self) -> nn.Module:
-        """Return the frozen layer inside all wrapping layers."""
-        return innermost_layer(self)
-
     def enable_adapters(self, enabled: bool) -> None:
         """Enable or disable the update."""
         self.enabled = enabled

@@ -48,7 +48,7 @@ class CaptionRequest:
         prompt: the question, task or beginning; None: the model's default.
         prefix: text before every caption.
         trigger: word at the beginning of every caption.
-        rewrite: which captions are written, one of ``pictures.REWRITES``.
+        rewrite: which captions are written: ``missing``, ``ours`` or ``all``; see ``find_work``.
         batch: pictures per batch.
         precision: ``bf16``, ``int8`` or ``fp32``.
         length: maximum number of tokens in a caption.

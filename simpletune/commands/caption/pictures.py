@@ -18,9 +18,6 @@ from simpletune.data.sources.walk import is_text, readable, walk
 from simpletune.system.console import note
 from simpletune.system.options import UserError
 
-REWRITES = ("missing", "ours", "all")
-"""Captions to write. missing: missing ones; ours: also those that a model wrote with other settings; all: all."""
-
 
 @dataclass(frozen=True)
 class UncaptionedPicture:
@@ -98,7 +95,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
 
     Args:
         sources: the folders.
-        rewrite: one of ``REWRITES``.
+        rewrite: captions to write: ``missing``; ``ours``, also those that a model wrote with other settings; ``all``.
         model: fingerprint of the model's folder.
         settings: this run's settings in the form of the record; captions made with them are kept.
     """

@@ -31,7 +31,6 @@ from simpletune.data.storage.shards import (
 )
 from simpletune.system.atomic import remove
 from simpletune.system.console import say
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import Ranges
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import StoreError
@@ -308,13 +307,10 @@ class ShardWriter:
             handle.seek(0)
             parsed = parse_header(handle.read(8 + length), shard)
         assert not isinstance(parsed, int)
-        failpoint("shard.joined")
         self.shards.put(shard, file)
-        failpoint("shard.stored")
         self.index.add(sample_locations(shard, *parsed))
         for each in new:
             remove(each)
-        failpoint("shard.cleared")
 
     def _written(self, files: list[Path]) -> tuple[str, Path]:
         """Write a shard under a name that no damaged shard has."""

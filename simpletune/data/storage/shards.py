@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.system.atomic import atomic_file, write_text
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import TYPES, read_header
 from simpletune.system.stores.store import ObjectChanged, Store, send_with_retries
@@ -102,7 +101,6 @@ def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[st
         for chunk in (len(text).to_bytes(8, "little"), text, *map(_content, files)):
             out.write(chunk)
             digest.update(chunk)
-        failpoint("shard.written")
     return digest.hexdigest()[:32], target
 
 

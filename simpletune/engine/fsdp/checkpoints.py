@@ -15,7 +15,6 @@ from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.optimizer import OptimizerOption
 from simpletune.engine.optim.place import ParameterRange
 from simpletune.engine.tensors import trained_parameters
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.safetensors_file import WeightReader
 
@@ -74,7 +73,6 @@ def _write_own(
     """Write this process's files; return their names and checksums by kind."""
     held, of = fsdp.held, (fsdp.rank, fsdp.processes)
     written: Json = {WEIGHTS: write_parts(folder, WEIGHTS, held, metadata, of)}
-    failpoint("checkpoint.part")
     states, values = state_by_name(optimizer, list(held))
     written[STATES] = write_parts(folder, STATES, states, values, of)
     if average is not None:

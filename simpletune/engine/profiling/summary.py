@@ -8,8 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from simpletune.engine.memory.snapshot import MemorySnapshot
-from simpletune.engine.profiling.aggregate import figures, peak_of_memory
-from simpletune.engine.profiling.events import Recording
+from simpletune.engine.profiling.figures import Recording, figures, peak_of_memory
 from simpletune.system.atomic import write_text
 from simpletune.system.gpus import peak_tflops
 from simpletune.system.options import Json, plural

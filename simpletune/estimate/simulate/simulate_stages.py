@@ -24,7 +24,6 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import use_average
-from simpletune.engine.profiling import phase
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import (
     SimulatedRun,
@@ -55,6 +54,7 @@ from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
+from simpletune.system.phases import phase
 from simpletune.system.startup import without_collection
 
 STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device

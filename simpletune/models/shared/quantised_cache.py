@@ -30,7 +30,6 @@ from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_s
 from simpletune.system.checksums import fingerprint_of_range, sha256_of
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_disk_bytes
-from simpletune.system.failpoints import failpoint
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, join_names
@@ -153,7 +152,6 @@ class QuantisedBase:
         sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
         (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
         flush_to_disk(part / ABOUT)
-        failpoint("quantised.before-rename")
         try:
             os.replace(part, self.folder)
         except OSError:

@@ -14,7 +14,6 @@ from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 from simpletune.system.disk import format_bytes
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
 from simpletune.system.stores.object_store import ObjectStore
@@ -71,7 +70,6 @@ def _fetch_checkpoint(store: ObjectStore, stored: StoredCheckpoint, target: Path
             _fetch_file(store, stored, name, part)
             advance()
             poll()
-        failpoint("remote.fetched")
 
 
 class DamagedFile(StoreError):

@@ -22,7 +22,6 @@ from simpletune.system.atomic import remove
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import duration, say
 from simpletune.system.disk import format_bytes
-from simpletune.system.failpoints import failpoint
 from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
 from simpletune.system.stores.object_store import ObjectStore
@@ -230,10 +229,8 @@ class Uploader:
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
         index = self.index.model_copy(update={"checkpoints": kept, "finished": job.finished})
         if index != self.index:
-            failpoint("remote.uploaded")
             self._tag = put_index(self.store, index, self._tag)
             self.index = index
-            failpoint("remote.committed")
         if job.staged is not None:
             remove(job.staged)
             self._remove_others(kept)
@@ -272,7 +269,6 @@ class Uploader:
         stored = StoredCheckpoint(folder=self._place(step), files=files)
         for name in files:
             self._put(staged / name, f"{stored.folder}/{name}")
-            failpoint("remote.file")
         return stored
 
     def _put(self, file: Path, key: str) -> None:

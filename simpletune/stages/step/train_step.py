@@ -22,7 +22,6 @@ from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.loss_scale import LossScale
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import begin_step
-from simpletune.engine.profiling import phase
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of
@@ -34,6 +33,7 @@ from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.fp16 import Fp16
 from simpletune.stages.step.reduction import TreeSum
+from simpletune.system.phases import phase
 from simpletune.system.rng import reseed_global
 
 
