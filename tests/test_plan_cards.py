@@ -113,7 +113,8 @@ def units_of(sections: list[StreamWork], use: str, *, computed: bool) -> float:
 
 
 CHANGES = (
-    "memory.checkpointing=all", "memory.checkpointing=1", "memory.modulation=plan adapter.targets=attention", "train.batch_size=4",
+    "memory.checkpointing=all", "memory.checkpointing=1",
+    "memory.modulation=plan adapter.targets=attention", "train.batch_size=4",
     "train.gradient_accumulation=3", "precision.weights=int8", "precision.weights=nf4", "optimizer.name=adamw8bit",
     "adapter.rank=32", "memory.checkpointing=all memory.resident_blocks=1", "data.resolution=128",
     "memory.checkpointing=all memory.offload_checkpoint_inputs=true",
