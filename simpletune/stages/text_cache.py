@@ -14,7 +14,8 @@ from simpletune.data.cache.cache import ALONE, Cache, KeyRange
 from simpletune.data.cache.shards.cache import ShardedCache
 from simpletune.data.cache.shards.place import CachePlace, open_cache
 from simpletune.models.families import Model
-from simpletune.models.shared.prompts import TextEncoder, unpack
+from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.prompts import unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
 from simpletune.system.failpoints import failpoint
