@@ -287,9 +287,9 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
     assert len({t.item() for name, t in one.items() if name.endswith(".alpha")}) == 1
     tensors = {}
     for name, update in updates.items():
-        tensors[KOHYA.key(name, "down")] = update.saved(update.down, None)
-        tensors[KOHYA.key(name, "up")] = update.saved(update.up, None)
-        tensors[KOHYA.key(name, "alpha")] = torch.tensor(update.scale * update.rank)
+        factors, alpha = update.saved()
+        tensors |= {KOHYA.key(name, role): factor.clone() for role, factor in factors.items()}
+        tensors[KOHYA.key(name, "alpha")] = torch.tensor(alpha)
     save_file(tensors, file)
     expected = predict(patched(updates))
     model = tiny()
@@ -337,8 +337,9 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
         "bare": {key.removeprefix("unet."): tensor for key, tensor in today.items()},
     }.get(way)
     if tensors is None:
-        tensors = {layout.key(original(name), "down"): u.saved(u.down, None) for name, u in updates.items()}
-        tensors |= {layout.key(original(name), "up"): u.saved(u.up, None) for name, u in updates.items()}
+        tensors = {
+            layout.key(original(name), r): f.clone() for name, u in updates.items() for r, f in u.saved()[0].items()
+        }
     save_file(tensors, file)
     read = read_lora(file)
     assert set(read) == set(updates)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.header import TensorEntry
-from simpletune.adapters.files.lokr_loha import AnyUpdates, difference, fits_weight
+from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
@@ -56,7 +56,7 @@ class Merger:
         UserError: the base lacks a layer, or has it with another shape.
     """
 
-    def __init__(self, base: BaseReader, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
+    def __init__(self, base: BaseReader, loras: Sequence[tuple[Updates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
@@ -70,7 +70,7 @@ class Merger:
             )
         for updates, _ in loras:
             for name, update in split_text(updates)[0].items():
-                if not fits_weight(update, linears[name]):
+                if not update.fits(linears[name]):
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
                         f"{list(linears[name])}. The LoRA belongs to another model"
@@ -94,7 +94,7 @@ class Merger:
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
-                delta += strength * difference(updates[layer], exact.flatten(1)).view_as(delta)
+                delta += strength * updates[layer].difference(exact.flatten(1)).view_as(delta)
         exact = exact + delta
         merged = _cast(layer, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())
@@ -109,7 +109,7 @@ class Merger:
         """
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
-        if kind not in TYPES or not fits_weight(update, shape):
+        if kind not in TYPES or not update.fits(shape):
             raise UserError(
                 f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
                 "belongs to another model. Leave its text encoders out: --denoiser-only"
