@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.base_reader import BaseReader
+from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
 from simpletune.adapters.files.header import TensorEntry
 from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
+from simpletune.adapters.methods.layers import FLOATS
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
@@ -24,8 +25,6 @@ from simpletune.system.model_folder import NAMES
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 
-KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PREFIX = "model.diffusion_model."
 
 
@@ -78,7 +77,7 @@ class Merger:
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor in the output, by safetensors' name."""
-        return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
+        return KINDS[FLOATS[self._dtype]] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
         """Compute one merged tensor in its output type."""

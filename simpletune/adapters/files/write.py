@@ -17,6 +17,7 @@ from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
 from simpletune.adapters.files.layouts import written
 from simpletune.adapters.files.lokr_loha import LokrUpdate
 from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates, fuse
+from simpletune.adapters.methods.layers import FLOATS
 from simpletune.models.lora_names import names_of, update_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
@@ -24,7 +25,6 @@ from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def write_lora(
@@ -51,7 +51,7 @@ def write_lora(
         raise UserError(f"{file}: there are no updates to write")
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
-    kind = DTYPES[dtype] if dtype else None
+    kind = FLOATS[dtype] if dtype else None
     single = is_single_encoder(updates, metadata)
     updates, text = split_text(updates)
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
