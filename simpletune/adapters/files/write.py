@@ -146,15 +146,13 @@ def text_tensors_of(
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)
-        tensors |= _tensors_of(update, lambda role, layer=layer: text_key(layer, role, layout, single), dtype)
+        tensors |= _tensors_of(update, partial(text_key, layer, layout=layout, single=single), dtype)
     with_alpha = layout != "diffusers"
     named = _with_one_alpha(low_rank) if with_alpha else {k: u.folded() for k, u in low_rank.items()}
     for layer in sorted(named, key=natural_sort_key):
         if layer.startswith(f"{T5}.") and not with_alpha:
             raise UserError(f"{layer} is a layer of T5, whose LoRA diffusers does not load. Use --format kohya")
-        tensors |= _tensors_of(
-            named[layer], lambda role, layer=layer: text_key(layer, role, layout, single), dtype, with_alpha
-        )
+        tensors |= _tensors_of(named[layer], partial(text_key, layer, layout=layout, single=single), dtype, with_alpha)
     return tensors
 
 
