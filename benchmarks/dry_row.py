@@ -83,7 +83,7 @@ def text(config: TrainConfig) -> None:
     """Encode prompts with each encoder, as ``simulate_stages.text_snapshots`` does."""
     import torch
 
-    from simpletune.models.shared.prompts import BATCH
+    from simpletune.models.shared.prompts import BATCH, clip_outputs, empty_clip
     from simpletune.models.shared.t5_layers import EmptyT5, LayeredT5
 
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
@@ -94,10 +94,10 @@ def text(config: TrainConfig) -> None:
             outputs: Iterable[object] = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
         else:
             with torch.device("meta"):
-                clip: Any = config.model.empty_clip(part.config())
+                clip: Any = empty_clip(encoder, part.config())
             clip = clip.eval().to(dtype).to_empty(device=device)
             ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-            outputs = config.model.clip_outputs(clip, ids, device, BATCH)
+            outputs = clip_outputs(encoder, clip, ids, device, BATCH)
         with torch.no_grad():
             for _ in outputs:
                 pass

@@ -14,8 +14,7 @@ from simpletune.adapters.methods import Adapter
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.sd3.shapes import sd3_medium_config
-from simpletune.models.sd3.transformer import RandomTransformerTensors, empty_denoiser
+from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.weights import fill_model
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
@@ -57,13 +56,13 @@ def with_adapter(shipped: str, adapter: Json, *overrides: str) -> TrainConfig:
 
 def stepper(adapter: Json) -> Callable[[], object]:
     """Assemble a few blocks with random weights and an adapter; return a function that takes a training step."""
-    shapes = {**sd3_medium_config(), "num_layers": BLOCKS}
+    shapes = {**SD3().known_config(), "num_layers": BLOCKS}
     overrides = ("device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw")
     config = with_adapter(SHIPPED[-1], adapter, *overrides, "memory.checkpointing=none", "memory.modulation=resident")
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
     model = fill_model(
-        empty_denoiser(shapes),
-        RandomTransformerTensors(shapes, 1),
+        SD3().empty_model(shapes),
+        SD3().random_tensors(shapes, 1),
         config.precision,
         CPU,
         lambda name: False,

@@ -77,7 +77,7 @@ def predicted(row: Row) -> Json:
 @contextmanager
 def diffusers_blocks() -> Iterator[None]:
     """Use diffusers' blocks of SD3, which the published rows ran; ours move a third fewer bytes."""
-    with mock.patch("simpletune.models.sd3.transformer.use_joint_blocks"):
+    with mock.patch("simpletune.models.sd3.joint_block.use_joint_blocks"):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +24,9 @@ from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.transformer import RandomTransformerTensors, empty_denoiser
-from simpletune.models.sd15 import unet as unets
+from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.denoiser import model_units
-from simpletune.models.shared.weights import TensorSource, fill_model
+from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model
 from simpletune.stages.sample import autocast_of
 
 BLOCKS = 4
@@ -64,7 +64,7 @@ def load(
     place: str = "the model",
 ) -> Any:
     """An SD3 of a ``config.json`` with these tensors."""
-    return fill_model(empty_denoiser(config), tensors, precision, device, on_host, place)
+    return fill_model(SD3().empty_model(config), tensors, precision, device, on_host, place)
 
 
 def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -74,7 +74,7 @@ def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, *
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
     """An SD3 of four blocks with random weights, always the same."""
-    return load(CONFIG, RandomTransformerTensors(CONFIG, 3), precision, torch.device(device))
+    return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, torch.device(device))
 
 
 def shake_updates(model: nn.Module) -> None:
@@ -111,16 +111,15 @@ def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
     """A U-Net of two levels, as in Stable Diffusion 1.5 or 2, with random weights, always the same."""
     config, where = UNETS[version], torch.device(device)
     return fill_model(
-        unets.empty_unet(config), LivelyTensors(config, 3), precision, where, lambda name: False, "the model"
+        SD15().empty_model(config), lively_tensors(config, 3), precision, where, lambda name: False, "the model"
     )
 
 
-class LivelyTensors(unets.RandomUNetTensors):
-    """Random weights whose residual branches do not start near zero, so that every error shows."""
-
-    def get(self, name: str) -> Tensor:
-        """Draw one tensor."""
-        return super().get(name) * (30 if name.endswith(unets.SMALL) else 1)
+def lively_tensors(config: dict[str, Any], seed: int) -> TensorSource:
+    """Random weights of a U-Net whose residual branches do not start near zero, so that every error shows."""
+    family = SD15()
+    drawn, small = family.random_tensors(config, seed), re.compile(family.starts_small)
+    return MadeTensors(family.shapes_of(config), lambda name, _: drawn.get(name) * (30 if small.search(name) else 1))
 
 
 def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: str = "cpu") -> Tensor:
@@ -134,7 +133,7 @@ def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: st
     z_t, prompts, target = draw(2, 4, h, w), draw(2, 6, UNET["cross_attention_dim"]), draw(2, 4, h, w)
     time = torch.tensor([300, 800], device=device)
     with autocast_of(precision, z_t.device):
-        prediction = unets.predict(model, z_t, time, prompts, precision.compute_dtype())
+        prediction = SD15().predict(model, z_t, time, prompts, z_t.new_zeros(2, 0), precision.compute_dtype())
     return (prediction.float() - target).square().mean()
 
 
@@ -311,7 +310,7 @@ def write_unet(
     from diffusers import UNet2DConditionModel
 
     config = UNETS[version] | {"cross_attention_dim": tiny_sd15.TEXT[version]}
-    model, source = UNet2DConditionModel(**config), LivelyTensors(config, 3)
+    model, source = UNet2DConditionModel(**config), lively_tensors(config, 3)
     weights = {name: source.get(name) for name in source.names}
     change(weights)
     model.load_state_dict(weights)

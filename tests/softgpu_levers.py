@@ -26,8 +26,8 @@ from simpletune.engine.optim.optimizer import state_to_tensors
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
+from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_conditioning
-from simpletune.models.sd3.transformer import RandomTransformerTensors
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -155,7 +155,7 @@ def assembled(levers: Levers, device: torch.device) -> TrainStep:
     config = levers.config(device.type)
     streams = config.memory.on_host(UNITS)
     model = load(
-        SHAPES, RandomTransformerTensors(SHAPES, 3), config.precision, device,
+        SHAPES, SD3().random_tensors(SHAPES, 3), config.precision, device,
         on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]

@@ -378,7 +378,7 @@ def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.M
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from huggingface_hub import constants
 
-    from simpletune.models.sd3.shapes import SD3_MEDIUM
+    from simpletune.models.sd3.files import SD3_MEDIUM
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(hub_checks, "SECONDS", 2.0)

@@ -24,8 +24,7 @@ from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.plain import BF16
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd3.flops import sd3_flops
-from simpletune.models.sd3.shapes import sd3_medium_config
-from simpletune.models.sd3.transformer import RandomTransformerTensors
+from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -63,7 +62,7 @@ def sd3(config: TrainConfig, **changes: object) -> dict:
 
 
 def build(config: TrainConfig, shapes: dict) -> TrainStep:
-    model = load(shapes, RandomTransformerTensors(shapes, 1), config.precision, CPU)
+    model = load(shapes, SD3().random_tensors(shapes, 1), config.precision, CPU)
     return assemble(config, model, SingleProcess(CPU))
 
 
@@ -107,7 +106,7 @@ def test_recomputation_is_counted_apart(tiny_config: dict) -> None:
 
 def test_sd3_medium_by_hand() -> None:
     """The products of the blocks at 1024 px dominate: 2 operations a weight and token, and attention."""
-    flops = sd3_flops(sd3_medium_config(), trained_of({}), (1024, 1024), 1, 333)
+    flops = sd3_flops(SD3().known_config(), trained_of({}), (1024, 1024), 1, 333)
     image, text, width = 4096, 333, 1536
     blocks = (
         24 * (image * 12 * width**2 + text * 12 * width**2) - text * 9 * width**2

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import tiny_sd15
 import torch
-from safetensors.torch import load_file
+from blocks import BLOCKS, CONFIG
+from safetensors.torch import load_file, save_file
 
 from simpletune.config.load import read_config, validate
 from simpletune.data.demo import pictures
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import TABLE
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.training.loop import prepare_only, train
@@ -95,3 +98,23 @@ def test_both_stages_take_the_same_batch_and_average(tiny_config: dict[str, Any]
         assert [each["data"]["resolution"] for each in both] == [256, 512] and "init" not in both[1]["model"]
         first = copy.deepcopy(both[0]) | {"data": {**both[0]["data"], "path": tiny_config["data"]["path"]}}
         assert validate(first, "first").adapter.trains_base
+
+
+def test_modulations_and_the_output_start_at_a_hundredth() -> None:
+    """DiT starts them at zero (arXiv:2212.09748, section 3.2)."""
+    tensors = SD3().random_tensors(CONFIG, 0)
+    weights = {name: tensors.get(name) for name in tensors.names - {TABLE} if name.endswith(".weight")}
+    spread = {name: float(w.std()) * w[0].numel() ** 0.5 for name, w in weights.items()}
+    blocks = [
+        f"transformer_blocks.{n}.{norm}.linear.weight" for n in range(BLOCKS) for norm in ("norm1", "norm1_context")
+    ]
+    small = {*blocks, "norm_out.linear.weight", "proj_out.weight"}
+    assert small == {name for name, each in spread.items() if 0.008 < each < 0.012}
+    assert all(0.8 < spread[name] < 1.2 for name in spread.keys() - small)
+
+
+def test_random_weights_take_the_position_table_from_the_folder(tmp_path: Path) -> None:
+    computed = SD3().random_tensors(CONFIG, 0, tmp_path).get(TABLE)
+    save_file({TABLE: 2 * computed}, tmp_path / WEIGHTS)
+    torch.testing.assert_close(SD3().random_tensors(CONFIG, 0, tmp_path).get(TABLE), 2 * computed, rtol=0, atol=0)
+    assert computed.shape == SD3().empty_tensors(CONFIG).get(TABLE).shape and computed.std() > 0.1

@@ -12,7 +12,8 @@ import tiny_sd15
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, bundled_transformer
+from simpletune.models.sd3.files import SD3_MEDIUM, SD35_LARGE
+from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.training.loop import train
 
@@ -26,7 +27,7 @@ def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp("full") / "pipeline"
         tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, clip_widths=(768, 1280), t5_width=4096), dtype="bf16")
-        (folder / "transformer" / "config.json").write_text(json.dumps(bundled_transformer(name)))
+        (folder / "transformer" / "config.json").write_text(json.dumps(SD3(pretrained=name).known_config()))
         (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
         return folder
 

@@ -44,7 +44,6 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_conditioning
-from simpletune.models.sd3.transformer import RandomTransformerTensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import detach_modulation
@@ -220,7 +219,7 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
     allocated, parts = [], []
     for on_host in (lambda name: False, is_conditioning):
         before = torch.cuda.memory_allocated()
-        model = load(config, RandomTransformerTensors(config, 0), precision, device, on_host=on_host)
+        model = load(config, SD3().random_tensors(config, 0), precision, device, on_host=on_host)
         allocated.append(torch.cuda.memory_allocated() - before)
         parts.append(model)
     resident, planned = parts

@@ -23,7 +23,8 @@ from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.adamw_bf16 import AdamWBF16
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.rounding import key_draws
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import CHECKSUM, with_checksum
@@ -264,7 +265,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
 
     held = {"fp32": 4, "bf16": 2}[dtype]
     assert per_parameter == pytest.approx(2 * held + config.optimizer.bytes_per_parameter)
-    shapes = parameter_shapes(sd3_medium_config())
+    shapes = parameter_shapes(SD3().known_config())
     for rank in (16, 64):
         count = config.adapter.model_copy(update={"rank": rank}).trainable(shapes)
         print(f"LoRA r{rank} {dtype} {optimizer}: {count:,} parameters, {count * per_parameter / MIB:.1f} MiB")

@@ -23,7 +23,8 @@ from simpletune.config.load import validate
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.plain import BF16
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -206,7 +207,7 @@ def test_over_frozen_precisions_it_adds_the_same_update(method: str, precision: 
 
 
 def test_shapes_of_factors() -> None:
-    shapes = parameter_shapes(sd3_medium_config())
+    shapes = parameter_shapes(SD3().known_config())
     assert Lokr(factor=16).factor_shapes(1536, 1536) == {
         "lokr_w1": (16, 16), "lokr_w2_a": (96, 16), "lokr_w2_b": (16, 96)
     }  # fmt: skip

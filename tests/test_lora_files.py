@@ -24,7 +24,8 @@ from simpletune.adapters.files.updates import LoraUpdate, fuse, split
 from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora
 from simpletune.apps.cli.main import main
 from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
@@ -189,7 +190,7 @@ def test_parts_of_different_scales_and_ranks(scales: tuple) -> None:
 @pytest.mark.parametrize("layout", WRITTEN)
 def test_exported_keys_match_sd3_mediums_own(layout: str) -> None:
     """Every linear layer of SD3 Medium, none left over, none unmatched."""
-    config = sd3_medium_config()
+    config = SD3().known_config()
     updates = {}
     for name, (outputs, inputs) in linears(config).items():
         updates[name] = LoraUpdate(torch.zeros(1, inputs), torch.zeros(outputs, 1))
@@ -215,7 +216,7 @@ def test_the_real_key_lists_are_those_of_the_data(request: pytest.FixtureRequest
     original = (folder / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()
     assert KEYS["original"] == [key.removeprefix("model.diffusion_model.") for key in original]
     assert KEYS["diffusers"] == (folder / "sd3_medium_transformer_diffusers_keys.txt").read_text().split()
-    derived = {*parameter_shapes(sd3_medium_config()), "pos_embed.pos_embed"}
+    derived = {*parameter_shapes(SD3().known_config()), "pos_embed.pos_embed"}
     assert derived == set(KEYS["diffusers"])
 
 

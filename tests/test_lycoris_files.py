@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
 from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.factors import resize_update
-from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate, as_lora
+from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
@@ -244,7 +244,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
     original = original_layout.mmdit(state, 2)
     expected, lost = lycoris.comfyui(original, OTHERS[case], 2)
     assert lost == []
-    for updates in (read_lora(file), {layer: as_lora(update) for layer, update in read_lora(file).items()}):
+    for updates in (read_lora(file), {layer: update.plain() for layer, update in read_lora(file).items()}):
         merged = state | {f"{k}.weight": state[f"{k}.weight"] + update.delta() for k, update in updates.items()}
         for name, tensor in original_layout.mmdit(merged, 2).items():
             close(tensor, expected[name])
@@ -257,9 +257,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
         close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())
-        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == as_lora(update).rank, (
-            layer
-        )
+        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == update.plain().rank, layer
 
 
 def test_alpha_of_whole_factors_and_of_peft(tmp_path: Path) -> None:
@@ -324,7 +322,7 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"):
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
-        write_lora({layer: as_lora(u) for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
+        write_lora({layer: u.plain() for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
     part = update["transformer_blocks.0.attn.to_q"].rows(3, 12)
     with pytest.raises(UserError, match="only some rows of a fused layer's LoKr"):
         write_lora({"transformer_blocks.0.attn.to_q": part}, tmp_path / "y.safetensors", "lycoris")

@@ -38,7 +38,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
 from simpletune.estimate.host_needs import HostNeeds
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.sd3.transformer import RandomTransformerTensors
+from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.denoiser import in_units, model_units
 from simpletune.stages.load import leaves_weights_on_host
 from simpletune.system.options import UserError
@@ -51,7 +51,7 @@ STREAMED = tuple(range(BLOCKS))
 def loaded(weights: MachineWeights, precision: WeightPrecision) -> Any:
     """The model of ``blocks.transformer``, whose blocks stay on the host."""
     with shared_loading(weights):
-        return load(CONFIG, RandomTransformerTensors(CONFIG, 3), precision, CPU, in_units(UNITS))
+        return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, CPU, in_units(UNITS))
 
 
 def both(precision: WeightPrecision) -> tuple[MachineWeights, Any, MachineWeights, Any]:

@@ -35,7 +35,7 @@ from simpletune.engine.quant.int8_quanto import Int8Quanto
 from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
@@ -309,7 +309,7 @@ def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int
 
 
 def test_the_share_of_sd3_medium() -> None:
-    shapes = parameter_shapes(sd3_medium_config())
+    shapes = parameter_shapes(SD3().known_config())
     modulations = sum(math.prod(s) for name, s in shapes.items() if is_adaln(name.rpartition(".")[0]))
     width = sum(s[0] for name, s in shapes.items() if is_adaln(name.removesuffix(".bias")))
     assert width == 286 * 1536 and 2 * width == pytest.approx(0.88e6, rel=1e-2)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import TABLE, crop_positions, side_for, whole_positions
-from simpletune.models.sd3.shapes import sd3_medium_config
 from simpletune.runs.folder import read_metrics
 from simpletune.training.loop import train
 
@@ -42,7 +42,7 @@ def test_every_size_gets_the_rows_of_the_whole_table(whole: int, patches: list[t
 
 
 def test_every_side_of_sd3_medium() -> None:
-    whole = sd3_medium_config()["pos_embed_max_size"]
+    whole = SD3().known_config()["pos_embed_max_size"]
     uncut, table = embedder(whole), embedder(whole).pos_embed
     for side in [*range(1, 33), 63, 64, 65, 95, 96, 127, 128, 191, 192]:
         cut = embedder(4)

@@ -11,7 +11,8 @@ from diffusers import SD3Transformer2DModel
 from slow_cases import slow_but
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": list(range(13)), "pos_embed_max_size": 384}
 TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 96}
@@ -19,20 +20,20 @@ TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128
 
 @pytest.mark.parametrize("changes", slow_but([TINY], [{}, SD35, TINY]), ids=["sd3", "sd3.5", "tiny"])
 def test_equals_diffusers(changes: dict) -> None:
-    config = sd3_medium_config() | changes
+    config = SD3().known_config() | changes
     with init_empty_weights():
         model = SD3Transformer2DModel.from_config(config)
     assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def test_sd3_medium_has_2028328000_parameters() -> None:
-    assert sum(math.prod(shape) for shape in parameter_shapes(sd3_medium_config()).values()) == 2_028_328_000
+    assert sum(math.prod(shape) for shape in parameter_shapes(SD3().known_config()).values()) == 2_028_328_000
 
 
 @pytest.mark.data
 def test_names_are_those_of_the_published_file(real_data: Path) -> None:
     names = (real_data / "sd3_keys" / "sd3_medium_transformer_diffusers_keys.txt").read_text().split()
-    assert set(parameter_shapes(sd3_medium_config())) == set(names) - {"pos_embed.pos_embed"}
+    assert set(parameter_shapes(SD3().known_config())) == set(names) - {"pos_embed.pos_embed"}
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,12 @@ def test_names_are_those_of_the_published_file(real_data: Path) -> None:
     [("attention", 16, 9_388_032, 191), ("attention", 64, 37_552_128, 191), ("attention_image", 1, 294_912, 96)],
 )
 def test_lora_sizes_of_sd3_medium(targets: str, rank: int, trained: int, modules: int) -> None:
-    adapter, shapes = Lora(targets=targets, rank=rank), parameter_shapes(sd3_medium_config())
+    adapter, shapes = Lora(targets=targets, rank=rank), parameter_shapes(SD3().known_config())
     assert (adapter.trainable(shapes), len(adapter.modules(shapes))) == (trained, modules)
 
 
 def test_a_target_that_matches_nothing_is_named() -> None:
-    problems = list(Lora(targets=["attn.to_q", "attn.to_z"]).problems(parameter_shapes(sd3_medium_config())))
+    problems = list(Lora(targets=["attn.to_q", "attn.to_z"]).problems(parameter_shapes(SD3().known_config())))
     assert [str(problem) for problem in problems] == [
         "adapter.targets: 'attn.to_z' matches no linear layer or 1x1 convolution. Use endings such as attn.to_q, "
         "attn.to_k, attn.to_v"

@@ -16,7 +16,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, simulate_encoding, simulate_stages
 from simpletune.estimate.simulate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.prompts import BATCH, clip_outputs
 from simpletune.models.shared.t5_layers import LayeredT5
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.startup import without_collection
@@ -44,14 +44,15 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     dtype, part = config.precision.encoder_dtype(), config.model.part
     with fake_tensors(), without_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
-    assert clip_l == bytes_of(of_clip(config.model, load_text_model(part("text_encoder"), dtype).eval()))
+    first, second = config.model.clip
+    assert clip_l == bytes_of(of_clip(first, load_text_model(part("text_encoder"), dtype).eval()))
     clip = load_text_model(part("text_encoder"), dtype).eval()
     with accounting_of(all_tensors(clip)) as accounting:
         prompts = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-        for _ in config.model.clip_outputs(clip, prompts, CPU, BATCH):  # as encoding does, more than one batch
+        for _ in clip_outputs(first, clip, prompts, CPU, BATCH):  # as encoding does, more than one batch
             pass
     assert clip_l == bytes_of(accounting.peak)
-    assert clip_g == bytes_of(of_clip(config.model, load_text_model(part("text_encoder_2"), dtype).eval()))
+    assert clip_g == bytes_of(of_clip(second, load_text_model(part("text_encoder_2"), dtype).eval()))
     assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
 
 

@@ -27,7 +27,7 @@ from simpletune.engine.quant.plain import FP32
 from simpletune.models.sd3.files import LAYOUT, bundled_configs
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.original_names import origin_of
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train
@@ -165,12 +165,12 @@ def test_a_transformer_in_fp8_is_widened_exactly(dtype: torch.dtype, pipeline, t
 @pytest.mark.data
 def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path) -> None:
     published = (real_data / "sd3_keys" / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()
-    shapes = {**parameter_shapes(sd3_medium_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+    shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     assert {original_layout.MMDIT + origin_of(name, 24).name for name in shapes} == set(published)
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     assert {original_layout.MMDIT + name for name in state} == set(published)
     file = header_only(tmp_path / "sd3_medium.safetensors", {original_layout.MMDIT + k: v for k, v in state.items()})
-    inferred, known = open_file(file, LAYOUT).denoiser_config, sd3_medium_config()
+    inferred, known = open_file(file, LAYOUT).denoiser_config, SD3().known_config()
     assert {k: inferred[k] for k in known if not k.startswith("_")} == {
         k: v for k, v in known.items() if not k.startswith("_")
     }
@@ -186,7 +186,7 @@ def test_clip_names_of_the_published_file(part: str, prefix: str, real_data: Pat
     prefix = getattr(original_layout, prefix)
     held = {name.removeprefix(prefix) for name in published if name.startswith(prefix)}
     with init_empty_weights():
-        model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(bundled_configs()[part]))
+        model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(bundled_configs()["sd3_medium"][part]))
     lacking = {"text_projection.weight"} if part == "text_encoder" else set()
     assert set(model.state_dict()) == held | lacking
 
@@ -296,7 +296,7 @@ def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
 
 def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:
     """Of a file of SD3 Medium's size, in under a second and without torch."""
-    shapes = {**parameter_shapes(sd3_medium_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+    shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     file = header_only(
         descriptions / "medium.safetensors", {original_layout.MMDIT + name: tensor for name, tensor in state.items()}

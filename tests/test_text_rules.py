@@ -21,7 +21,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.prompts import TextEncoder
+from simpletune.models.shared.parts import TextEncoder
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, UserError

@@ -31,7 +31,8 @@ from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.adapters.methods.lora_product import add_pointwise_update
 from simpletune.apps.cli.main import main
 from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.sd3.shapes import parameter_shapes, sd3_medium_config
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.sd15.lora_names import NAMES
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
@@ -158,7 +159,7 @@ def test_targets_update_the_layers_that_other_trainers_update(targets: Any, modu
 
 
 def test_targets_of_sd3_are_its_own() -> None:
-    shapes = parameter_shapes(sd3_medium_config())
+    shapes = parameter_shapes(SD3().known_config())
     found = {t: len(Lora(targets=t).modules(shapes)) for t in ("attention", "attention_qv", "attention_mlp")}
     assert found == {"attention": 191, "attention_qv": 96, "attention_mlp": 191 + 94}
     assert {name.rpartition(".")[2] for name in Lora(targets="attention_qv").modules(shapes)} == {
@@ -167,7 +168,7 @@ def test_targets_of_sd3_are_its_own() -> None:
 
 
 def test_a_second_attention_counts_as_attention() -> None:
-    shapes = parameter_shapes(sd3_medium_config() | {"dual_attention_layers": (0, 1)})
+    shapes = parameter_shapes(SD3().known_config() | {"dual_attention_layers": (0, 1)})
     found = {t: len(Lora(targets=t).modules(shapes)) for t in ("attention", "attention_qv", "attention_image")}
     assert found == {"attention": 191 + 8, "attention_qv": 96 + 4, "attention_image": 96 + 8}
 
@@ -286,9 +287,9 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
     assert len({t.item() for name, t in one.items() if name.endswith(".alpha")}) == 1
     tensors = {}
     for name, update in updates.items():
-        tensors[KOHYA.key(name, "down")] = update.saved(update.down, None)
-        tensors[KOHYA.key(name, "up")] = update.saved(update.up, None)
-        tensors[KOHYA.key(name, "alpha")] = torch.tensor(update.scale * update.rank)
+        factors, alpha = update.saved()
+        tensors |= {KOHYA.key(name, role): factor.clone() for role, factor in factors.items()}
+        tensors[KOHYA.key(name, "alpha")] = torch.tensor(alpha)
     save_file(tensors, file)
     expected = predict(patched(updates))
     model = tiny()
@@ -336,8 +337,9 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
         "bare": {key.removeprefix("unet."): tensor for key, tensor in today.items()},
     }.get(way)
     if tensors is None:
-        tensors = {layout.key(original(name), "down"): u.saved(u.down, None) for name, u in updates.items()}
-        tensors |= {layout.key(original(name), "up"): u.saved(u.up, None) for name, u in updates.items()}
+        tensors = {
+            layout.key(original(name), r): f.clone() for name, u in updates.items() for r, f in u.saved()[0].items()
+        }
     save_file(tensors, file)
     read = read_lora(file)
     assert set(read) == set(updates)

@@ -13,7 +13,7 @@ from simpletune.runs.weights import Embedding, Weights
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.lokr_loha import AnyUpdate
+    from simpletune.adapters.files.updates import Update
     from simpletune.adapters.text.files import EmbeddingFile
     from simpletune.adapters.text.option import Text
     from simpletune.adapters.text.side import TextSide
@@ -90,7 +90,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 
 
 @cache
-def _text_updates(file: Path, digest: str) -> dict[str, AnyUpdate]:
+def _text_updates(file: Path, digest: str) -> dict[str, Update]:
     """The text encoders' updates in a file with this digest, read once for all strengths."""
     from simpletune.adapters.files.read import read_lora
     from simpletune.models.shared.text_layers import split_text

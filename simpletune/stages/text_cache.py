@@ -14,7 +14,8 @@ from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
-from simpletune.models.shared.prompts import TextEncoder, unpack
+from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.prompts import unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.console import progress
 from simpletune.system.options import UserError

@@ -11,6 +11,7 @@ from simpletune.adapters.text.inputs import TextInputs, empty_inputs, encoders_w
 from simpletune.adapters.text.update import TextUpdate, token_table
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.parts import load_text_model
+from simpletune.models.shared.prompts import empty_clip
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.text_cache import TextCache
 
@@ -33,9 +34,8 @@ def load_text_side(
         return None
     tokens, encoders = cache.tokens, dict[str, nn.Module]()
     for name in tokens.resident:
-        region = config.model.text_regions()[name]
-        part = config.model.part(tokens.encoders[name].model)
-        encoders[name] = load_text_model(part, cache.dtype, projected=region.pooled is not None).eval()
+        encoder = tokens.encoders[name]
+        encoders[name] = load_text_model(config.model.part(encoder.model), cache.dtype, encoder.projected).eval()
     option = config.text.embeddings
     if option is None:
         vectors = {}
@@ -98,10 +98,11 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
     if not config.text.trains:
         return None
     model, dtype = config.model, config.precision.encoder_dtype()
-    of_name = {encoder.name: encoder for encoder in model.encoders()}
+    resident = config.text.resident(model.clip_encoders)
     encoders = {
-        name: model.empty_clip(model.known_part(of_name[name].model).config()).to(dtype)
-        for name in config.text.resident(model.clip_encoders)
+        encoder.name: empty_clip(encoder, model.known_part(encoder.model).config()).to(dtype)
+        for encoder in model.clip
+        if encoder.name in resident
     }
     option, regions = config.text.embeddings, model.text_regions()
     count = 0 if option is None else option.vectors

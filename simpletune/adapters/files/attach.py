@@ -13,11 +13,9 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from simpletune.adapters.files.detect_model import MEDIUM_35
-from simpletune.adapters.files.dora_oft import WeightUpdate
 from simpletune.adapters.files.header import open_lora, require_safetensors
-from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured, fits_weight
 from simpletune.adapters.files.read import updates_of
-from simpletune.adapters.files.updates import LoraUpdate, Updates
+from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates
 from simpletune.adapters.methods.hypernetwork_layer import put_before
 from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
@@ -61,7 +59,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
     """
     names = [ADAPTER if number == 0 else f"{ADAPTER}_{number}" for number in range(len(loras))]
-    structured: list[tuple[str, str, Structured | WeightUpdate, float]] = []
+    structured: list[tuple[str, str, Update, float]] = []
     networks: list[tuple[str, HypernetworkFile, float]] = []
     for name, (file, scale) in zip(names, loras, strict=True):
         if holds_hypernetwork(file):
@@ -132,7 +130,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
             layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
-def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
+def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
     """Check that a model has every layer of a LoRA, with the same shape.
 
     Args:
@@ -155,14 +153,14 @@ def require_layers(place: str, updates: AnyUpdates, model: nn.Module) -> None:
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
-        if not fits_weight(update, expected):
+        if not update.fits(expected):
             raise UserError(
                 f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
             )
 
 
-def _inject(model: nn.Module, adapter: str, updates: Updates, scale: float) -> None:
+def _inject(model: nn.Module, adapter: str, updates: LoraUpdates, scale: float) -> None:
     """Add an adapter. Folds each update's scale into its second factor, so that PEFT's scale is the strength."""
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -26,7 +26,8 @@ from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header
 
 KEPT = "made_from.json"  # marks a cached quantised base (see models/shared/quantised_cache.py)
-KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KINDS = {dtype: kind for kind, dtype in TYPES.items()}
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.files.module_kind import DORA, OFT
-from simpletune.adapters.files.updates import LoraUpdate, split, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, Update, split
 from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.layers import UpdateLayer, innermost_layer, shape_of
 from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks, triangle_of, turned_rows
@@ -23,7 +23,7 @@ from simpletune.system.options import UserError
 
 
 @dataclass(frozen=True)
-class DoraUpdate:
+class DoraUpdate(Update):
     """DoRA's weight, m (W + s B A) / ||W + s B A||, by rows.
 
     Args:
@@ -37,21 +37,15 @@ class DoraUpdate:
     magnitude: Tensor | None = None
     relative: Tensor | None = None
     kind: ClassVar[str] = DORA
-    is_own: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(o, i), the shape of the layer's weight."""
+        """As for ``Update``."""
         return self.update.shape
 
     @property
     def rank(self) -> int:
         """r."""
-        return self.update.rank
-
-    @property
-    def dim(self) -> int:
-        """Number that readers divide alpha by: r."""
         return self.update.rank
 
     @property
@@ -61,7 +55,7 @@ class DoraUpdate:
 
     @property
     def pointwise(self) -> bool:
-        """Whether the layer is a 1x1 convolution."""
+        """As for ``Update``."""
         return self.update.pointwise
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
@@ -75,7 +69,7 @@ class DoraUpdate:
         return gain[:, None] * turned - weight
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """Wrap a frozen layer with this update, with its norms fixed."""
+        """As for ``Update``; the norms are fixed."""
         layer = DoraLayer(base, self.rank, self.scale, adapter=adapter)
         with torch.no_grad():
             layer.lora_A.weight.copy_(self.update.down)
@@ -99,13 +93,13 @@ class DoraUpdate:
         ]  # fmt: skip
 
     def swapped(self) -> DoraUpdate:
-        """Return the update with the halves of its outputs swapped."""
+        """As for ``Update``."""
         vectors = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
-        return DoraUpdate(swap_halves(self.update), *vectors)
+        return DoraUpdate(self.update.swapped(), *vectors)
 
 
 @dataclass(frozen=True)
-class OftUpdate:
+class OftUpdate(Update):
     """OFT's weight R W, with a block-diagonal orthogonal R on the outputs.
 
     Args:
@@ -117,10 +111,6 @@ class OftUpdate:
     blocks: Tensor
     original: tuple[str, LoraNames] | None = None
     kind: ClassVar[str] = OFT
-    is_own: ClassVar[bool] = True
-    scale: ClassVar[float] = 1.0
-    pointwise: ClassVar[bool] = False
-    dim: ClassVar[None] = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,15 +119,19 @@ class OftUpdate:
 
     @property
     def rank(self) -> int:
-        """The largest rank that the update can have."""
+        """As for ``Update``."""
         return self.shape[0]
+
+    @property
+    def dim(self) -> None:
+        """None: readers do not scale the blocks by alpha."""
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
         """Return (R - I) W."""
         return turned_rows(weight, self._triangle(weight.shape[1]))
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """Wrap a frozen layer with this update."""
+        """As for ``Update``."""
         shape = shape_of(innermost_layer(base))
         assert shape is not None
         return OftLayer(base, self._triangle(shape[1]), adapter)
@@ -155,7 +149,6 @@ class OftUpdate:
 
 
 MERGE = "Merge it into its base with simpletune merge"
-WeightUpdate = DoraUpdate | OftUpdate
 
 
 def limit_blocks(blocks: Tensor, alpha: float | None) -> Tensor:
@@ -167,11 +160,6 @@ def limit_blocks(blocks: Tensor, alpha: float | None) -> Tensor:
 def _ratio(value: Tensor, norms: Tensor) -> Tensor:
     """Divide by norms; 0 for rows of zeros."""
     return value / torch.where(norms > 0, norms, torch.inf)
-
-
-def lora_parts(updates: Mapping[str, DoraUpdate]) -> dict[str, LoraUpdate]:
-    """Return the low-rank updates without their magnitudes."""
-    return {layer: update.update for layer, update in updates.items()}
 
 
 def magnitudes_of(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:

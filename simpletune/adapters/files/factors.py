@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.lokr_loha import AnyUpdate, LokrUpdate, as_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.lokr_loha import LokrUpdate
+from simpletune.adapters.files.updates import LoraUpdate, Update
 from simpletune.adapters.methods.lokr_layer import full_factor
 
 
@@ -26,10 +26,10 @@ def svd_of_product(update: LoraUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64
     return left @ u, s, vt @ right.T
 
 
-def svd_of(update: AnyUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]
+def svd_of(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]
     """Compute U, S, V^T of an update; for LoKr, as Kronecker products of its factors' in descending order."""
     if not isinstance(update, LokrUpdate) or not update.is_own:
-        return svd_of_product(as_lora(update))
+        return svd_of_product(update.plain())
     parts = [
         torch.linalg.svd(full_factor(update.factors, name).double(), full_matrices=False)
         for name in ("lokr_w1", "lokr_w2")
@@ -69,7 +69,7 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     return max(1, min(kept, rank or len(s)))
 
 
-def resize_update(update: AnyUpdate, rank: int | None, energy: float | None) -> tuple[LoraUpdate, float]:
+def resize_update(update: Update, rank: int | None, energy: float | None) -> tuple[LoraUpdate, float]:
     """Change the rank of an update; approximate LoKr or LoHa by a LoRA.
 
     Args:

@@ -5,27 +5,25 @@ Shapes: o outputs, i inputs, r rank; LoKr: W1 [l, m], W2 [k, q].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.files.dora_oft import WeightUpdate
 from simpletune.adapters.files.module_kind import LOHA, LOKR
-from simpletune.adapters.files.updates import LoraUpdate, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, Update
 from simpletune.adapters.methods.layers import UpdateLayer
 from simpletune.adapters.methods.loha_layer import LohaLayer, low_rank
 from simpletune.adapters.methods.lokr_layer import LokrLayer, full_factor
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.system.options import UserError
 
 FIRST = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}  # factor that the scale is folded into
 
 
 @dataclass(frozen=True)
-class LokrUpdate:
+class LokrUpdate(Update):
     """W + scale * rows of kron(W1, W2).
 
     Args:
@@ -45,19 +43,19 @@ class LokrUpdate:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(o, i), the shape of the layer's weight."""
+        """As for ``Update``."""
         (_, right), (_, beyond) = self._sides
         return self.outputs, right * beyond
 
     @property
     def rank(self) -> int:
-        """Largest rank that the update can have: the rank of an equivalent LoRA."""
+        """As for ``Update``."""
         one, other = (_halves(self.factors, name)[1].shape[0] for name in ("lokr_w1", "lokr_w2"))
         return min(one * other, *self.shape)
 
     @property
     def dim(self) -> int | None:
-        """Number that readers divide alpha by; None: they ignore alpha, because both factors are whole."""
+        """As for ``Update``; readers ignore alpha if both factors are whole."""
         return next((self.factors[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in self.factors), None)
 
     @property
@@ -67,17 +65,13 @@ class LokrUpdate:
         return self.skipped == 0 and left * below == self.outputs
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """Return the matrix added to the weight."""
+        """As for ``Update``."""
         factors = {name: factor.float() for name, factor in self.factors.items()}
         product = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
         return self.scale * product[self.skipped : self.skipped + self.outputs]
 
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """Return what is added to a weight; here independent of it."""
-        return self.delta()
-
     def plain(self) -> LoraUpdate:
-        """Return the equivalent LoRA, of rank ``rank``."""
+        """As for ``Update``."""
         w1, w2 = (_halves(self.factors, name) for name in ("lokr_w1", "lokr_w2"))
         up, down = torch.kron(w1[0], w2[0]), torch.kron(w1[1], w2[1])
         rows = slice(self.skipped, self.skipped + self.outputs)
@@ -95,23 +89,22 @@ class LokrUpdate:
         return replace(self, factors=cropped, outputs=count, skipped=begin - first * height)
 
     def swapped(self) -> LokrUpdate | LoraUpdate:
-        """Return the update with the halves of its outputs swapped."""
+        """As for ``Update``."""
         name = "lokr_w1" if "lokr_w1" in self.factors else "lokr_w1_a"
         left = self.factors[name]
         if not self.is_own or len(left) % 2:
-            return swap_halves(self.plain())
+            return self.plain().swapped()
         return replace(self, factors={**self.factors, name: exchanged_halves(left)})
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
-        """Return the factors and alpha for a file. Readers ignore alpha if both factors are whole, so the scale goes
-        into W1."""
+        """As for ``Update``. Readers ignore alpha if both factors are whole, so the scale goes into W1."""
         if self.dim is None:
             w1 = self.factors["lokr_w1"]
             return {**self.factors, "lokr_w1": (w1.float() * self.scale).to(w1.dtype)}, 1.0
         return dict(self.factors), self.scale * self.dim
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """Wrap a frozen layer with this update."""
+        """As for ``Update``."""
         return LokrLayer(base, _folded(self.factors, self.scale), adapter, self.skipped)
 
     @property
@@ -122,7 +115,7 @@ class LokrUpdate:
 
 
 @dataclass(frozen=True)
-class LohaUpdate:
+class LohaUpdate(Update):
     """W + scale * (A1 B1) o (A2 B2), elementwise.
 
     Args:
@@ -134,36 +127,31 @@ class LohaUpdate:
     factors: Mapping[str, Tensor]
     scale: float = 1.0
     pointwise: bool = False
-    is_own: ClassVar[bool] = True
     kind: ClassVar[str] = LOHA
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(o, i), the shape of the layer's weight."""
+        """As for ``Update``."""
         return self.factors["hada_w1_a"].shape[0], self.factors["hada_w1_b"].shape[1]
 
     @property
     def rank(self) -> int:
-        """Largest rank that the update can have: the rank of an equivalent LoRA."""
+        """As for ``Update``."""
         one, other = (self.factors[f"hada_w{n}_b"].shape[0] for n in (1, 2))
         return min(one * other, *self.shape)
 
     @property
     def dim(self) -> int:
-        """Number that readers divide alpha by."""
+        """r."""
         return self.factors["hada_w1_b"].shape[0]
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """Return the matrix added to the weight."""
+        """As for ``Update``."""
         a1, b1, a2, b2 = (self.factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
         return self.scale * ((a1 @ b1) * (a2 @ b2))
 
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """Return what is added to a weight; here independent of it."""
-        return self.delta()
-
     def plain(self) -> LoraUpdate:
-        """Return the equivalent LoRA, of rank ``rank``."""
+        """As for ``Update``."""
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
         if len(down) > min(self.shape):
             return _as_identity(self.delta(), self.pointwise)
@@ -175,62 +163,17 @@ class LohaUpdate:
         return replace(self, factors=rows)
 
     def swapped(self) -> LohaUpdate:
-        """Return the update with the halves of its outputs swapped."""
+        """As for ``Update``."""
         halves = {n: exchanged_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
         return replace(self, factors=halves)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
-        """Return the factors and alpha for a file."""
+        """As for ``Update``."""
         return dict(self.factors), self.scale * self.dim
 
     def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
-        """Wrap a frozen layer with this update."""
+        """As for ``Update``."""
         return LohaLayer(base, _folded(self.factors, self.scale), adapter)
-
-
-Structured = LokrUpdate | LohaUpdate
-AnyUpdate = LoraUpdate | Structured | WeightUpdate
-AnyUpdates = Mapping[str, AnyUpdate]
-"""Updates of any kind by diffusers' layer name."""
-
-
-def as_lora(update: AnyUpdate) -> LoraUpdate:
-    """Return the LoRA that is equivalent to an update.
-
-    Raises:
-        UserError: the update depends on the weight.
-    """
-    independent = _independent(update)
-    return independent if isinstance(independent, LoraUpdate) else independent.plain()
-
-
-def delta_of(update: AnyUpdate) -> Tensor:  # fp32 [o, i]
-    """Return the matrix that an update adds to any weight.
-
-    Raises:
-        UserError: the update depends on the weight.
-    """
-    return _independent(update).delta()
-
-
-def _independent(update: AnyUpdate) -> LoraUpdate | Structured:
-    if isinstance(update, WeightUpdate):
-        raise UserError(
-            f"{update.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
-            "base with simpletune merge, then use simpletune extract"
-        )
-    return update
-
-
-def difference(update: AnyUpdate, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-    """Return what an update adds to a weight."""
-    return update.difference(weight)
-
-
-def fits_weight(update: AnyUpdate, shape: Sequence[int]) -> bool:
-    """Whether an update fits a weight of this shape (o, i); OFT files do not tell the inputs."""
-    outputs, inputs = update.shape
-    return (outputs, inputs or shape[1]) == (shape[0], shape[1])
 
 
 def _halves(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.base_reader import BaseReader
+from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
 from simpletune.adapters.files.header import TensorEntry
-from simpletune.adapters.files.lokr_loha import AnyUpdates, difference, fits_weight
+from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
+from simpletune.adapters.methods.layers import FLOATS
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
@@ -24,8 +25,6 @@ from simpletune.system.model_folder import NAMES
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 
-KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PREFIX = "model.diffusion_model."
 
 
@@ -56,7 +55,7 @@ class Merger:
         UserError: the base lacks a layer, or has it with another shape.
     """
 
-    def __init__(self, base: BaseReader, loras: Sequence[tuple[AnyUpdates, float]], dtype: str | None):
+    def __init__(self, base: BaseReader, loras: Sequence[tuple[Updates, float]], dtype: str | None):
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
@@ -70,7 +69,7 @@ class Merger:
             )
         for updates, _ in loras:
             for name, update in split_text(updates)[0].items():
-                if not fits_weight(update, linears[name]):
+                if not update.fits(linears[name]):
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
                         f"{list(linears[name])}. The LoRA belongs to another model"
@@ -78,7 +77,7 @@ class Merger:
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor in the output, by safetensors' name."""
-        return KINDS[self._dtype] if self._dtype else self.base.kinds[name]
+        return KINDS[FLOATS[self._dtype]] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
         """Compute one merged tensor in its output type."""
@@ -94,7 +93,7 @@ class Merger:
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
-                delta += strength * difference(updates[layer], exact.flatten(1)).view_as(delta)
+                delta += strength * updates[layer].difference(exact.flatten(1)).view_as(delta)
         exact = exact + delta
         merged = _cast(layer, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())
@@ -109,7 +108,7 @@ class Merger:
         """
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
-        if kind not in TYPES or not fits_weight(update, shape):
+        if kind not in TYPES or not update.fits(shape):
             raise UserError(
                 f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
                 "belongs to another model. Leave its text encoders out: --denoiser-only"

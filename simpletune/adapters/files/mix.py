@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from simpletune.adapters.files.lokr_loha import AnyUpdates, as_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.updates import LoraUpdate, Updates
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError
 from simpletune.system.rng import random_key
@@ -37,7 +36,7 @@ class Recipe:
     seed: int = 0
 
 
-def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, LoraUpdate]:
+def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, LoraUpdate]:
     """Mix several LoRAs into one.
 
     ``cat`` is the exact sum of their deltas, with the sum of their ranks; ``svd`` is the best approximation of that sum
@@ -59,7 +58,7 @@ def mix(loras: Sequence[tuple[AnyUpdates, float]], recipe: Recipe) -> dict[str, 
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(as_lora(updates[name]), weight) for updates, weight in loras if name in updates]
+        parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})

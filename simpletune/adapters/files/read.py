@@ -11,10 +11,10 @@ from torch import Tensor
 from simpletune.adapters.files.detect_model import SD15
 from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, limit_blocks
 from simpletune.adapters.files.header import LoraHeader, Module, open_lora
-from simpletune.adapters.files.lokr_loha import AnyUpdate, LohaUpdate, LokrUpdate
+from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate
 from simpletune.adapters.files.module_kind import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.settings import DAMAGED
-from simpletune.adapters.files.updates import LoraUpdate, split, swap_halves
+from simpletune.adapters.files.updates import LoraUpdate, Update, split
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames
 from simpletune.models.shared.text_layers import is_text
@@ -23,7 +23,7 @@ from simpletune.system.options import UserError
 READ = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_lora(file: Path) -> dict[str, AnyUpdate]:
+def read_lora(file: Path) -> dict[str, Update]:
     """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
 
     Args:
@@ -41,7 +41,7 @@ def read_lora(file: Path) -> dict[str, AnyUpdate]:
     return updates_of(open_lora(file))
 
 
-def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
+def updates_of(header: LoraHeader) -> dict[str, Update]:
     """Read the updates of a file whose header has been checked.
 
     Raises:
@@ -49,7 +49,7 @@ def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, AnyUpdate] = {}
+    found: dict[str, Update] = {}
     try:
         opened = safe_open(header.file, framework="pt")
     except SafetensorError as error:
@@ -74,11 +74,11 @@ def updates_of(header: LoraHeader) -> dict[str, AnyUpdate]:
                 if part is not None:
                     names = _original_names(header, layer)
                     swapped = names is not None and names.halves_swapped(layer, *part.shape)
-                    found[layer] = _swapped(part) if swapped else part
+                    found[layer] = part.swapped() if swapped else part
     return found
 
 
-def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[AnyUpdate | None]:
+def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[Update | None]:
     """Return the updates of a module's layers."""
     count, scale = len(module.layers), header.scale(module)
     if module.kind == LORA:
@@ -129,7 +129,3 @@ def _original_names(header: LoraHeader, layer: str) -> LoraNames | None:
 def _is_pointwise(header: LoraHeader, module: Module) -> bool:
     """Whether a module without a 4-D factor is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
     return header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out"))
-
-
-def _swapped(update: AnyUpdate) -> AnyUpdate:
-    return swap_halves(update) if isinstance(update, LoraUpdate) else update.swapped()

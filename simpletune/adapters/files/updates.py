@@ -1,23 +1,113 @@
-"""Low-rank update of one linear layer or 1x1 convolution, and its conversion between layouts.
+"""Interface of updates of one layer in a file; LoRA's, and its conversion between layouts.
 
 Shapes: o outputs, i inputs, r rank.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.adapters.files.module_kind import LORA
 from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.shared.lora_names import DOWN, UP
+from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from simpletune.adapters.methods.layers import UpdateLayer
+
+
+class Update(ABC):
+    """How a file changes one linear layer or 1x1 convolution. Members are frozen dataclasses of the file's tensors."""
+
+    kind: ClassVar[str]
+    """LoRA, LoKr, LoHa, DoRA or OFT."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(o, i), the shape of the layer's weight; i is 0 if the file does not tell it."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Largest rank that the update can have: the rank of an equivalent LoRA."""
+
+    @property
+    def dim(self) -> int | None:
+        """Number that readers divide alpha by; None: they ignore alpha."""
+        return self.rank
+
+    @property
+    def scale(self) -> float:
+        """The factor on the product of the factors."""
+        return 1.0
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the layer is a 1x1 convolution."""
+        return False
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the layer's weight may have this shape, (o, i) or (o, i, 1, 1)."""
+        outputs, inputs = self.shape
+        return (outputs, inputs or shape[1]) == (shape[0], shape[1])
+
+    def delta(self) -> Tensor:  # fp32 [o, i]
+        """Return the matrix that it adds to any weight.
+
+        Raises:
+            UserError: it depends on the weight.
+        """
+        raise self._dependent()
+
+    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+        """Return what it adds to a weight."""
+        return self.delta()
+
+    def plain(self) -> LoraUpdate:
+        """Return the equivalent LoRA, of rank ``rank``.
+
+        Raises:
+            UserError: it depends on the weight.
+        """
+        raise self._dependent()
+
+    def _dependent(self) -> UserError:
+        return UserError(
+            f"{self.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
+            "base with simpletune merge, then use simpletune extract"
+        )
+
+    @abstractmethod
+    def swapped(self) -> Update:
+        """Return the update with the halves of its outputs swapped (scale and shift)."""
+
+    def saved(self) -> tuple[dict[str, Tensor], float]:
+        """Return the factors for a file, by role, and alpha. Only of updates that do not depend on the weight."""
+        raise NotImplementedError
+
+    def layer(self, base: nn.Module, adapter: str) -> UpdateLayer:
+        """Wrap a frozen layer with this update. PEFT wraps those of LoRA.
+
+        Args:
+            base: the layer, or a layer that wraps it already.
+            adapter: the name by which the wrapping layer's ``scaling`` holds the strength.
+        """
+        raise NotImplementedError
+
+
+Updates = Mapping[str, Update]
+"""Updates of any kind by diffusers' layer name."""
 
 
 @dataclass(frozen=True)
-class LoraUpdate:
+class LoraUpdate(Update):
     """W + scale * up @ down.
 
     Args:
@@ -39,22 +129,28 @@ class LoraUpdate:
         return self.down.shape[0]
 
     @property
-    def dim(self) -> int:
-        """Number that readers divide alpha by: r."""
-        return self.rank
-
-    @property
     def shape(self) -> tuple[int, int]:
-        """(o, i), the shape of the layer's weight."""
+        """As for ``Update``."""
         return self.up.shape[0], self.down.shape[1]
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """Return the matrix added to the weight."""
+        """As for ``Update``."""
         return self.scale * (self.up.float() @ self.down.float())
 
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """Return what is added to a weight; here independent of it."""
-        return self.delta()
+    def plain(self) -> LoraUpdate:
+        """Return itself."""
+        return self
+
+    def swapped(self) -> LoraUpdate:
+        """As for ``Update``."""
+        return replace(self, up=exchanged_halves(self.up))
+
+    def saved(self) -> tuple[dict[str, Tensor], float]:
+        """As for ``Update``."""
+        factors = {DOWN: self.down, UP: self.up}
+        if self.pointwise:
+            factors = {role: factor[:, :, None, None] for role, factor in factors.items()}
+        return factors, self.scale * self.rank
 
     def folded(self) -> LoraUpdate:
         """Return the update with scale 1: the scale is folded into ``up``, in its type."""
@@ -62,19 +158,8 @@ class LoraUpdate:
             return self
         return replace(self, up=(self.up.float() * self.scale).to(self.up.dtype), scale=1.0)
 
-    def saved(self, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return a copy of a factor in the shape and type for a file."""
-        copy = factor.to(dtype or factor.dtype, copy=True)  # layers may share down
-        return copy[:, :, None, None] if self.pointwise else copy
 
-
-Updates = Mapping[str, LoraUpdate]
-"""Updates by diffusers' layer name."""
-
-
-def swap_halves(update: LoraUpdate) -> LoraUpdate:
-    """Swap the halves of the outputs (scale and shift)."""
-    return replace(update, up=exchanged_halves(update.up))
+LoraUpdates = Mapping[str, LoraUpdate]
 
 
 def fuse(parts: Sequence[LoraUpdate | None]) -> LoraUpdate:

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, lora_parts, magnitudes_of
+from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, magnitudes_of
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
 from simpletune.adapters.files.layouts import written
-from simpletune.adapters.files.lokr_loha import AnyUpdates, Structured
-from simpletune.adapters.files.updates import LoraUpdate, Updates, fuse, swap_halves
+from simpletune.adapters.files.lokr_loha import LokrUpdate
+from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates, fuse
+from simpletune.adapters.methods.layers import FLOATS
 from simpletune.models.lora_names import names_of, update_layout
-from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DOWN, UP, Layout, LoraNames
+from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def write_lora(
-    updates: AnyUpdates,
+    updates: Updates,
     file: Path,
     layout: str = "diffusers",
     dtype: str | None = None,
@@ -50,7 +51,7 @@ def write_lora(
         raise UserError(f"{file}: there are no updates to write")
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
-    kind = DTYPES[dtype] if dtype else None
+    kind = FLOATS[dtype] if dtype else None
     single = is_single_encoder(updates, metadata)
     updates, text = split_text(updates)
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
@@ -62,16 +63,12 @@ def write_lora(
             raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
         tensors = structured_tensors_of(others, kind) if others else {}
     elif others:
-        layer, update = max(others.items(), key=lambda each: each[1].rank)
-        raise UserError(
-            f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
-            "smaller one to approximate it, or use --format lycoris"
-        )
+        raise _needs_rank(*max(others.items(), key=lambda each: each[1].rank))
     else:
         tensors = {}
         if updates:
             chosen = written(updates, layout)
-            tensors = file_tensors({**low_rank, **lora_parts(dora)}, chosen, kind) if low_rank or dora else {}
+            tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
             tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
     tensors |= text_tensors_of(text, layout, single, kind)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -86,12 +83,28 @@ def write_lora(
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
+def _needs_rank(layer: str, update: Update) -> UserError:
+    return UserError(
+        f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
+        "smaller one to approximate it, or use --format lycoris"
+    )
+
+
+def _tensors_of(
+    update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
+) -> dict[str, Tensor]:
+    """Return an update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
+    factors, alpha = update.saved()
+    tensors = {key(role): factor.to(dtype or factor.dtype, copy=True) for role, factor in factors.items()}
+    return tensors | ({key(ALPHA): torch.tensor(alpha, dtype=torch.float32)} if with_alpha else {})
+
+
 def overflow(dtype: str | None) -> str:
     """Return the predicate of a message about a tensor whose values overflow a type."""
     return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
 
 
-def file_tensors(updates: Updates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file in a layout, by key.
 
     Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
@@ -106,16 +119,12 @@ def file_tensors(updates: Updates, layout: Layout, dtype: torch.dtype | None = N
         named = _with_one_alpha(named)
     tensors: dict[str, Tensor] = {}
     for module in sorted(named, key=natural_sort_key):
-        update = named[module]
-        tensors[layout.key(module, DOWN)] = update.saved(update.down, dtype)
-        tensors[layout.key(module, UP)] = update.saved(update.up, dtype)
-        if layout.alpha:
-            tensors[layout.key(module, ALPHA)] = torch.tensor(update.scale * update.rank, dtype=torch.float32)
+        tensors |= _tensors_of(named[module], partial(layout.key, module), dtype, layout.alpha)
     return tensors
 
 
 def text_tensors_of(
-    text: AnyUpdates, layout: str, single: bool = False, dtype: torch.dtype | None = None
+    text: Updates, layout: str, single: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of text encoders in a file, by key.
 
@@ -136,28 +145,18 @@ def text_tensors_of(
         if isinstance(update, DoraUpdate | OftUpdate):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
-            raise UserError(
-                f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
-                "smaller one to approximate it, or use --format lycoris"
-            )
-        factors, alpha = update.saved()
-        for name, factor in factors.items():
-            tensors[text_key(layer, name, layout, single)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
-        tensors[text_key(layer, ALPHA, layout, single)] = torch.tensor(alpha, dtype=torch.float32)
+            raise _needs_rank(layer, update)
+        tensors |= _tensors_of(update, partial(text_key, layer, layout=layout, single=single), dtype)
     with_alpha = layout != "diffusers"
-    named = _with_one_alpha(low_rank) if with_alpha and low_rank else {k: u.folded() for k, u in low_rank.items()}
+    named = _with_one_alpha(low_rank) if with_alpha else {k: u.folded() for k, u in low_rank.items()}
     for layer in sorted(named, key=natural_sort_key):
         if layer.startswith(f"{T5}.") and not with_alpha:
             raise UserError(f"{layer} is a layer of T5, whose LoRA diffusers does not load. Use --format kohya")
-        one = named[layer]
-        tensors[text_key(layer, DOWN, layout, single)] = one.saved(one.down, dtype)
-        tensors[text_key(layer, UP, layout, single)] = one.saved(one.up, dtype)
-        if with_alpha:
-            tensors[text_key(layer, ALPHA, layout, single)] = torch.tensor(one.scale * one.rank, dtype=torch.float32)
+        tensors |= _tensors_of(named[layer], partial(text_key, layer, layout=layout, single=single), dtype, with_alpha)
     return tensors
 
 
-def is_single_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
+def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
     """Whether updates are for a model with one text encoder (Stable Diffusion 1.5 or 2), by the layers of the denoiser;
     for text encoders only, by what the header says about the base."""
     denoiser, text = split_text(updates)
@@ -168,7 +167,7 @@ def is_single_encoder(updates: AnyUpdates, metadata: Mapping[str, str]) -> bool:
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
+def _by_encoder(text: Updates) -> dict[str, LoraUpdates]:
     """Return the LoRA updates of each text encoder, by the layers' names in it."""
     found: dict[str, dict[str, LoraUpdate]] = {}
     for layer, update in text.items():
@@ -178,7 +177,7 @@ def _by_encoder(text: AnyUpdates) -> dict[str, Updates]:
     return dict(found)
 
 
-def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def structured_tensors_of(updates: Updates, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the tensors of a LoKr or LoHa file by key: diffusers' layers under the names that ComfyUI reads.
 
     Raises:
@@ -188,21 +187,19 @@ def structured_tensors_of(updates: Mapping[str, Structured], dtype: torch.dtype 
     tensors: dict[str, Tensor] = {}
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
-        if not update.is_own:
+        if isinstance(update, LokrUpdate) and not update.is_own:
             raise UserError(
                 f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
                 "by a LoRA: --format kohya --rank 32"
             )
-        factors, alpha = update.saved()
-        for name, factor in factors.items():
-            tensors[layout.key(layer, name)] = factor.to(dtype or factor.dtype, copy=True).contiguous()
-        tensors[layout.key(layer, ALPHA)] = torch.tensor(alpha, dtype=torch.float32)
+        tensors |= _tensors_of(update, partial(layout.key, layer), dtype)
     return tensors
 
 
-def _with_one_alpha(updates: Updates) -> dict[str, LoraUpdate]:
+def _with_one_alpha(updates: LoraUpdates) -> dict[str, LoraUpdate]:
     """Give every update the most common alpha (scale x rank), and scale the second factor of the others to match."""
-    common = Counter(update.scale * update.rank for update in updates.values()).most_common(1)[0][0]
+    alphas = Counter(update.scale * update.rank for update in updates.values())
+    common = alphas.most_common(1)[0][0] if alphas else 1.0
     found = {}
     for layer, update in updates.items():
         factor = update.scale * update.rank / common
@@ -211,7 +208,7 @@ def _with_one_alpha(updates: Updates) -> dict[str, LoraUpdate]:
     return found
 
 
-def in_original_names(updates: Updates, names: LoraNames) -> dict[str, LoraUpdate]:
+def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraUpdate]:
     """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ.
 
     Raises:
@@ -227,13 +224,13 @@ def in_original_names(updates: Updates, names: LoraNames) -> dict[str, LoraUpdat
                 f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
             ) from None
         if third is None:
-            found[module] = swap_halves(update) if names.halves_swapped(layer, *update.shape) else update
+            found[module] = update.swapped() if names.halves_swapped(layer, *update.shape) else update
         else:
             thirds.setdefault(module, [None, None, None])[third] = update
     return found | {module: fuse(parts) for module, parts in thirds.items()}
 
 
-def _adapter_metadata(groups: Mapping[str, Updates]) -> dict[str, str]:
+def _adapter_metadata(groups: Mapping[str, LoraUpdates]) -> dict[str, str]:
     """Build PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every
     alpha.
 
@@ -249,7 +246,7 @@ def _adapter_metadata(groups: Mapping[str, Updates]) -> dict[str, str]:
     return {ADAPTER_METADATA: json.dumps(flat)}
 
 
-def _settings(updates: Updates) -> Json:
+def _settings(updates: LoraUpdates) -> Json:
     ranks = {layer: update.rank for layer, update in updates.items()}
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}

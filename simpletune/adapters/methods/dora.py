@@ -45,17 +45,11 @@ class Dora(Lora):
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""
-        import torch
-
         from simpletune.adapters.methods.dora_layers import DoraLayer
-        from simpletune.adapters.methods.layers import layer_shapes, wrap
-        from simpletune.system.rng import reseed_global
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
 
-        model.requires_grad_(False)
-        reseed_global(seed, "adapter")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        for name in self.modules({f"{name}.weight": shape for name, shape in layer_shapes(model).items()}):
-            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, dtype)
+        for name in self.modules(freeze_for_updates(model, seed)):
+            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype])
             wrap(model, name, layer.with_dropout(self.dropout, self.rank_dropout, self.module_dropout))
 
     def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -107,18 +107,12 @@ class Hypernetwork(TrainingMethod):
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and put new networks before its projections."""
-        import torch
-
         from simpletune.adapters.methods.hypernetwork_layer import put_before
         from simpletune.adapters.methods.hypernetworks.network import random_networks
-        from simpletune.adapters.methods.layers import layer_shapes
-        from simpletune.system.rng import reseed_global
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
 
-        model.requires_grad_(False)
-        reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        put_before(model, {width: random_networks(width, self.structure, dtype) for width in self.chosen(shapes)})
+        widths, dtype = self.chosen(freeze_for_updates(model, seed)), FLOATS[self.dtype]
+        put_before(model, {width: random_networks(width, self.structure, dtype) for width in widths})
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
         """Leave the networks out within this context, which restores the exact base model."""

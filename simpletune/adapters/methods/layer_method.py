@@ -57,18 +57,12 @@ class LayerMethod(TargetedMethod):
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
-        import torch
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
 
-        from simpletune.adapters.methods.layers import layer_shapes, wrap
-        from simpletune.system.rng import reseed_global
-
-        model.requires_grad_(False)
-        reseed_global(seed, "adapter")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-        sides = layer_shapes(model)
-        for name in self.modules({f"{name}.weight": shape for name, shape in sides.items()}):
-            factors = self.initialised(*sides[name][:2])
-            cast = {factor: tensor.to(dtype) for factor, tensor in factors.items()}
+        shapes = freeze_for_updates(model, seed)
+        for name in self.modules(shapes):
+            factors = self.initialised(*shapes[f"{name}.weight"][:2])
+            cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
             wrap(model, name, self.layer(model.get_submodule(name), cast))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:

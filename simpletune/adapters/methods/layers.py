@@ -13,8 +13,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from simpletune.engine.tensors import all_tensors
+from simpletune.system.rng import reseed_global
 
 ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Types by their names in options."""
 
 
 class UpdateLayer(nn.Module):
@@ -90,6 +93,17 @@ def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the layers that can have an update, by name."""
     found = {name: shape_of(module) for name, module in model.named_modules()}
     return {name: shape for name, shape in found.items() if shape is not None}
+
+
+def freeze_for_updates(model: nn.Module, seed: int) -> dict[str, tuple[int, ...]]:
+    """Freeze a model, and seed the global generator, from which an adapter draws its first values.
+
+    Returns:
+        The shapes of the weights that can have an update, by parameter name.
+    """
+    model.requires_grad_(False)
+    reseed_global(seed, "adapter")
+    return {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}
 
 
 def all_layers(model: nn.Module) -> Iterator[tuple[str, UpdateLayer | BaseTunerLayer]]:

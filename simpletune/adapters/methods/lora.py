@@ -77,24 +77,19 @@ class Lora(TargetedMethod):
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
-        import torch
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.methods.layers import layer_shapes
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
         from simpletune.adapters.methods.lora_layers import compute_in_output_type, drop_ranks
-        from simpletune.system.rng import reseed_global
 
-        model.requires_grad_(False)
-        reseed_global(seed, "adapter")
-        shapes = {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.scale * self.rank,
             lora_dropout=self.dropout,
-            target_modules=self.modules(shapes),
+            target_modules=self.modules(freeze_for_updates(model, seed)),
         )
         inject_adapter_in_model(config, model)
-        compute_in_output_type(model, {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype])
+        compute_in_output_type(model, FLOATS[self.dtype])
         if self.rank_dropout or self.module_dropout:
             drop_ranks(model, self.rank_dropout, self.module_dropout)
 

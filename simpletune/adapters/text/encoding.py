@@ -20,8 +20,8 @@ from simpletune.adapters.text.placeholders import expand, occurs, positions, tok
 from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, embedding_digest
 from simpletune.adapters.text.updated_encoders import UpdatedT5Tensors, add_updates, replaced_rows
 from simpletune.models.families import Model
-from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import BATCH, Prompts, TextEncoder, pack, token_ids, unpack
+from simpletune.models.shared.parts import TextEncoder, load_text_model
+from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, token_ids, unpack
 from simpletune.models.shared.text_layers import T5, encoder_of
 from simpletune.system.options import UserError, join_names
 
@@ -163,18 +163,12 @@ class TextEncoding:
     def _run_clip(
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        from accelerate import init_empty_weights
-        from transformers import CLIPTextModelWithProjection
-
-        part = self.prompts.part(encoder.model)
-        with init_empty_weights():
-            projected = isinstance(self.model.empty_clip(part.config()), CLIPTextModelWithProjection)
-        clip = load_text_model(part, self.dtype, projected)
+        clip = load_text_model(self.prompts.part(encoder.model), self.dtype, encoder.projected)
         add_updates(clip, self._updates(encoder), encoder.name)
         clip = clip.eval().to(device)
         for prompt, own in zip(ids.split(1), rows, strict=True):
             with replaced_rows(clip.get_input_embeddings(), own):
-                yield from self.model.clip_outputs(clip, prompt, device, 1)
+                yield from clip_outputs(encoder, clip, prompt, device, 1)
 
     def _run_t5(
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device

@@ -16,7 +16,8 @@ from torch import Tensor
 from simpletune.adapters.text.option import Text
 from simpletune.adapters.text.placeholders import expand, positions, tokens_of
 from simpletune.models.families import Model
-from simpletune.models.shared.prompts import Prompts, TextEncoder, token_ids
+from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.prompts import Prompts, token_ids
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from simpletune.adapters.files.updates import Update, Updates
 from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.system.options import UserError
-
-
-class LayerUpdate(Protocol):
-    """An update of one linear layer."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, i)."""
-
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """The difference that it adds to a weight."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +26,7 @@ class AppliedText:
     """
 
     name: str
-    updates: Mapping[str, LayerUpdate] = field(compare=False, repr=False)
+    updates: Updates = field(compare=False, repr=False)
     strength: float = 1.0
     digest: str = ""
 
@@ -87,5 +74,5 @@ def embedding_digest(embedding: EmbeddingFile) -> str:
     return digest.hexdigest()[:32]
 
 
-LayerUpdates = dict[str, list[tuple[LayerUpdate, AppliedText]]]
+LayerUpdates = dict[str, list[tuple[Update, AppliedText]]]
 """The updates of an encoder's layers, by their names in the published checkpoint, each with its source."""

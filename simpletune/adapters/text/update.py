@@ -19,6 +19,7 @@ from simpletune.adapters.text.inputs import TextInputs
 from simpletune.adapters.text.option import Text
 from simpletune.models.families import Model
 from simpletune.models.shared.family_facts import TextRegion
+from simpletune.models.shared.prompts import clip_output
 
 NAME = "text"
 """Its name in the denoiser."""
@@ -41,6 +42,7 @@ class TextUpdate(nn.Module):
     def __init__(self, text: Text, model: Model, vectors: Mapping[str, Tensor], encoders: Mapping[str, nn.Module]):
         super().__init__()
         self.option, self.family = text, model
+        self._clip = {encoder.name: encoder for encoder in model.clip}
         self.regions: Mapping[str, TextRegion] = model.text_regions()
         self.embeddings = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in vectors.items()})
         self.encoders = nn.ModuleDict(dict(encoders))
@@ -135,7 +137,7 @@ class TextUpdate(nn.Module):
         """Run an encoder, with the vectors among its input embeddings if they are trained there."""
         self._slots = inputs.slots if self.enabled and self.at_input else {}
         try:
-            return self.family.clip_output(self.encoders[name], inputs.ids[name])
+            return clip_output(self._clip[name], self.encoders[name], inputs.ids[name])
         finally:
             self._slots = {}
 

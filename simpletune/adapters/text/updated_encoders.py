@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.text.side import AppliedText, LayerUpdate, LayerUpdates
+from simpletune.adapters.files.updates import Update
+from simpletune.adapters.text.side import AppliedText, LayerUpdates
 from simpletune.models.shared.t5_layers import EMBEDDINGS, Tensors
 from simpletune.system.options import UserError, join_names
 
@@ -74,13 +75,13 @@ def add_updates(clip: nn.Module, updates: LayerUpdates, encoder: str) -> None:
         layer.weight.copy_(_changed(f"{name} of {encoder}", layer.weight, each))
 
 
-def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[LayerUpdate, AppliedText]]) -> Tensor:
+def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, AppliedText]]) -> Tensor:
     """A weight with its updates, in its own type."""
     exact = weight.detach().float()
     changed = exact.clone()
     for update, lora in updates:
-        outputs, inputs = update.shape
-        if (outputs, inputs or exact.shape[1]) != tuple(exact.shape):
+        if not update.fits(exact.shape):
+            outputs, inputs = update.shape
             raise UserError(
                 f"{lora.name}: {layer} has {inputs} inputs and {outputs} outputs; this model has {exact.shape[1]} and "
                 f"{exact.shape[0]}. It belongs to another model"

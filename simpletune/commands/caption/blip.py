@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
-from simpletune.models.shared.transformers_folder import ModelFolder
-from simpletune.system.options import Json
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.image_processing_backends import PilBackend
+    from transformers import PreTrainedModel
 
 PROMPT_TOKENS = 16
 
@@ -23,21 +20,9 @@ PROMPT_TOKENS = 16
 class Blip(Captioner):
     """BLIP, such as Salesforce/blip-image-captioning-large."""
 
+    names: ClassVar[Mapping[str, str]] = {"blip": "Blip"}
+    processor_name = "Blip"  # squashes pictures to a square
     own_prompt = ""
-
-    @staticmethod
-    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """Return BLIP's classes."""
-        from transformers import BlipConfig, BlipForConditionalGeneration
-
-        return BlipForConditionalGeneration, BlipConfig
-
-    @staticmethod
-    def processor_of(place: ModelFolder) -> PilBackend:
-        """Return BLIP's own, which squashes pictures to a square."""
-        from transformers import BlipImageProcessorPil
-
-        return processor_in(place, BlipImageProcessorPil)
 
     @staticmethod
     def shape(model: PreTrainedModel) -> CaptionerSizes:

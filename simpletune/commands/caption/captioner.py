@@ -6,7 +6,7 @@ Legend: n pictures in a batch, t tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -55,6 +55,10 @@ class Captioner(ABC):
         UserError: the folder lacks a tokenizer or a preprocessor_config.json, or the kind does not accept the prompt.
     """
 
+    names: ClassVar[Mapping[str, str]]
+    """How transformers' classes begin, by the ``model_type`` of a config.json."""
+    processor_name: ClassVar[str]
+    """How the class of its image processor begins."""
     own_prompt: ClassVar[str]
     continues: ClassVar[bool] = True
     """Whether the caption continues the prompt's tokens rather than being decoded separately."""
@@ -65,15 +69,30 @@ class Captioner(ABC):
         self.tokenizer = place.tokenizer(padding_side="left")
         self.processor = self.processor_of(place)
 
-    @staticmethod
-    @abstractmethod
-    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+    @classmethod
+    def classes(cls, config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
         """Return the classes of model and configuration for the content of a config.json."""
+        import transformers
 
-    @staticmethod
-    @abstractmethod
-    def processor_of(place: ModelFolder) -> PilBackend:
-        """Return the image processor for Pillow images."""
+        name = cls.names[config["model_type"]]
+        return getattr(transformers, f"{name}ForConditionalGeneration"), getattr(transformers, f"{name}Config")
+
+    @classmethod
+    def processor_of(cls, place: ModelFolder) -> PilBackend:
+        """Load the folder's image processor in the form that needs no torchvision.
+
+        Raises:
+            UserError: the folder has no preprocessor_config.json, or it is damaged.
+        """
+        import transformers
+
+        kind: type[PilBackend] = getattr(transformers, f"{cls.processor_name}ImageProcessorPil")
+        with quiet():
+            try:
+                return kind.from_pretrained(place.folder, local_files_only=True)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = str(error).splitlines()[0]
+                raise place.damaged(f"has no usable preprocessor_config.json ({reason})") from None
 
     @staticmethod
     @abstractmethod
@@ -144,18 +163,3 @@ class Captioner(ABC):
         """Return the tokens that end a caption."""
         end = self.model.generation_config.eos_token_id
         return set(end) if isinstance(end, list) else {end}
-
-
-def processor_in(place: ModelFolder, kind: type[PilBackend]) -> PilBackend:
-    """Load a folder's image processor in the form that needs no torchvision.
-
-    Raises:
-        UserError: the folder has no preprocessor_config.json, or it is damaged.
-    """
-    with quiet():
-        try:
-            processor: PilBackend = kind.from_pretrained(place.folder, local_files_only=True)
-            return processor
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
-            raise place.damaged(f"has no usable preprocessor_config.json ({reason})") from None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.options import Json, UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.image_processing_backends import PilBackend
 
 TASKS = {  # by task, the sentence that the model was trained on (arXiv:2311.06242, appendix)
     "<CAPTION>": "What does the image describe?",
@@ -28,6 +27,8 @@ PROMPT_TOKENS = 16
 class Florence(Captioner):
     """Florence-2 in transformers' own classes, such as florence-community/Florence-2-base."""
 
+    names: ClassVar[Mapping[str, str]] = {"florence2": "Florence2"}
+    processor_name = "CLIP"  # squashes pictures to a square
     own_prompt = "<DETAILED_CAPTION>"
     continues = False
 
@@ -38,28 +39,19 @@ class Florence(Captioner):
                 f"--prompt {self.prompt!r}: Florence-2 knows tasks, not questions. Use one of {', '.join(TASKS)}"
             )
 
-    @staticmethod
-    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """Return Florence-2's classes.
+    @classmethod
+    def classes(cls, config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
+        """As for ``Captioner``.
 
         Raises:
             UserError: the folder is of the first release, which brings its own code.
         """
-        from transformers import Florence2Config, Florence2ForConditionalGeneration
-
         if "auto_map" in config or "dim_embed" in (config.get("vision_config") or {}):
             raise UserError(
                 "--model: this Florence-2 is of the first release, which runs code from its folder. Use one in "
                 "transformers' own form, such as florence-community/Florence-2-base"
             )
-        return Florence2ForConditionalGeneration, Florence2Config
-
-    @staticmethod
-    def processor_of(place: ModelFolder) -> PilBackend:
-        """Return CLIP's, which squashes pictures to a square."""
-        from transformers import CLIPImageProcessorPil
-
-        return processor_in(place, CLIPImageProcessorPil)
+        return super().classes(config)
 
     @staticmethod
     def shape(model: PreTrainedModel) -> CaptionerSizes:

@@ -20,18 +20,11 @@ from simpletune.engine.tensors import all_tensors, move_own_tensors
 from simpletune.models.shared.transformers_folder import ModelFolder, find_folder
 from simpletune.models.shared.weights import put_module
 from simpletune.system.model_folder import fingerprint
-from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KINDS: dict[str, type[Captioner]] = {
-    "florence2": Florence,
-    "blip": Blip,
-    "qwen2_vl": Qwen,
-    "qwen2_5_vl": Qwen,
-    "qwen3_vl": Qwen,
-}
+KINDS: dict[str, type[Captioner]] = {name: kind for kind in (Florence, Blip, Qwen) for name in kind.names}
 """The class of each ``model_type`` in a config.json."""
 
 EXAMPLES = "florence-community/Florence-2-base, Qwen/Qwen3-VL-4B-Instruct or Salesforce/blip-image-captioning-large"
@@ -82,10 +75,7 @@ def find_captioner(name: str) -> CaptionerInfo:
         UserError: there is no such model, its kind is unknown, or it has no safetensors.
     """
     place = find_folder(name, "--model", "model", "florence-community/Florence-2-base")
-    found = place.config().get("model_type")
-    if not isinstance(found, str) or found not in KINDS:
-        known = ", ".join(KINDS)
-        raise UserError(f"--model: {place.folder} is a {found} model. Use one of {known}, such as {EXAMPLES}")
+    found = place.model_type(KINDS, EXAMPLES)
     place.refuse_pickles()
     return CaptionerInfo(place, KINDS[found], fingerprint(place.folder))
 

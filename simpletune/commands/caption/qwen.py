@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.caption.captioner import Captioner, CaptionerSizes, processor_in
+from simpletune.commands.caption.captioner import Captioner, CaptionerSizes
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system import strict_json
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.image_processing_backends import PilBackend
 
 MAX_PIXELS = 1024 * 1024
@@ -26,6 +26,8 @@ PROMPT_TOKENS = 64
 class Qwen(Captioner):
     """Qwen-VL, such as Qwen/Qwen3-VL-4B-Instruct."""
 
+    names: ClassVar[Mapping[str, str]] = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+    processor_name = "Qwen2VL"
     own_prompt = (
         "Write a caption for this picture in one or two plain sentences: the subject first, then what it does, its "
         "surroundings, the light and the style. Answer with the caption only."
@@ -36,20 +38,10 @@ class Qwen(Captioner):
         if self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = _template(place)
 
-    @staticmethod
-    def classes(config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """Return the classes of the model's generation."""
-        import transformers
-
-        name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[config["model_type"]]
-        return getattr(transformers, f"{name}ForConditionalGeneration"), getattr(transformers, f"{name}Config")
-
-    @staticmethod
-    def processor_of(place: ModelFolder) -> PilBackend:
-        """Return Qwen2-VL's, which keeps a picture's aspect ratio, rounded to whole patches."""
-        from transformers import Qwen2VLImageProcessorPil
-
-        processor = processor_in(place, Qwen2VLImageProcessorPil)
+    @classmethod
+    def processor_of(cls, place: ModelFolder) -> PilBackend:
+        """As for ``Captioner``: keeps a picture's aspect ratio, rounded to whole patches, within ``MAX_PIXELS``."""
+        processor = super().processor_of(place)
         size = processor.size
         processor.size = {
             "shortest_edge": size["shortest_edge"], "longest_edge": min(size["longest_edge"], MAX_PIXELS)

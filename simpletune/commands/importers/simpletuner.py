@@ -20,7 +20,7 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.commands.importers.unsupported_keys import SIMPLETUNER
 from simpletune.config.run_name import run_name
-from simpletune.models.sd3.shapes import SD35_MEDIUM
+from simpletune.models.sd3.files import SD35_MEDIUM
 from simpletune.system.options import Json
 
 TITLE = "SimpleTuner"

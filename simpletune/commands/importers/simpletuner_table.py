@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletune.commands.importers.translation import KeyRule, as_text, boolean, number, whole_number
-from simpletune.models.sd3.shapes import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM
+from simpletune.models.sd3.files import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM
 
 KEYS = {
     "model_family",

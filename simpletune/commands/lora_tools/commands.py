@@ -17,8 +17,7 @@ from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, join_names, plural
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.lokr_loha import AnyUpdates
-    from simpletune.adapters.files.updates import LoraUpdate
+    from simpletune.adapters.files.updates import LoraUpdate, Updates
 
 A1111 = "a1111"  # format of hypernetworks
 
@@ -36,7 +35,7 @@ def export(args: argparse.Namespace) -> Path:
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
     require_new(out, args.overwrite)
-    updates: AnyUpdates = updates_of(header)
+    updates: Updates = updates_of(header)
     lost = None
     if args.rank is not None or args.energy is not None:
         updates, lost = approximate_as_lora(updates, args)
@@ -52,7 +51,7 @@ def export(args: argparse.Namespace) -> Path:
     return written
 
 
-def approximate_as_lora(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
+def approximate_as_lora(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
     """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
 
     Raises:
@@ -68,13 +67,12 @@ def approximate_as_lora(updates: AnyUpdates, args: argparse.Namespace) -> tuple[
     return resized_all(updates, args)
 
 
-def resized_all(updates: AnyUpdates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
+def resized_all(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
     """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
     from simpletune.adapters.files.factors import resize_update
-    from simpletune.adapters.files.lokr_loha import delta_of
 
     changed = {layer: resize_update(update, args.rank, args.energy) for layer, update in updates.items()}
-    whole = sum(float(delta_of(update).double().square().sum()) for update in updates.values())
+    whole = sum(float(update.delta().double().square().sum()) for update in updates.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     return {layer: update for layer, (update, _) in changed.items()}, lost
 
@@ -184,7 +182,7 @@ def extract(args: argparse.Namespace) -> Path:
     return written
 
 
-def write_lora_file(updates: AnyUpdates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
+def write_lora_file(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
     """Write a LoRA file and describe it."""
     from simpletune.adapters.files.write import is_single_encoder, write_lora
 
@@ -197,7 +195,7 @@ def write_lora_file(updates: AnyUpdates, out: Path, args: argparse.Namespace, me
     return written
 
 
-def ranks_of(updates: AnyUpdates) -> str:
+def ranks_of(updates: Updates) -> str:
     """Format the rank, or the smallest and the largest."""
     ranks = sorted({update.rank for update in updates.values()})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

@@ -22,7 +22,7 @@ from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.header import LoraHeader
-    from simpletune.adapters.files.lokr_loha import AnyUpdates
+    from simpletune.adapters.files.updates import Updates
 
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
@@ -31,7 +31,7 @@ MEDIUM_3 = SD3_WIDTHS[1536]
 SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
 
 
-def header_of(updates: AnyUpdates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
+def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
     """Build the header's strings.
 
     Args:

@@ -19,8 +19,8 @@ from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
-from simpletune.models.families import Model
-from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.prompts import BATCH, clip_outputs, empty_clip
 from simpletune.models.shared.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.stages.step.synthetic import CPU
 
@@ -97,8 +97,8 @@ def text_snapshots(
             t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
             size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0, recorder)
         else:
-            clip = config.model.empty_clip(part.config()).eval().to(dtype)
-            size, snapshot = bytes_in_16_bit(clip), of_clip(config.model, clip, recorder)
+            clip = empty_clip(encoder, part.config()).eval().to(dtype)
+            size, snapshot = bytes_in_16_bit(clip), of_clip(encoder, clip, recorder)
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
@@ -107,12 +107,12 @@ def layers_of(encoder: nn.Module) -> list[nn.Module]:
     return [layer for each in encoder.modules() if isinstance(each, nn.ModuleList) for layer in each]
 
 
-def of_clip(model: Model, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
+def of_clip(encoder: TextEncoder, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a CLIP encoder over two batches of prompts; the first batch's outputs live until the second's exist."""
     with accounting_of(all_tensors(clip), recorder) as accounting:
         count_equal(layers_of(clip))
         ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-        for _ in model.clip_outputs(clip, ids, CPU, BATCH):
+        for _ in clip_outputs(encoder, clip, ids, CPU, BATCH):
             pass
     return accounting.peak
 

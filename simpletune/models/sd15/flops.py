@@ -16,16 +16,7 @@ from simpletune.models.shared.model_config import ModelConfig
 def unet_flops(
     config: ModelConfig, trained: TrainedParameters, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
-    """Count the operations of one micro-batch.
-
-    Args:
-        config: the UNet's ``config.json``.
-        trained: the trained parameters.
-        size: (width, height) of the pictures in pixels.
-        batch: b.
-        text: t.
-        checkpointed: number of units, from the first, that are recomputed if the backward pass reaches them.
-    """
+    """Count the operations of one micro-batch with t = ``text`` tokens; see ``Family.flops``."""
     count = Count(parameter_shapes(config), trained)
 
     def rows(halvings: int) -> int:

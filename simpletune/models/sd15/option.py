@@ -23,9 +23,9 @@ from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
-from simpletune.models.shared.parts import Part
+from simpletune.models.shared.parts import Part, TextEncoder
 from simpletune.models.shared.single_file import FileLayout, open_file
-from simpletune.models.shared.sources import is_single_file, provider
+from simpletune.models.shared.sources import is_single_file
 from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd15.text import ClipPrompts
-    from simpletune.models.shared.denoiser import Denoiser
-    from simpletune.models.shared.prompts import TextEncoder
-    from simpletune.models.shared.weights import TensorSource
 
 TOKENS = 77
 LARGEST_SIDE = 4096  # the UNet has no position limit; self-attention takes 2^36 products per head here
@@ -69,7 +66,6 @@ class SD15(Family):
 
     title: ClassVar[str] = LAYOUT.family
     denoiser: ClassVar[str] = "unet"
-    part_titles: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIP", "vae": "autoencoder (VAE)"}
     layout: ClassVar[FileLayout] = LAYOUT
     scheduler_tells: ClassVar[bool] = True
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
@@ -77,7 +73,10 @@ class SD15(Family):
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
     objective: ClassVar[str] = "ddpm"
-    clip_encoders: ClassVar[Sequence[str]] = ("clip",)
+    clip: ClassVar[Sequence[TextEncoder]] = (TextEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
+    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+    after_units: ClassVar[str] = "conv_norm_out"
+    starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
     )
@@ -105,31 +104,16 @@ class SD15(Family):
     @property
     def text_example(self) -> str:
         """Return a Hub name with tokenizer, text encoder and scheduler of the single file's version."""
-        return SD2_EXAMPLES if self._file_version() == "sd2" else SD15_NAME
-
-    def _file_version(self) -> str | None:
-        """Return the version of a single file; None for other sources."""
         single = is_single_file(self.pretrained)
-        return version_of(open_file(Path(self.pretrained), LAYOUT)) if single else None
+        return SD2_EXAMPLES if single and self.file_version() == "sd2" else SD15_NAME
 
-    def known_part(self, name: str) -> Part:
-        """Locate a part's configuration; does not download those that ship with this package."""
-        version = HUB_NAMES.get(provider(self, name)[1] or "", "")
-        config = bundled_configs().get(version, {}).get(name)
-        return self.part(name) if config is None else Part(name, None, bundled=config)
+    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
+        """Those of 1.5, 2 and 2 base."""
+        return bundled_configs()
 
-    def part_names(self) -> list[str]:
-        """Return the names of all parts that the model needs."""
-        return ["scheduler", "unet", "vae", "tokenizer", "text_encoder"]
-
-    def bundled(self, part: str) -> ModelConfig | None:
-        """Return the configuration of a part other than UNet and tokenizer, for a single file's version."""
-        version = None if part == "unet" else self._file_version()
-        return None if version is None else bundled_configs()[version].get(part)
-
-    def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """Return the UNet's ``config.json`` of a known Hub name."""
-        return bundled_configs().get(HUB_NAMES.get(hub_name, ""), {}).get("unet")
+    def file_version(self) -> str:
+        """Return sd15 or sd2, by the shapes or the text encoder in the file."""
+        return version_of(open_file(Path(self.pretrained), LAYOUT))
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """Return the UNet's ``config.json``.
@@ -197,53 +181,9 @@ class SD15(Family):
         """Count the operations of one micro-batch."""
         return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)
 
-    def empty_model(self, config: ModelConfig) -> Denoiser:
-        """Build the UNet on the meta device."""
-        from simpletune.models.sd15.unet import empty_unet
-
-        return empty_unet(config)
-
-    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
-        """Random weights."""
-        from simpletune.models.sd15.unet import RandomUNetTensors
-
-        return RandomUNetTensors(config, seed)
-
-    def empty_tensors(self, config: ModelConfig) -> TensorSource:
-        """Uninitialised weights."""
-        from simpletune.models.shared.weights import EmptyTensors
-
-        return EmptyTensors(parameter_shapes(config))
-
     def describe_text(self) -> str:
         """Describe the text encoder in use."""
         return "CLIP"
-
-    def encoders(self) -> tuple[TextEncoder, ...]:
-        """Return CLIP-L (1.x) or OpenCLIP-H (2.x)."""
-        from simpletune.models.shared.prompts import TextEncoder
-
-        return (TextEncoder("clip", "tokenizer", "text_encoder"),)
-
-    def empty_clip(self, config: ModelConfig) -> nn.Module:
-        """Build the text encoder, which has no projection."""
-        from transformers import CLIPTextConfig, CLIPTextModel
-
-        return CLIPTextModel(CLIPTextConfig.from_dict(config))
-
-    def clip_outputs(
-        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Return the last hidden states."""
-        from simpletune.models.sd15.text import last_hidden_states
-
-        return last_hidden_states(model, ids, device, batch_size)
-
-    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """Return the last hidden state."""
-        from simpletune.models.sd15.text import clip_output
-
-        return clip_output(model, ids)
 
     def text_regions(self) -> dict[str, TextRegion]:
         """Return the only encoder."""
@@ -270,9 +210,9 @@ class SD15(Family):
             dtype: the type of the activations. The time keeps its own: bf16 and fp16 cannot represent every integer up
                 to 999.
         """
-        from simpletune.models.sd15.unet import predict
-
-        return predict(model, z_t, time, prompt_embeds, dtype)
+        return model(
+            sample=z_t.to(dtype), timestep=time, encoder_hidden_states=prompt_embeds.to(dtype), return_dict=False
+        )[0]
 
 
 def _text_width(source: str) -> int | None:

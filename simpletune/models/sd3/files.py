@@ -10,17 +10,29 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.sd3.original_names import origin_of
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.shapes import TABLE, parameter_shapes
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
 
 HEAD_WIDTH = 64  # head width of SD3 models without a qk norm; otherwise it is the norm's length
 
 
+SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
+SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+SD35_LARGE = "stabilityai/stable-diffusion-3.5-large"
+HUB_NAMES: Mapping[str, str] = {SD3_MEDIUM: "sd3_medium", SD35_MEDIUM: "sd35_medium", SD35_LARGE: "sd35_large"}
+"""Version of each Hub name whose configurations ship with this package."""
+
+
 @lru_cache(maxsize=1)
-def bundled_configs() -> Mapping[str, ModelConfig]:
-    """Return SD3 Medium's configurations for parts that a single file stores without one."""
-    return json.loads((Path(__file__).parent / "medium_parts.json").read_text())
+def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
+    """Return the configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
+    folder = Path(__file__).parent
+    parts = json.loads((folder / "medium_parts.json").read_text())
+    return {
+        version: {**parts, "transformer": json.loads((folder / f"{version}_transformer.json").read_text())}
+        for version in HUB_NAMES.values()
+    }
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
@@ -51,7 +63,7 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
     """Return the source of each of the transformer's tensors, by diffusers' name."""
-    names = (*parameter_shapes(config), "pos_embed.pos_embed")
+    names = (*parameter_shapes(config), TABLE)
     return {name: origin_of(name, config["num_layers"]) for name in names}
 
 

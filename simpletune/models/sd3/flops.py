@@ -16,16 +16,7 @@ from simpletune.models.shared.model_config import ModelConfig
 def sd3_flops(
     config: ModelConfig, trained: TrainedParameters, size: tuple[int, int], batch: int, text: int, checkpointed: int = 0
 ) -> Flops:
-    """Count the operations of one micro-batch.
-
-    Args:
-        config: the transformer's ``config.json``.
-        trained: the trained parameters.
-        size: (width, height) of the pictures in pixels.
-        batch: b.
-        text: t.
-        checkpointed: number of blocks, from the first, that are recomputed in the backward pass.
-    """
+    """Count the operations of one micro-batch with t = ``text`` tokens; see ``Family.flops``."""
     count = Count(parameter_shapes(config), trained)
     image = math.prod(side // DOWNSAMPLING // config["patch_size"] for side in size)
     b, n, t = batch, batch * image, batch * text

@@ -7,29 +7,23 @@ width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd3.files import LAYOUT, bundled_configs
+from simpletune.models.sd3.files import HUB_NAMES, LAYOUT, SD3_MEDIUM, bundled_configs
 from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.lora_names import LAYOUTS
-from simpletune.models.sd3.shapes import (
-    BUNDLED,
-    SD3_MEDIUM,
-    bundled_transformer,
-    is_conditioning,
-    parameter_shapes,
-    unit_names,
-)
+from simpletune.models.sd3.shapes import TABLE, is_conditioning, parameter_shapes, unit_names
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.single_file import FileLayout
 from simpletune.system.options import plural
 
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
 
     from simpletune.models.sd3.text import SD3Prompts
     from simpletune.models.shared.denoiser import Denoiser
-    from simpletune.models.shared.prompts import TextEncoder
     from simpletune.models.shared.weights import TensorSource
 
 CLIP_TOKENS = 77
@@ -76,12 +69,6 @@ class SD3(Family):
 
     title: ClassVar[str] = "SD3"
     denoiser: ClassVar[str] = "transformer"
-    part_titles: ClassVar[Mapping[str, str]] = {
-        "text_encoder": "CLIP-L",
-        "text_encoder_2": "CLIP-G",
-        "text_encoder_3": "T5",
-        "vae": "autoencoder (VAE)",
-    }
     layout: ClassVar[FileLayout] = LAYOUT
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     multiple: ClassVar[int] = 16
@@ -91,24 +78,24 @@ class SD3(Family):
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
     )
-    clip_encoders: ClassVar[Sequence[str]] = ("clip_l", "clip_g")
+    clip: ClassVar[Sequence[TextEncoder]] = (
+        TextEncoder("clip_l", "tokenizer", "text_encoder", "CLIP-L", projected=True, penultimate=True),
+        TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
+    )
+    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+    after_units: ClassVar[str] = "norm_out"
+    starts_small: ClassVar[str] = r"norm.*\.linear\.|^proj_out\."  # as DiT does (arXiv:2212.09748, section 3.2)
     has_modulation: ClassVar[bool] = True
     ends_with_feed_forward: ClassVar[bool] = True
     supports_fsdp: ClassVar[bool] = True
 
-    def part_names(self) -> list[str]:
-        """Return the names of all parts that the model needs."""
-        suffixes = ("", "_2", "_3") if self.t5 else ("", "_2")
-        text = [f"{kind}{suffix}" for suffix in suffixes for kind in ("tokenizer", "text_encoder")]
-        return ["scheduler", "transformer", "vae", *text]
+    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
+        """Those of SD3 Medium, and SD3.5's, whose parts other than the transformer are the same."""
+        return bundled_configs()
 
-    def bundled(self, part: str) -> ModelConfig | None:
-        """Return SD3 Medium's configuration of a part other than transformer and tokenizers; SD3.5 shares it."""
-        return bundled_configs().get(part)
-
-    def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """Return the transformer's configuration for a Hub name of SD3 or SD3.5; None for other names."""
-        return bundled_transformer(hub_name) if hub_name in BUNDLED else None
+    def file_version(self) -> str:
+        """Return SD3 Medium's, whose other parts SD3.5 shares."""
+        return "sd3_medium"
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
         """Return the shapes of the transformer's parameters."""
@@ -174,31 +161,37 @@ class SD3(Family):
         """Whether a module only serves to compute modulations."""
         return is_conditioning(module)
 
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
+        """Also the position table."""
+        shapes = parameter_shapes(config)
+        return {**shapes, TABLE: (1, config["pos_embed_max_size"] ** 2, shapes["pos_embed.proj.bias"][0])}
+
     def empty_model(self, config: ModelConfig) -> Denoiser:
-        """Build the transformer on the meta device."""
-        from simpletune.models.sd3.transformer import empty_denoiser
+        """Build the transformer on the meta device, with this package's blocks."""
+        from simpletune.models.sd3.joint_block import use_joint_blocks
 
-        return empty_denoiser(config)
+        model = super().empty_model(config)
+        use_joint_blocks(model.transformer_blocks)  # type: ignore[arg-type]
+        return model
 
-    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
-        """Return random weights, with the folder's position table."""
-        from simpletune.models.sd3.transformer import RandomTransformerTensors
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
+        """Also the position table, a constant: the folder's, or the one that the configuration implies."""
+        from simpletune.models.sd3.positions import whole_table
+        from simpletune.models.shared.weights import MadeTensors
 
-        return RandomTransformerTensors(config, seed, folder)
-
-    def empty_tensors(self, config: ModelConfig) -> TensorSource:
-        """Uninitialised weights."""
-        from simpletune.models.sd3.transformer import empty_tensors
-
-        return empty_tensors(config)
+        drawn = super().random_tensors(config, seed, folder)
+        return MadeTensors(
+            self.tensor_shapes(config),
+            lambda name, _: whole_table(config, folder) if name == TABLE else drawn.get(name),
+        )
 
     def fit_to(
         self, model: nn.Module, sizes: Collection[Size], whole: Callable[[], TensorSource], dtype: torch.dtype
     ) -> None:
         """Crop the position table."""
-        from simpletune.models.sd3.transformer import crop_to
+        from simpletune.models.sd3.positions import crop_positions
 
-        crop_to(model, sizes, whole, dtype)
+        crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
 
     def describe_text(self) -> str:
         """Describe the text encoders in use."""
@@ -210,37 +203,11 @@ class SD3(Family):
 
         return whole_positions(model)
 
-    def encoders(self) -> tuple[TextEncoder, ...]:
+    def encoders(self) -> Sequence[TextEncoder]:
         """Return CLIP-L, CLIP-G and, if in use, T5."""
-        from simpletune.models.shared.prompts import TextEncoder
-
-        clip = (
-            TextEncoder("clip_l", "tokenizer", "text_encoder"),
-            TextEncoder("clip_g", "tokenizer_2", "text_encoder_2"),
-        )
         packed = self.t5_cached == "int8"
-        t5 = TextEncoder("t5", "tokenizer_3", "text_encoder_3", self.t5_length, is_t5=True, packed=packed)
-        return (*clip, t5) if self.t5 else clip
-
-    def empty_clip(self, config: ModelConfig) -> nn.Module:
-        """Build CLIP-L or CLIP-G, which have a projection."""
-        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-        return CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
-
-    def clip_outputs(
-        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Return the penultimate hidden states and pooled embeddings."""
-        from simpletune.models.sd3.text import clip_outputs
-
-        return clip_outputs(model, ids, device, batch_size)
-
-    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """Return the penultimate hidden state and the pooled embedding."""
-        from simpletune.models.sd3.text import clip_output
-
-        return clip_output(model, ids)
+        t5 = TextEncoder("t5", "tokenizer_3", "text_encoder_3", "T5", self.t5_length, is_t5=True, packed=packed)
+        return (*self.clip, t5) if self.t5 else self.clip
 
     def text_regions(self) -> dict[str, TextRegion]:
         """CLIP-L and CLIP-G side by side, T5 after them."""

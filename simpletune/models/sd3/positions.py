@@ -10,13 +10,16 @@ Shapes: s and S patches per side of the cropped and the whole table, e hidden wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from simpletune.models.sd3.shapes import TABLE
 from simpletune.models.shared.buckets import STEP, Size
-
-TABLE = "pos_embed.pos_embed"
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.system.model_folder import weight_files
+from simpletune.system.safetensors_file import WeightReader
 
 
 def side_for(sizes: Iterable[Size], whole: int) -> int:
@@ -51,6 +54,19 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
     embed.pos_embed = table.view(1, old, old, -1)[:, cut, cut].reshape(1, side * side, -1)
     embed.pos_embed_max_size = side  # type: ignore[assignment]
     embed.whole_table = whole  # type: ignore[assignment]
+
+
+def whole_table(config: ModelConfig, folder: Path | None) -> Tensor:  # fp32 [1, S * S, e]
+    """Return a model's whole table: read from the weights in a folder if it contains any, else as diffusers computes
+    it when it builds a model of that ``config.json``."""
+    if folder is not None and any(folder.glob("*.safetensors")):
+        return WeightReader(weight_files(folder)).get(TABLE).float()
+    from accelerate import init_empty_weights
+    from diffusers import SD3Transformer2DModel
+
+    with init_empty_weights(include_buffers=False):
+        table: Tensor = SD3Transformer2DModel.from_config({**config, "num_layers": 0}).pos_embed.pos_embed
+    return table
 
 
 def whole_positions(model: nn.Module) -> dict[str, Tensor]:

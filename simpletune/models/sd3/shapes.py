@@ -5,37 +5,13 @@ Names and shapes are diffusers' (``SD3Transformer2DModel``); a test compares the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from simpletune.engine.quant.precision import is_block_modulation
 from simpletune.models.shared.model_config import ModelConfig, Shape, linear
 
-if TYPE_CHECKING:
-    pass
-
-
-SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
-SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
-SD35_LARGE = "stabilityai/stable-diffusion-3.5-large"
-BUNDLED: Mapping[str, str] = {
-    SD3_MEDIUM: "medium_transformer.json",
-    SD35_MEDIUM: "sd35_medium_transformer.json",
-    SD35_LARGE: "sd35_large_transformer.json",
-}
-"""Hub names whose transformer configurations are bundled; their other parts have SD3 Medium's sizes."""
-
-
-def bundled_transformer(name: str) -> ModelConfig:
-    """Return the bundled transformer configuration of one of the Hub names in ``BUNDLED``."""
-    return json.loads((Path(__file__).parent / BUNDLED[name]).read_text())
-
-
-def sd3_medium_config() -> ModelConfig:
-    """Return the bundled transformer configuration of SD3 Medium."""
-    return bundled_transformer(SD3_MEDIUM)
+TABLE = "pos_embed.pos_embed"
+"""The position table, a constant that files store (``positions.py``)."""
 
 
 def is_adaln(module: str) -> bool:

@@ -1,17 +1,17 @@
-"""Encode prompts with SD3's three text encoders, one encoder at a time.
+"""Combine the outputs of SD3's three text encoders.
 
 Shapes: L = 77 CLIP tokens, widths 768 (CLIP-L) and 1280 (CLIP-G), T T5 tokens of width e = 4096 (for SD3 Medium).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from simpletune.models.shared.parts import Part, load_text_model
-from simpletune.models.shared.prompts import Prompts, TextEncoder
+from simpletune.models.shared.parts import Part, TextEncoder
+from simpletune.models.shared.prompts import Prompts
 
 
 class SD3Prompts(Prompts):
@@ -28,20 +28,13 @@ class SD3Prompts(Prompts):
     def __init__(
         self,
         part: Callable[[str], Part],
-        encoders: tuple[TextEncoder, ...],
+        encoders: Sequence[TextEncoder],
         dtype: torch.dtype,
         t5_length: int,
         width: int,
     ):
         super().__init__(part, encoders, dtype)
         self.t5_length, self.width = t5_length, width
-
-    def run(
-        self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Load an encoder and run it; yields for each prompt ``hidden`` [L or T, width], and for CLIP ``pooled``
-        [width]."""
-        return (_run_t5 if encoder.is_t5 else _run_clip)(self.part(encoder.model), ids, self.dtype, device, batch_size)
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Combine the encoders' outputs into one prompt's embeddings.
@@ -64,44 +57,3 @@ class SD3Prompts(Prompts):
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
         """Concatenate CLIP-L's and CLIP-G's pooled embeddings of one prompt: [768 + 1280]."""
         return torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)
-
-
-def _run_clip(
-    part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
-) -> Iterator[dict[str, Tensor]]:
-    """Run a whole CLIP encoder over all prompts."""
-    return clip_outputs(load_text_model(part, dtype).eval().to(device), ids, device, batch_size)
-
-
-@torch.no_grad()
-def clip_outputs(model: nn.Module, ids: Tensor, device: torch.device, batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Compute the outputs of a CLIP encoder that SD3 uses.
-
-    Args:
-        model: the encoder, on the device.
-        ids: token ids [n, L].
-        device: the encoder's device.
-        batch_size: prompts encoded together.
-
-    Yields:
-        For each prompt ``hidden`` [L, width], the penultimate hidden state, and ``pooled`` [width], projected.
-    """
-    for batch in ids.split(batch_size):
-        found = clip_output(model, batch.to(device))
-        for hidden, pooled in zip(found["hidden"], found["pooled"], strict=True):
-            yield {"hidden": hidden, "pooled": pooled}
-
-
-def clip_output(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:  # [b, L] -> [b, L, width], [b, width]
-    """Run a CLIP encoder once: ``hidden``, the penultimate hidden state, and ``pooled``, projected."""
-    output = model(ids, output_hidden_states=True)
-    return {"hidden": output.hidden_states[-2], "pooled": output.text_embeds}
-
-
-def _run_t5(
-    part: Part, ids: Tensor, dtype: torch.dtype, device: torch.device, batch_size: int
-) -> Iterator[dict[str, Tensor]]:
-    """Run the T5 encoder over all prompts, layer by layer."""
-    from simpletune.models.shared.t5_layers import LayeredT5
-
-    return ({"hidden": hidden} for hidden in LayeredT5(part, dtype, device).encode(ids, batch_size))

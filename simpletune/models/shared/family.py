@@ -9,6 +9,7 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,16 @@ class Family(FamilyFacts):
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
-        value = sources.provider(self, name)[1]
-        if value is not None and self.bundled_config(value) is not None and self.bundled(name) is not None:
-            return Part(name, None, bundled=self.bundled(name))
-        return self.part(name)
+        config = self._bundled_part(sources.provider(self, name)[1], name)
+        return self.part(name) if config is None else Part(name, None, bundled=config)
+
+    def _bundled_part(self, hub_name: str | None, part: str) -> ModelConfig | None:
+        version = self.hub_names.get(hub_name or "")
+        return None if version is None else self.bundled_configs()[version].get(part)
+
+    def bundled_config(self, hub_name: str) -> ModelConfig | None:
+        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
+        return self._bundled_part(hub_name, self.denoiser)
 
     def fetch(self) -> None:
         """Download every part that comes from the Hub, after checking the free disk space.
@@ -139,6 +146,39 @@ class Family(FamilyFacts):
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
         return self.latent_channels, height // DOWNSAMPLING, width // DOWNSAMPLING
+
+    def empty_model(self, config: ModelConfig) -> Denoiser:
+        """Build the trained model with all tensors on the meta device, its units set."""
+        import diffusers
+        from accelerate import init_empty_weights
+
+        from simpletune.models.shared.denoiser import set_units
+
+        with init_empty_weights(include_buffers=True):
+            model: Denoiser = getattr(diffusers, self.diffusers.model).from_config(config)
+        return set_units(model, self.units_among(self.shapes_of(config)), self.after_units)
+
+    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
+        """Random weights, a function of the seed and each tensor's name (see ``random_weight``, ``starts_small``).
+
+        Args:
+            folder: the folder of the configuration, which may contain constants.
+        """
+        from simpletune.models.shared.weights import MadeTensors, random_weight
+
+        small = re.compile(self.starts_small)
+        return MadeTensors(
+            self.tensor_shapes(config),
+            lambda name, shape: random_weight(name, shape, seed, 0.01 if small.search(name) else 1.0),
+        )
+
+    def empty_tensors(self, config: ModelConfig) -> TensorSource:
+        """Uninitialised weights, for simulation with fake tensors."""
+        import torch
+
+        from simpletune.models.shared.weights import MadeTensors
+
+        return MadeTensors(self.tensor_shapes(config), lambda _, shape: torch.empty(shape))
 
     def load_denoiser(
         self,

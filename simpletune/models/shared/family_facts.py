@@ -5,14 +5,14 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
 
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.single_file import FileLayout
 from simpletune.system.options import Option
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from simpletune.models.shared.denoiser import Denoiser
-    from simpletune.models.shared.prompts import Prompts, TextEncoder
+    from simpletune.models.shared.prompts import Prompts
     from simpletune.models.shared.weights import TensorSource
 
 
@@ -96,12 +95,20 @@ class FamilyFacts(Option):
     """The family's name for messages."""
     denoiser: ClassVar[str]
     """The part that is trained, and the option that replaces it: ``transformer`` or ``unet``."""
-    part_titles: ClassVar[Mapping[str, str]]
-    """The names of text encoders and autoencoder for messages, by part."""
     layout: ClassVar[FileLayout]
     """The layout of the family's single files."""
     lora: ClassVar[Sequence[Layout]]
     """The layouts of the family's LoRA files. A run's result has the first; the last has bare names."""
+    clip: ClassVar[Sequence[TextEncoder]]
+    """Its CLIP text encoders."""
+    hub_names: ClassVar[Mapping[str, str]]
+    """The version of each Hub name whose configurations ship, a key of ``bundled_configs``."""
+    after_units: ClassVar[str]
+    """The name of the module that takes the last unit's output: a norm."""
+    starts_small: ClassVar[str]
+    """A pattern of the weights that end a residual branch or the model, or gate one, which the original training
+    initialises to zero. Random ones get a hundredth of the others' deviation, so that gradients flow from the first
+    step."""
     multiple: ClassVar[int]
     """Sides of pictures are multiples of this, in pixels."""
     resolution: ClassVar[int]
@@ -114,8 +121,6 @@ class FamilyFacts(Option):
     """The names of diffusers' classes."""
     scheduler_tells: ClassVar[bool] = False
     """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
-    clip_encoders: ClassVar[Sequence[str]]
-    """The names of its CLIP text encoders."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
     ends_with_feed_forward: ClassVar[bool] = False
@@ -126,16 +131,12 @@ class FamilyFacts(Option):
 
     # What a family must state
 
-    def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
+        """The configurations that ship, by version and part."""
         raise NotImplementedError
 
-    def bundled(self, part: str) -> ModelConfig | None:
-        """The shipped configuration of a part that a single file stores without one; None if there is none."""
-        raise NotImplementedError
-
-    def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
+    def file_version(self) -> str:
+        """The version, a key of ``bundled_configs``, of the single file ``pretrained``."""
         raise NotImplementedError
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
@@ -193,47 +194,8 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
-    def empty_model(self, config: ModelConfig) -> Denoiser:
-        """Build the trained model with all tensors on the meta device, its units set."""
-        raise NotImplementedError
-
-    def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None) -> TensorSource:
-        """Random weights, a function of the seed and each tensor's name.
-
-        Args:
-            folder: the folder of the configuration, which may contain constants.
-        """
-        raise NotImplementedError
-
-    def empty_tensors(self, config: ModelConfig) -> TensorSource:
-        """Uninitialised weights."""
-        raise NotImplementedError
-
     def describe_text(self) -> str:
         """Say which text encoders are in use, for ``check``."""
-        raise NotImplementedError
-
-    def encoders(self) -> Sequence[TextEncoder]:
-        """The text encoders in use."""
-        raise NotImplementedError
-
-    def empty_clip(self, config: ModelConfig) -> nn.Module:
-        """Build a CLIP encoder of the family's class, with uninitialised weights.
-
-        Args:
-            config: the encoder's ``config.json``.
-        """
-        raise NotImplementedError
-
-    def clip_outputs(
-        self, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """Run a CLIP encoder as ``prompts`` does, on each row of the token ids [n, L]."""
-        raise NotImplementedError
-
-    def clip_output(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-        """Run a CLIP encoder once over the ids [b, L] of a batch, with gradients: ``hidden`` [b, L, width], and where
-        ``text_regions`` has one ``pooled`` [b, width]."""
         raise NotImplementedError
 
     def text_regions(self) -> Mapping[str, TextRegion]:
@@ -263,7 +225,30 @@ class FamilyFacts(Option):
         """The licence of a known Hub name, as fields of a model card; None for another."""
         raise NotImplementedError
 
+    def part_names(self) -> list[str]:
+        """The names of all parts that the model needs."""
+        text = [part for encoder in self.encoders() for part in (encoder.tokenizer, encoder.model)]
+        return ["scheduler", self.denoiser, "vae", *text]
+
+    @property
+    def part_titles(self) -> dict[str, str]:
+        """The names of text encoders and autoencoder for messages, by part."""
+        return {encoder.model: encoder.title for encoder in self.encoders()} | {"vae": "autoencoder (VAE)"}
+
+    @property
+    def clip_encoders(self) -> tuple[str, ...]:
+        """The names of its CLIP text encoders."""
+        return tuple(encoder.name for encoder in self.clip)
+
     # What a family may override
+
+    def encoders(self) -> Sequence[TextEncoder]:
+        """The text encoders in use."""
+        return self.clip
+
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
+        """The shapes of all tensors of the trained model: its parameters, and its stored constants."""
+        return self.shapes_of(config)
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole tensors behind those that ``fit_to`` has reduced, by name, for an export."""

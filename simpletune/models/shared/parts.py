@@ -79,6 +79,33 @@ class Part:
         return hashlib.sha256((config + self.single_file().fingerprint(self.name)).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder with the names of its parts in a pipeline's folder.
+
+    Args:
+        name: names its cache.
+        tokenizer: the part with its tokenizer.
+        model: the part with its weights.
+        title: its name in messages.
+        length: tokens of a padded prompt; None: the tokenizer's maximum.
+        is_t5: whether it is a T5 encoder rather than a CLIP one.
+        packed: whether its hidden states are cached in int8.
+        projected: whether it is CLIP with a projection, whose pooled output is used.
+        penultimate: whether CLIP's penultimate hidden state is used, rather than the last one after the final norm.
+    """
+
+    name: str
+    tokenizer: str
+    model: str
+    title: str
+    length: int | None = None
+    is_t5: bool = False
+    packed: bool = False
+    projected: bool = False
+    penultimate: bool = False
+
+
 def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
     """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
 

@@ -5,17 +5,17 @@ Shapes: n prompts, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from simpletune.models.shared.parts import Part
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.parts import Part, TextEncoder, load_text_model
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -27,29 +27,8 @@ GROUP = 64  # numbers of a packed token with one scale
 BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """A text encoder with the names of its parts in a pipeline's folder.
-
-    Args:
-        name: names its cache.
-        tokenizer: the part with its tokenizer.
-        model: the part with its weights.
-        length: tokens of a padded prompt; None: the tokenizer's maximum.
-        is_t5: whether it is a T5 encoder rather than a CLIP one.
-        packed: whether its hidden states are cached in int8.
-    """
-
-    name: str
-    tokenizer: str
-    model: str
-    length: int | None = None
-    is_t5: bool = False
-    packed: bool = False
-
-
 class Prompts:
-    """The text side of a pipeline. A family defines how an encoder runs and how its outputs are combined.
+    """The text side of a pipeline. A family defines how the encoders' outputs are combined.
 
     Args:
         part: locates a part by its name.
@@ -57,7 +36,7 @@ class Prompts:
         dtype: the type of the encoders' weights and of the embeddings.
     """
 
-    def __init__(self, part: Callable[[str], Part], encoders: tuple[TextEncoder, ...], dtype: torch.dtype):
+    def __init__(self, part: Callable[[str], Part], encoders: Sequence[TextEncoder], dtype: torch.dtype):
         self.part, self.encoders, self.dtype = part, encoders, dtype
 
     def run(
@@ -74,7 +53,13 @@ class Prompts:
         Yields:
             For each prompt the tensors that ``assemble`` reads, without ``tokens``.
         """
-        raise NotImplementedError
+        part = self.part(encoder.model)
+        if encoder.is_t5:  # layer by layer
+            from simpletune.models.shared.t5_layers import LayeredT5
+
+            return ({"hidden": hidden} for hidden in LayeredT5(part, self.dtype, device).encode(ids, batch_size))
+        model = load_text_model(part, self.dtype, encoder.projected).eval().to(device)
+        return clip_outputs(encoder, model, ids, device, batch_size)
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Combine the encoders' outputs into one prompt's embeddings.
@@ -134,6 +119,44 @@ class Prompts:
         for output, count in zip(outputs, counts, strict=True):
             parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
             yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
+
+
+def empty_clip(encoder: TextEncoder, config: ModelConfig) -> nn.Module:
+    """Build a CLIP encoder with uninitialised weights from its ``config.json``."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    kind = CLIPTextModelWithProjection if encoder.projected else CLIPTextModel
+    return kind(CLIPTextConfig.from_dict(config))
+
+
+def clip_output(encoder: TextEncoder, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Run a CLIP encoder once over the ids [b, L]: ``hidden`` [b, L, width], and ``pooled`` [b, width] if it is
+    projected."""
+    output = model(ids, output_hidden_states=encoder.penultimate)
+    hidden = output.hidden_states[-2] if encoder.penultimate else output.last_hidden_state
+    return {"hidden": hidden, "pooled": output.text_embeds} if encoder.projected else {"hidden": hidden}
+
+
+@torch.no_grad()
+def clip_outputs(
+    encoder: TextEncoder, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Run a CLIP encoder over the rows of the ids [n, L].
+
+    Args:
+        encoder: which outputs are used.
+        model: the encoder, on the device.
+        ids: token ids.
+        device: the encoder's device.
+        batch_size: prompts encoded together.
+
+    Yields:
+        ``clip_output`` of each prompt, without the batch dimension.
+    """
+    for batch in ids.split(batch_size):
+        found = clip_output(encoder, model, batch.to(device))
+        for row in zip(*found.values(), strict=True):
+            yield dict(zip(found, row, strict=True))
 
 
 def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import open_file
 from simpletune.system.hub.fetch import HubPart, is_hub_name, part_folder
@@ -58,7 +59,7 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
     if is_single_file(value):
         if not open_file(Path(value), model.layout).has(part):
             raise UserError(f"model.{field}: {_without_part(model, value, part)}")
-        return Part(part, _config_folder(model, part), Path(value), model.layout, model.bundled(part))
+        return Part(part, _config_folder(model, part), Path(value), model.layout, _bundled(model, part))
     if is_hub_name(value):
         return Part(part, part_folder(_hub_part(model, part, field, value)))
     if field == part and (Path(value) / "config.json").exists():
@@ -73,13 +74,20 @@ def _without_file(model: FamilyFacts, part: str) -> Part:
     """A part without weights for a single file: the scheduler is bundled, tokenizers are missing."""
     if part != "scheduler":
         raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
-    return Part(part, _config_folder(model, part), bundled=model.bundled(part))
+    return Part(part, _config_folder(model, part), bundled=_bundled(model, part))
+
+
+def _bundled(model: FamilyFacts, part: str) -> ModelConfig | None:
+    """The shipped configuration of a part that a single file stores without one; None if there is none."""
+    if part == model.denoiser or not is_single_file(model.pretrained):
+        return None
+    return model.bundled_configs()[model.file_version()].get(part)
 
 
 def _config_folder(model: FamilyFacts, part: str) -> Path | None:
     """The folder of a part's configuration in ``model.text_encoders``; None to use the bundled one."""
     folder = Path(model.text_encoders or "/nowhere") / part
-    known = model.bundled(part) is not None and any(folder.glob("*config.json"))
+    known = _bundled(model, part) is not None and any(folder.glob("*config.json"))
     return folder if known else None
 
 

@@ -5,7 +5,7 @@ Reads safetensors and JSON only, never pickles, and runs no code from a folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,23 @@ class ModelFolder:
         except (OSError, strict_json.JsonError) as error:
             raise UserError(f"{self.option}: {file} is damaged ({error}). Download it again") from None
         return found if isinstance(found, dict) else {}
+
+    def model_type(self, known: Collection[str], examples: str) -> str:
+        """Read the ``model_type`` of config.json.
+
+        Args:
+            known: the accepted ones.
+            examples: Hub names of such models, for the message.
+
+        Raises:
+            UserError: it is another.
+        """
+        found = self.config().get("model_type")
+        if not isinstance(found, str) or found not in known:
+            raise UserError(
+                f"{self.option}: {self.folder} is a {found} model. Use one of {', '.join(known)}, such as {examples}"
+            )
+        return found
 
     def refuse_pickles(self) -> None:
         """Refuse a folder whose weights are pickles only.

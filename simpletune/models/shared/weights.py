@@ -35,15 +35,16 @@ class TensorSource(Protocol):
         """Read one tensor on the CPU."""
 
 
-class EmptyTensors:
-    """Uninitialised tensors of given shapes, for simulation with fake tensors.
+class MadeTensors:
+    """Tensors made from their names and shapes.
 
     Args:
         shapes: the shapes of all tensors, by name.
+        make: makes one fp32 tensor on the CPU from its name and shape.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape]):
-        self._shapes = shapes
+    def __init__(self, shapes: Mapping[str, Shape], make: Callable[[str, Shape], Tensor]):
+        self._shapes, self._make = shapes, make
 
     @property
     def names(self) -> set[str]:
@@ -51,8 +52,8 @@ class EmptyTensors:
         return set(self._shapes)
 
     def get(self, name: str) -> Tensor:
-        """Allocate one fp32 tensor on the CPU."""
-        return torch.empty(self._shapes[name])
+        """Make one fp32 tensor on the CPU."""
+        return self._make(name, self._shapes[name])
 
 
 def random_weight(name: str, shape: Shape, seed: int, scale: float = 1.0) -> Tensor:

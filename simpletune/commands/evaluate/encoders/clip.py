@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -11,35 +10,18 @@ from torch import Tensor
 
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder, projected
 from simpletune.commands.evaluate.encoders.preprocessing import CLIP, normalise, scaled_and_cut
-from simpletune.commands.evaluate.encoders.weights import complete, empty_model, tokenizer_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Clip(ImageEncoder):
     """CLIP in transformers' ``CLIPModel``, such as openai/clip-vit-large-patch14."""
 
     reads_prompts = True
+    classes = ("CLIPModel", "CLIPConfig")
     about_preprocessing = "shorter side bicubic, centre, CLIP's mean and deviation; prompts cut at 77 tokens"
 
     def __init__(self, about: EncoderInfo, device: torch.device):
-        self.tokenizer = tokenizer_of(about)
+        self.tokenizer = about.place.tokenizer()
         super().__init__(about, device)
-
-    @staticmethod
-    def empty(about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone."""
-        from transformers import CLIPConfig, CLIPModel
-
-        return empty_model(CLIPModel, CLIPConfig, about)
-
-    @staticmethod
-    def load(about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder."""
-        from transformers import CLIPModel
-
-        return complete(CLIPModel, about)
 
     @staticmethod
     def side(config: object) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
+from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
 from simpletune.commands.evaluate.encoders.preprocessing import IMAGENET, normalise, scaled_and_cut
-from simpletune.commands.evaluate.encoders.weights import complete, empty_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TRAINED, SHORTER = 224, 256
 """Side of the pictures that both papers evaluate on, and length of the shorter side before cropping."""
@@ -22,21 +18,9 @@ TRAINED, SHORTER = 224, 256
 class Dino(ImageEncoder):
     """DINO in transformers' ``ViTModel``, such as facebook/dino-vits16."""
 
+    classes = ("ViTModel", "ViTConfig")
+    options: ClassVar[Mapping[str, object]] = {"add_pooling_layer": False}  # DINO did not train the pooler
     about_preprocessing = "shorter side 256 of 224 bicubic, centre, ImageNet's mean and deviation"
-
-    @staticmethod
-    def empty(about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone."""
-        from transformers import ViTConfig, ViTModel
-
-        return empty_model(ViTModel, ViTConfig, about, add_pooling_layer=False)
-
-    @staticmethod
-    def load(about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder without its pooler, which DINO did not train."""
-        from transformers import ViTModel
-
-        return complete(ViTModel, about, add_pooling_layer=False)
 
     @staticmethod
     def side(config: object) -> int:
@@ -57,19 +41,8 @@ class Dino(ImageEncoder):
 class Dino2(Dino):
     """DINOv2, with or without registers, such as facebook/dinov2-base."""
 
-    @staticmethod
-    def empty(about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone."""
-        from transformers import AutoConfig, AutoModel
-
-        return empty_model(AutoModel, AutoConfig, about)
-
-    @staticmethod
-    def load(about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder."""
-        from transformers import AutoModel
-
-        return complete(AutoModel, about)
+    classes = ("AutoModel", "AutoConfig")
+    options: ClassVar[Mapping[str, object]] = {}
 
     @staticmethod
     def side(config: object) -> int:

@@ -6,7 +6,7 @@ Shapes: n pictures or prompts, d width of an embedding, s side of an encoder's i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class EncoderInfo:
     option: str = "--encoders"
 
     @property
+    def place(self) -> ModelFolder:
+        """Its folder, with the words for messages."""
+        return ModelFolder(self.folder, self.option, "encoder")
+
+    @property
     def title(self) -> str:
         """Name in tables: the last part of the hub name or folder."""
         return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind
@@ -61,20 +67,37 @@ class ImageEncoder(ABC):
 
     reads_prompts: ClassVar[bool] = False
     about_preprocessing: ClassVar[str]
+    classes: ClassVar[tuple[str, str]]
+    """The names of transformers' classes of the model and its configuration."""
+    options: ClassVar[Mapping[str, object]] = {}
+    """Arguments of the model's class."""
 
     def __init__(self, about: EncoderInfo, device: torch.device):
         self.about, self.device = about, device
         self.model: PreTrainedModel = self.load(about).to(device)
 
-    @staticmethod
-    @abstractmethod
-    def empty(about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone."""
+    @classmethod
+    def empty(cls, about: EncoderInfo) -> PreTrainedModel:
+        """Build the model from its configuration alone, with uninitialised weights on torch's current device.
 
-    @staticmethod
-    @abstractmethod
-    def load(about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder."""
+        Raises:
+            UserError: the configuration does not describe such a model.
+        """
+        import transformers
+
+        kind, config = (getattr(transformers, name) for name in cls.classes)
+        return about.place.empty(kind, config, **cls.options)
+
+    @classmethod
+    def load(cls, about: EncoderInfo) -> PreTrainedModel:
+        """Load the model from its folder in fp32, frozen.
+
+        Raises:
+            UserError: weights are missing, have other shapes than the configuration, or cannot be read.
+        """
+        import transformers
+
+        return about.place.model(getattr(transformers, cls.classes[0]), torch.float32, **cls.options)
 
     @staticmethod
     @abstractmethod

@@ -11,7 +11,6 @@ from simpletune.commands.evaluate.encoders.clip import Clip
 from simpletune.commands.evaluate.encoders.dino import Dino, Dino2
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
 from simpletune.commands.evaluate.encoders.siglip import Siglip
-from simpletune.commands.evaluate.encoders.weights import encoder_folder
 from simpletune.data.demo import ENCODERS
 from simpletune.models.shared.transformers_folder import ModelFolder, find_folder
 from simpletune.system.model_folder import fingerprint, weight_files
@@ -26,6 +25,7 @@ KINDS: dict[str, tuple[str, type[ImageEncoder]]] = {
     "siglip": ("siglip", Siglip),
 }
 """The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
+EXAMPLES = "facebook/dino-vits16 or openai/clip-vit-large-patch14"
 
 
 def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] = ()) -> EncoderInfo:
@@ -40,7 +40,7 @@ def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] =
         UserError: there is no such encoder, its kind is unknown or not accepted, or it has no safetensors.
     """
     place = _folder(name, option)
-    kind = KINDS[_model_type(place)][0]
+    kind = KINDS[place.model_type(KINDS, EXAMPLES)][0]
     if kinds and kind not in kinds:
         raise UserError(f"{option}: {name} is a {kind} model. Use one of {', '.join(kinds)}")
     parameters = _parameters(place)
@@ -58,7 +58,7 @@ def load_encoder(about: EncoderInfo, device: torch.device) -> ImageEncoder:
 
 def class_of(about: EncoderInfo) -> type[ImageEncoder]:
     """Return the class of an encoder."""
-    return KINDS[_model_type(encoder_folder(about))][1]
+    return KINDS[about.place.model_type(KINDS, EXAMPLES)][1]
 
 
 def _folder(name: str, option: str) -> ModelFolder:
@@ -67,16 +67,6 @@ def _folder(name: str, option: str) -> ModelFolder:
             raise UserError(f"{option}: {name}: unknown demo name. Use one of {', '.join(ENCODERS)}")
         return ModelFolder(ENCODERS[name], option, "encoder")
     return find_folder(name, option, "encoder", "facebook/dino-vits16")
-
-
-def _model_type(place: ModelFolder) -> str:
-    found = place.config().get("model_type")
-    if not isinstance(found, str) or found not in KINDS:
-        raise UserError(
-            f"{place.option}: {place.folder} is a {found} model. Use one of {', '.join(KINDS)}, such as "
-            "facebook/dino-vits16 or openai/clip-vit-large-patch14"
-        )
-    return found
 
 
 def _parameters(place: ModelFolder) -> int:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from PIL import Image
 from torch import Tensor
 
 from simpletune.commands.evaluate.encoders.clip import Clip
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, projected
+from simpletune.commands.evaluate.encoders.encoder import projected
 from simpletune.commands.evaluate.encoders.preprocessing import HALF, normalise, squashed
-from simpletune.commands.evaluate.encoders.weights import complete, empty_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FIRST_VOCABULARY = 32_000
 """Tokens of SigLIP; SigLIP 2 has Gemma's 256,000."""
@@ -23,21 +18,8 @@ FIRST_VOCABULARY = 32_000
 class Siglip(Clip):
     """SigLIP in transformers' ``SiglipModel``, such as google/siglip2-base-patch16-224."""
 
+    classes = ("SiglipModel", "SiglipConfig")
     about_preprocessing = "squashed to a square, values -1 to 1; prompts in lower case, padded to 64 tokens"
-
-    @staticmethod
-    def empty(about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone."""
-        from transformers import SiglipConfig, SiglipModel
-
-        return empty_model(SiglipModel, SiglipConfig, about)
-
-    @staticmethod
-    def load(about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder."""
-        from transformers import SiglipModel
-
-        return complete(SiglipModel, about)
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Squash pictures to a square, as both papers do: by a bicubic filter for SigLIP's published models, by a
