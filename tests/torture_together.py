@@ -1,7 +1,7 @@
 """Kill one or all processes of runs of one, two and four over and over, even while they prepare together.
 
 Each start of a run draws its number of processes. Survivors must end by themselves within 30 s, nothing may be lost,
-and the end must equal, bit for bit, that of a run of two that was never killed. Then torchrun starts runs of two, of
+and the end must equal, bit for bit, that of a run of two that was never killed. Before that, torchrun starts runs of two, of
 which a process is stopped (SIGSTOP) or sleeps while the other waits in a collective, or of which torchrun itself is
 killed. ``make torture-together`` does all of it; ``tests/test_together.py`` a few kills.
 """
@@ -285,7 +285,7 @@ class Attack:
 
 
 def torture(launcher: Launcher, folder: Path, kills: int, seed: int, attacks: Sequence[str]) -> Tally:
-    """Kill runs until so many kills are survived, then attack runs under torchrun."""
+    """Attack runs under torchrun, then kill runs until so many kills are survived."""
     began, every = time.monotonic(), Torture(launcher, folder, seed)
     for number, what in enumerate(attacks):
         Attack(what, every.data, folder / f"attack-{number}").survive(every.reference)
