@@ -1,9 +1,9 @@
 """Kill one or all processes of runs of one, two and four over and over, even while they prepare together.
 
 Each start of a run draws its number of processes. Survivors must end by themselves within 30 s, nothing may be lost,
-and the end must equal, bit for bit, that of a run of two that was never killed. Before that, torchrun starts runs of two, of
-which a process is stopped (SIGSTOP) or sleeps while the other waits in a collective, or of which torchrun itself is
-killed. ``make torture-together`` does all of it; ``tests/test_together.py`` a few kills.
+and the end must equal, bit for bit, that of a run of two that was never killed. Before that, torchrun starts runs of
+two, of which a process is stopped (SIGSTOP) or sleeps while the other waits in a collective, or of which torchrun
+itself is killed. ``make torture-together`` does all of it; ``tests/test_together.py`` a few kills.
 """
 
 from __future__ import annotations
