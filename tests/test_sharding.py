@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,46 @@ def test_the_first_process_draws_and_answers_while_the_others_help(launcher: Lau
         worst = max(abs(a - b) for a, b in zip(one.getdata(), two.getdata(), strict=True))
         assert worst <= 3, (shot, worst)
     require_close_rows(*runs)
+
+
+# A process of a run whose evaluation after two steps fails in the first process, between the passes of two blocks.
+FAILS = """
+import os, sys
+config, rank, port = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+from simpletune.apps.cli.main import main
+from simpletune.training.validation_loss import LossEvaluator
+evaluate = LossEvaluator.evaluate
+def fail(*words):
+    raise RuntimeError("no memory is left")
+def fails(self, denoiser, step):
+    hook = denoiser.transformer_blocks[1].register_forward_pre_hook(fail) if step == 2 and rank == "0" else None
+    try:
+        return evaluate(self, denoiser, step)
+    finally:
+        if hook is not None:
+            hook.remove()
+LossEvaluator.evaluate = fails
+sys.exit(main(["train", config]))
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_evaluation_of_the_first_process_leaves_all_in_step(
+    launcher: Launcher, two: tuple[Path, Outcome], ground: dict[str, Any], tmp_path: Path
+) -> None:
+    """The others do not wait in its collectives, and none of these is paired with one of the next step."""
+    data = changed(ground, "failed")
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    outcome = launcher.programs(FAILS, *([str(tmp_path / "config.json"), rank, port] for rank in ("0", "1")))
+    assert outcome.codes == [0, 0], outcome.said
+    assert "the validation loss failed (RuntimeError: no memory is left); training continues" in outcome.said[0]
+    assert [row["step"] for row in read_rows(run_of(data) / "evaluations.jsonl")] == [0, 4, 6]
+    require_same_bits(run_of(data), two[0])
 
 
 def require_close_rows(run: Path, other: Path) -> None:
@@ -472,8 +513,6 @@ def same_gradients(fsdp: Any, whole: torch.nn.Module, rtol: float, atol: float) 
 
 
 def test_gradients_norms_and_updates_by_hand(launcher: Launcher) -> None:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -33,6 +33,7 @@ from simpletune.training.heartbeats import (
     TRAINS,
     HealthCheck,
     Heartbeat,
+    HeartbeatThread,
     Timeouts,
 )
 
@@ -54,9 +55,14 @@ def signs(*beats: int, stage: int = MET, **more: Any) -> list[dict[int, Heartbea
     return [{1: Heartbeat(beat, 9, stage, host="b", **more)} for beat in beats]
 
 
-def test_signs_are_read_as_they_were_written() -> None:
-    sign = Heartbeat(3, 7, TRAINS, FAILED, "node-1", "out of memory")
-    assert Heartbeat.unpacked(sign.packed().encode()) == sign
+def test_heartbeats_are_read_as_they_were_sent() -> None:
+    store = torch.distributed.HashStore()
+    sender, reader = HeartbeatThread(), HeartbeatThread()
+    sender.store = reader.store = store
+    assert reader.read(sender.number) is None
+    sent = sender.say(FAILED, "out of\tmemory\nat 0x1")
+    assert sent == Heartbeat(1, sent.progress, sent.stage, FAILED, socket.gethostname(), "out of memory at 0x1")
+    assert reader.read(sender.number) == sent
 
 
 def test_a_process_is_lost_when_its_sign_no_longer_changes() -> None:

@@ -2,11 +2,12 @@
 
 A thread in each process writes heartbeats to the store through which the processes meet, and reads the others'
 heartbeats. It needs no collective, so it works while one hangs, and before the processes have met. A single process is
-not watched.
+not watched. What torchrun and the backends' timeouts lack is measured in docs/launching.md.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -35,27 +36,16 @@ RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts for waiting for other processes, in seconds.
+    """Timeouts for waiting for other processes, in seconds."""
 
-    Args:
-        beat: time between two heartbeats.
-        silent: time without a heartbeat after which a process counts as lost.
-        absent: time for a process's first heartbeats; it may run on a machine that starts later.
-        meeting: time to form the process group once all have heartbeats; gloo was seen to hang there.
-        failed: time for this process to end by itself after another has failed.
-        stopped: time for this process to end by itself after another was stopped.
-        stuck: time without progress in any process once training has begun; longer than any save or export takes.
-        closing: time for libraries to close their connections to processes that are gone.
-    """
-
-    beat: float = 2.0
-    silent: float = 24.0
-    absent: float = 900.0
-    meeting: float = 60.0
-    failed: float = 10.0
-    stopped: float = 60.0
-    stuck: float = 1800.0
-    closing: int = 15
+    beat: float = 2.0  # between two heartbeats
+    silent: float = 24.0  # without a heartbeat, after which a process counts as lost
+    absent: float = 900.0  # for a process's first two heartbeats; it may run on a machine that starts later
+    meeting: float = 60.0  # to form the process group once all have heartbeats; gloo was seen to hang there
+    failed: float = 10.0  # for this process to end by itself after another has failed
+    stopped: float = 60.0  # the same, after another was stopped
+    stuck: float = 1800.0  # without progress in any process once training has begun; longer than any save or export
+    closing: int = 15  # for libraries to close their connections to processes that are gone
 
 
 PATIENCE = Timeouts()
@@ -69,7 +59,7 @@ APART, MET, TRAINS = range(3)  # stages: before the process group is formed, aft
 
 class Heartbeat(NamedTuple):
     """A process's heartbeat: its number, how much the process has done (``progressed.count``), its stage, its state,
-    its machine, and why it stopped or failed."""
+    its machine, and why it stopped or failed; as JSON in the store."""
 
     beat: int
     progress: int
@@ -77,16 +67,6 @@ class Heartbeat(NamedTuple):
     state: str = RUNNING
     host: str = ""
     reason: str = ""
-
-    def packed(self) -> str:
-        """The heartbeat as one line for the store."""
-        return "\t".join((*map(str, self[:3]), *self[3:]))
-
-    @classmethod
-    def unpacked(cls, line: bytes) -> Heartbeat:
-        """Read what ``packed`` wrote."""
-        beat, progress, stage, state, host, reason = line.decode().split("\t", 5)
-        return cls(int(beat), int(progress), int(stage), state, host, reason)
 
 
 class PeerState(NamedTuple):
@@ -117,15 +97,13 @@ class HealthCheck:
     apart: float | None = None
 
     def see(self, number: int, sign: Heartbeat | None, now: float) -> None:
-        """Record a process's heartbeat; None if it has sent none yet."""
         known = self.others.setdefault(number, PeerState(None, self.began))
         if sign is not None and known.sign != sign:
             self.others[number] = PeerState(sign, now, lives=known.sign is not None)
 
     def verdict(self, own: Heartbeat, now: float) -> PeerFailure | None:
-        """Decide whether this process has to end, and why."""
-        found = next((each for each in (self._of_one(n, now) for n in sorted(self.others)) if each is not None), None)
-        return found or self._of_all(own, now)
+        ones = (self._of_one(number, now) for number in sorted(self.others))
+        return next(filter(None, ones), None) or self._of_all(own, now)
 
     def _of_one(self, number: int, now: float) -> PeerFailure | None:
         """Check whether a process is absent or lost, has failed or was stopped."""
@@ -143,7 +121,7 @@ class HealthCheck:
         return PeerFailure(f"{who} has sent no heartbeat for {since:.0f} s") if lost else None
 
     def _of_all(self, own: Heartbeat, now: float) -> PeerFailure | None:
-        """Check whether the processes fail to meet, or none makes progress."""
+        """Check whether the processes fail to meet, or none makes progress, as in a collective that hangs."""
         signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
         together = len(signs) == len(self.others) + 1
         self.apart = (self.apart or now) if together and any(sign.stage == APART for sign in signs) else None
@@ -183,7 +161,6 @@ class HeartbeatThread(threading.Thread):
         self.lock = threading.Lock()  # guards the store, which one thread uses at a time
 
     def run(self) -> None:
-        """Watch the others."""
         judge, ends = HealthCheck(self.patience, time.monotonic()), None
         while not self.closed.wait(self.patience.beat if ends is None else 0.2):
             if self.store is None and not self.connect():
@@ -195,7 +172,7 @@ class HeartbeatThread(threading.Thread):
                 self.end(found.why)
 
     def connect(self) -> bool:
-        """Connect to the store, which process 0 or its launcher serves; return whether it was there."""
+        """Connect to the store, which process 0 or its launcher serves; return whether it is there."""
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
         patience = timedelta(seconds=self.patience.silent)
         try:
@@ -223,18 +200,14 @@ class HeartbeatThread(threading.Thread):
         sign = Heartbeat(self.beats, progressed.count, stage, state, self.host, " ".join(reason.split())[:300])
         if self.store is not None:
             with self.lock, suppress(RuntimeError):  # reading notices when the store is gone
-                self.store.set(str(self.number), sign.packed())
+                self.store.set(str(self.number), json.dumps(sign))
         return sign
 
     def read(self, other: int) -> Heartbeat | None:
-        """Read another process's last heartbeat, if it has sent one.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Read another process's last heartbeat, if it has sent one; raises RuntimeError if the store is gone."""
         assert self.store is not None
         with self.lock:
-            return Heartbeat.unpacked(self.store.get(str(other))) if self.store.check([str(other)]) else None
+            return Heartbeat(*json.loads(self.store.get(str(other)))) if self.store.check([str(other)]) else None
 
     def end(self, why: str) -> None:
         """End this process at once. Files are whole: all are written under temporary names and renamed."""
@@ -289,7 +262,9 @@ def watched() -> Iterator[None]:
             raise
         why = watch.why_connection_failed()
         watch.close(FAILED, why)
-        end_at_the_latest(watch.patience.closing)
+        if threading.current_thread() is threading.main_thread():  # closing the connections may take longer
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(watch.patience.closing)
         raise UserError(message_of(f"{why} ({describe_exception(error)})"), code=LOST) from error
     except BaseException as error:
         watch.close(FAILED, describe_exception(error))
@@ -303,13 +278,6 @@ def message_of(why: str) -> str:
     """The error message of a process that ends because of another process."""
     again = "Start all processes again with --resume auto, as torchrun does with --max-restarts"
     return f"{why}. This process ends, too; everything saved is intact. {again}"
-
-
-def end_at_the_latest(seconds: int) -> None:
-    """Make the system end this process if closing its connections takes longer."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds)
 
 
 def part_company(accelerator: Accelerator) -> None:

@@ -13,7 +13,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.engine.fsdp.checkpoints import require_shared
-from simpletune.engine.fsdp.rank_zero import RankZeroDriver
+from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.quant.int8_tuning import announce_tuning
 from simpletune.models.shared.buckets import Size
@@ -195,7 +195,7 @@ def load_model(
     if core.fsdp is not None:
         require_shared(run_folder(config), core.fsdp)
     if leading is not None and average is not None:
-        average = leading.averaging(average)
+        average = GatheredAverage(average, leading)
     if saved:
         checkpoint.restore(saved, denoiser, core.optimizer, config.optimizer, average)
         if core.fp16 is not None and saved.fp16 is not None:

@@ -1,4 +1,8 @@
-"""Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not."""
+"""Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not.
+
+Not with ``torch.distributed.checkpoint``: it divides only ``DTensor``s anew, but 8-bit state has a scale for each block
+of elements, and it computes no checksums.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,6 @@ def write_together(
 
     Args:
         folder: the checkpoint's folder, under its temporary name; all processes see it.
-        fsdp: the model, divided.
-        optimizer: the optimizer of the parts.
-        average: the average of the parts, if enabled.
         metadata: strings for the headers of the weights.
 
     Raises:
@@ -81,11 +82,7 @@ def _write_own(
 
 
 def require_written(every: list[Json], folder: Path) -> None:
-    """Check that all processes have written their parts.
-
-    Raises:
-        UserError: lists the processes that have not, and why.
-    """
+    """Raise the first process's failure to write its part, and before it what is non-finite in any of them."""
     bad = list(dict.fromkeys(name for each in every for name in each.get("bad", [])))
     if bad:
         raise NonFinite(bad)
@@ -96,11 +93,7 @@ def require_written(every: list[Json], folder: Path) -> None:
 
 
 class NonFinite(UserError):
-    """Reports parameters that are not finite, in any process.
-
-    Args:
-        names: the parameters' names.
-    """
+    """Reports parameters that are not finite, in any process, by their names."""
 
     def __init__(self, names: list[str]):
         super().__init__(f"{len(names)} trained parameters are non-finite ({join_names(names, LISTED)})")
@@ -110,12 +103,10 @@ class NonFinite(UserError):
 def restore_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, option: OptimizerOption, files: tuple[Path, Path], scalars: Json
 ) -> None:
-    """Restore weights and optimizer state that any number of processes has written.
+    """Restore weights and optimizer state that any number of processes has written, into a model, sharded or not.
 
     Args:
-        model: the model, sharded or not.
         optimizer: the optimizer of what ``held_parameters`` returns.
-        option: built the optimizer.
         files: the files of the weights and of the state: the indices, or the one file.
         scalars: other values of the state, for a checkpoint in one file.
     """
@@ -148,15 +139,8 @@ def parameter_ranges(model: nn.Module) -> dict[str, ParameterRange]:
 
 
 def require_shared(folder: Path, fsdp: FsdpModel) -> None:
-    """Check that all processes see the run's folder, into which each writes its part of a checkpoint.
-
-    Args:
-        folder: the run's folder, which exists in the first process.
-        fsdp: the model, divided.
-
-    Raises:
-        UserError: a process does not see it.
-    """
+    """Check that all processes see the run's folder, into which each writes its part of a checkpoint; it exists in the
+    first process."""
     mark = folder / ".fsdp.part"
     if fsdp.rank == 0:
         mark.touch()

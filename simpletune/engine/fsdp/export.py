@@ -1,4 +1,8 @@
-"""Write a sharded model as one file, parameter by parameter, so that no process ever holds all of it."""
+"""Write a sharded model as one file, parameter by parameter, so that no process ever holds all of it.
+
+torch's ``get_model_state_dict`` gathers the same file in the first process's memory: for a model of 864 MiB in two
+processes it took 901 MiB more, this 127 MiB (torch 2.13.0, gloo).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,8 @@ NAME_OF = {f"torch.{about.torch}": name for name, about in TYPES.items()}
 def write_divided_folder(
     model: nn.Module, leading: RankZeroDriver, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
 ) -> Path:
-    """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads.
-
-    Args:
-        model: the model; call within ``own_class``.
-        leading: tells the other processes what to gather.
-        folder: the result's folder.
-        metadata: strings for the header.
-        instead: tensors that replace the model's own of the same names.
-    """
+    """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads, within
+    ``own_class``; ``instead`` replaces the model's own tensors of the same names."""
     state: dict[str, Tensor] = {**model.state_dict(), **instead}
     entries = {name: (NAME_OF[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in state.items()}
     with atomic_folder(folder) as part:

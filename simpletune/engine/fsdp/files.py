@@ -41,31 +41,18 @@ def part_file(kind: str, rank: int, processes: int) -> str:
 def write_parts(
     folder: Path, kind: str, tensors: Mapping[str, Tensor], metadata: dict[str, str], of: tuple[int, int]
 ) -> dict[str, str]:
-    """Write one process's parts.
+    """Write one process's parts; return the file's name and its SHA-256.
 
     Args:
-        folder: the checkpoint's folder.
         kind: what they contain: ``trainable``, ``optimizer`` or ``ema``.
-        tensors: the parts by name.
-        metadata: strings for the header.
         of: the process's rank, and the number of processes.
-
-    Returns:
-        The file's name and its SHA-256.
     """
     file = write_safetensors(tensors, folder / part_file(kind, *of), metadata)
     return {"file": file.name, "sha256": sha256_of(file)}
 
 
 def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[str, ParameterPart]) -> Path:
-    """Write the index of files that all processes have written.
-
-    Args:
-        folder: the checkpoint's folder.
-        kind: what they contain.
-        files: what ``write_parts`` returned, in the order of the processes.
-        shards: how each parameter is divided.
-    """
+    """Write the index of ``files``, which ``write_parts`` returned in the order of the processes."""
     parameters = {
         name: {"shape": list(shard.shape), "starts": list(shard.starts[:-1])} for name, shard in shards.items()
     }
@@ -75,12 +62,8 @@ def write_index(folder: Path, kind: str, files: Sequence[Json], shards: Mapping[
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """An optimizer's state by ``PARAMETER/STATE``, and its other values as a string for the header.
-
-    Args:
-        optimizer: the optimizer of the parts that this process holds.
-        names: the names of its parameters, in their order.
-    """
+    """An optimizer's state by ``PARAMETER/STATE``, and its other values as a string for the header; ``names`` are those
+    of its parameters, in their order."""
     tensors, scalars = state_to_tensors(optimizer)
     renamed = {_renamed(key, names): tensor for key, tensor in tensors.items()}
     values = {_renamed(key, names): value for key, value in scalars["values"].items()}
@@ -133,13 +116,8 @@ class SavedStates:
 
 
 class _StateFile:
-    """One process's part of the state, by parameter.
-
-    Args:
-        reader: the reader of its tensors.
-        named: the tensors' names in the file by ``PARAMETER/STATE``.
-        about: ``values`` and ``shared`` tables by such names.
-    """
+    """One process's part of the state: the tensors' names in the file, plain values and shared tables, all by
+    ``PARAMETER/STATE``."""
 
     def __init__(self, reader: WeightReader, named: Mapping[str, str], about: Json):
         self._reader, self._named, self._about = reader, named, about
@@ -168,14 +146,7 @@ class _StateFile:
 def restore_states(
     option: OptimizerOption, optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterRange], saved: SavedStates
 ) -> None:
-    """Restore the state of each parameter, or part of one.
-
-    Args:
-        option: built the optimizer.
-        optimizer: its state is replaced.
-        places: the places of its parameters, by name and in their order.
-        saved: a checkpoint's state.
-    """
+    """Replace the state of each of the optimizer's parameters; ``places`` are theirs, in their order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tables: dict[bytes, Tensor] = {}
     for (name, place), parameter in zip(places.items(), parameters, strict=True):
