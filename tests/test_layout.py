@@ -87,6 +87,26 @@ def test_no_circle_of_files() -> None:
     assert circle(graph()) == []
 
 
+def with_packages(name: str, targets: set[str]) -> set[str]:
+    """Imported modules, and the packages that they are in: Python runs a package's ``__init__`` first."""
+    packages = {target.rsplit(".", count)[0] for target in targets for count in range(1, target.count(".") + 1)}
+    return targets | {package for package in packages if not f"{name}.".startswith(f"{package}.")}
+
+
+def test_any_module_can_be_imported_first() -> None:
+    first = {
+        name: {
+            target
+            for node in tree_of(file).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for target in imports_of(name, modules(), {name: ast.Module([node], [])})
+        }
+        for name, file in modules().items()
+    }
+    assert circle({name: with_packages(name, targets) for name, targets in first.items()}) == []
+    assert circle({"p": {"p.a"}, "p.a": with_packages("p.a", {"q"}), "q": with_packages("q", {"p.b"}), "p.b": set()})
+
+
 def test_an_upward_import_and_a_circle_are_noticed() -> None:
     texts = {
         "simpletune.engine.a": "def late():\n    from simpletune.data import b",
