@@ -15,13 +15,13 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_batch import choose_batch
 from simpletune.estimate.auto_checkpointing import resolve_checkpointing
-from simpletune.estimate.chart import write_picture
 from simpletune.estimate.job_estimate import Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.terminal import as_text, comparison
+from simpletune.estimate.terminal import as_text, comparison, comparison_chart
 from simpletune.estimate.time_text import CardRow, card_table, time_lines
 from simpletune.models.shared.buckets import Size
+from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
@@ -177,6 +177,8 @@ def compare_configs(
         picture: file to draw stacked bars into, ``.svg`` or ``.png``.
         as_json: return JSON instead of text.
     """
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise UserError(f"--picture: {picture} has the suffix {picture.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
@@ -190,7 +192,8 @@ def compare_configs(
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
     if picture is not None:
-        lines.append(str(write_picture(picture, predictions, card)))
+        picture.write_bytes(charts.picture(comparison_chart(predictions, card), picture.suffix))
+        lines.append(str(picture))
     if as_json:
         return json.dumps({name: each.as_json(card) for name, each in predictions.items()}, indent=2)
     return "\n".join(lines)
