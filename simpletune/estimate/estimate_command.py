@@ -26,7 +26,7 @@ from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import ConfigError, UserError, plural
-from simpletune.system.prices import Price, of_cards
+from simpletune.system.prices import card_price
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
 GIB = 2**30
@@ -79,13 +79,15 @@ def estimate_config(
     timed_card = card if processes == 1 else None  # the time of communication between processes is not predicted
     if as_json:
         timed = None if timed_card is None else time_of(config, prediction, timed_card)
-        priced = None if timed is None or card is None else timed.as_json(card_price(card, config, prices))
+        priced = (
+            None if timed is None or card is None else timed.as_json(card_price(card, config.output.prices, prices))
+        )
         about = {"name": config.name, "processes": processes}
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": priced}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
     lines = [as_text(name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
     if card is not None and processes == 1:
-        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config, prices))]
+        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config.output.prices, prices))]
     return "\n".join(lines)
 
 
@@ -108,11 +110,6 @@ def find_cards(device: str | None) -> list[Card]:
     return [find_card(name) for name in (device or "").split(",") if name.strip()]
 
 
-def card_price(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
-    """Return the price of a card, preferring the user's; None if unknown."""
-    return of_cards(prices, config.output.prices).get(card.name.lower())
-
-
 def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
     """Predict the time of an estimated job on a card."""
     assert prediction.job is not None, "estimate() gives one"
@@ -132,7 +129,7 @@ def compare_cards(
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why
-            price = card_price(card, config, prices)
+            price = card_price(card, config.output.prices, prices)
             rows.append(CardRow(time_of(config, prediction, card), price, prediction.needed(), why))
     if as_json:
         return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
