@@ -21,6 +21,7 @@ from benchmarks.table import Results
 from simpletune.estimate.job_time import STATED
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.runs.report import write_report
+from simpletune.runs.report.charts import picture
 from simpletune.runs.report.content import Fact, Report, ReportChart
 from simpletune.system.console import say
 from simpletune.system.options import Json
@@ -146,11 +147,8 @@ def ratios(beside: list[Row], found: dict[str, Json]) -> Json:
 
 def write_figure(file: Path, spec: Json) -> None:
     """Draw the chart as a picture."""
-    import vl_convert
     from PIL import Image
 
-    schema = "https://vega.github.io/schema/vega-lite/v5.json"
     title = "Predicted over published seconds (band: within 25%)"
-    whole = {**spec, "$schema": schema, "width": 420, "background": "white", "title": title}
-    picture = Image.open(io.BytesIO(vl_convert.vegalite_to_png(whole, scale=2))).convert("RGB")
-    picture.quantize(64).save(file, optimize=True)
+    drawn = Image.open(io.BytesIO(picture({**spec, "width": 420, "title": title}))).convert("RGB")
+    drawn.quantize(64).save(file, optimize=True)

@@ -22,6 +22,7 @@ from simpletune.config.load import read_config
 from simpletune.engine.quant import int8_products
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
+from simpletune.runs.report.charts import picture
 from simpletune.system.console import say
 from simpletune.training.loop import train
 
@@ -138,8 +139,6 @@ def smoothed(losses: list[float]) -> list[float]:
 
 def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
     """Chart the losses, and their difference from bf16's."""
-    import vl_convert
-
     runs = {name: rows[name]["losses"] for name in RUNS if name in rows}
     base = runs["bf16"]
     points = [
@@ -160,7 +159,7 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
         )
     ]  # fmt: skip
     spec = {"data": {"values": points}, "vconcat": panels, "config": {"title": {"anchor": "start"}}}
-    file.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+    file.write_bytes(picture(spec))
 
 
 def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:

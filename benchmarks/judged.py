@@ -20,6 +20,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import ENCODERS
 from simpletune.runs.folder import read_scores
+from simpletune.runs.report.charts import picture
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json, UserError
@@ -156,11 +157,9 @@ def sheet_of(strips: Sequence[tuple[str, Path]], file: Path) -> None:
 
 def chart(file: Path, panels: Sequence[Json]) -> None:
     """Draw Vega-Lite panels side by side into a PNG file."""
-    import vl_convert
-
-    spec = {"hconcat": list(panels), "background": "white", "resolve": {"scale": {"color": "independent"}},
+    spec = {"hconcat": list(panels), "resolve": {"scale": {"color": "independent"}},
             "config": {"title": {"anchor": "start"}}}  # fmt: skip
-    file.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+    file.write_bytes(picture(spec))
 
 
 def path_panel(title: str, points: Sequence[Json], axes: tuple[str, str]) -> Json:

@@ -19,8 +19,8 @@ from PIL import Image
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import parse
+from simpletune.apps.http import bind
 from simpletune.apps.serve import server
-from simpletune.apps.serve.address import bind
 from simpletune.apps.serve.app import HttpOptions
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import Capabilities, ImageRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -273,6 +274,9 @@ def test_estimates_are_compared_in_a_table_and_a_picture(
         picture = tmp_path / f"bars{ending}"
         assert main(["estimate", "--compare", *files, "--device", "L4", "--picture", str(picture)]) == 0
         assert picture.read_bytes().startswith(begins)
+    drawn = (tmp_path / "bars.svg").read_text()
+    assert all(f">{word}</text>" in drawn for word in ("one", "four", "weights", "activations")) and "@" not in drawn
+    assert "L4: 23.6 GB" in drawn and len(re.findall(r">0\.\d\d</text>", drawn)) == 2  # the sums
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("one ") and lines[2].startswith("four ") and "+0.0%" in lines[1]
     assert main(["estimate", "--compare", *files, "--picture", str(tmp_path / "bars.gif")]) == 2

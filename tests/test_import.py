@@ -11,16 +11,12 @@ import pytest
 from import_cases import CASES, LARGE
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.importers import unsupported_keys
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
-from simpletune.commands.importers.kohya_table import ROWS as KOHYA_ROWS
-from simpletune.commands.importers.onetrainer_table import ROWS as ONETRAINER_ROWS
 from simpletune.commands.importers.optimizers import OPTIMIZERS, SCHEDULES
-from simpletune.commands.importers.simpletuner_table import FLAVOURS
-from simpletune.commands.importers.simpletuner_table import LORA as SIMPLETUNER_LORA
-from simpletune.commands.importers.simpletuner_table import ROWS as SIMPLETUNER_ROWS
+from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.run_name import run_name
+from simpletune.models.sd3.shapes import BUNDLED
 from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -318,13 +314,22 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         assert not [p for p in found.problems if p.path == "optimizer.name"], name
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
-    assert set(FLAVOURS.values()) >= {LARGE}
+    assert set(trainer_tables("simpletuner")["flavours"].values()) == BUNDLED.keys()
+    assert trainer_tables("simpletuner")["blocks"].keys() <= BUNDLED.keys()
+
+
+def test_values_and_reasons_of_the_tables_belong_to_an_option() -> None:
+    for trainer in BASES:
+        tables = trainer_tables(trainer)
+        for name in ("values", "why", "otherwise"):
+            assert tables.get(name, {}).keys() <= {row.key for row in tables["options"]}, (trainer, name)
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:
     page = (ROOT / "docs" / "import.md").read_text()
-    keys = {row.key for table in (SIMPLETUNER_ROWS, SIMPLETUNER_LORA, KOHYA_ROWS, ONETRAINER_ROWS) for row in table}
-    keys |= {key for name in dir(unsupported_keys) if name.isupper() for key in getattr(unsupported_keys, name)}
+    tables = [trainer_tables(trainer) for trainer in BASES]
+    keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
+    keys |= {key for table in tables for name in ("left_out", "left_out_data") for key in table[name]}
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
     missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}

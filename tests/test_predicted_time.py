@@ -17,10 +17,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.estimate_command import card_price as asked_price
 from simpletune.estimate.job_estimate import Estimate
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
-from simpletune.estimate.run_estimate import driver_card_price
 from simpletune.estimate.simulate.simulate import StepReport
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, constants_file, write_constants
@@ -35,6 +33,7 @@ from simpletune.stages.plan_data import plan_data
 from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import card_named_by_driver, find_card
 from simpletune.system.options import Json
+from simpletune.system.prices import card_price
 from simpletune.training.loop import prepare_only, train
 from tests.recorded_runs import write_run
 
@@ -119,9 +118,17 @@ def test_what_is_in_the_cache_takes_no_time(tiny_config: dict) -> None:
 
 
 def test_the_price_of_a_card_as_the_driver_names_it() -> None:
-    known = driver_card_price(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
+    known = card_price(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
     assert known is not None and known.per_hour == 1.79
-    assert driver_card_price(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
+    assert card_price(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
+
+
+def test_a_card_of_the_table_has_no_other_card_s_price(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"RTX3060-6GB": {"per_hour": 0.1, "as_of": "2026-11", "source": "ours"}}')
+    assert card_price(find_card("RTX3060-12GB"), str(prices)) is None
+    small = card_price(card_named_by_driver("NVIDIA GeForce RTX 3060", 12 * 2**30, (8, 6)), str(prices))
+    assert small is not None and small.per_hour == 0.1  # the only one of that name with a price
 
 
 def test_a_run_on_a_card_is_priced_before_it_starts(
@@ -159,10 +166,10 @@ def test_the_users_prices_come_before_the_shipped_ones(
 
     assert found()["price"]["per_hour"] == 0.25 and found()["price"]["source"] == "our cluster"
     assert "0.25 per hour, as of 2026-11, our cluster" in capsys.readouterr().out
-    assert asked_price(L4, config, None).per_hour == 0.25  # type: ignore[union-attr]
+    assert card_price(L4, config.output.prices).per_hour == 0.25  # type: ignore[union-attr]
     given = tmp_path / "given.json"
     given.write_text('{"L4": {"per_hour": 0.5, "as_of": "2026-11", "source": "given"}}')
-    assert asked_price(L4, config, given).per_hour == 0.5  # type: ignore[union-attr]
+    assert card_price(L4, config.output.prices, given).per_hour == 0.5  # type: ignore[union-attr]
     mine.write_text('{"L4": {"per_hour": 0.25}}')
     assert "price" not in found()
     assert f"warning the price is not predicted: output.prices: {mine}: L4.as_of" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report import charts, make_report, write_report
-from simpletune.runs.report.losses import mean_by_group, sparkline
+from simpletune.runs.report.losses import mean_by_group
 from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.runs.report.settings import settings_of
 from simpletune.system.options import UserError
@@ -278,7 +278,7 @@ def test_long_runs_are_thinned_and_drawn_as_text() -> None:
     rows = [{"step": step, "loss": float(step)} for step in range(1, 101)]
     assert [(row["step"], row["loss"]) for row in mean_by_group(rows, 2)] == [(50, 25.5), (100, 75.5)]
     assert mean_by_group(rows, 100) is rows
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and len(sparkline([1.0] * 5000)) <= 60
+    assert charts.sparkline([0.0, 0.5, 1.0]) == "▁▅█" and len(charts.sparkline([1.0] * 5000)) <= 60
 
 
 def test_names_of_phases_do_not_overlap() -> None:

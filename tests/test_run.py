@@ -20,7 +20,7 @@ from shared_runs import TrainOnce
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import best_step
-from simpletune.runs.folder import append_metrics, newest_run, open_again, read_metrics
+from simpletune.runs.folder import RunFile, append_metrics, clear_unsaved, newest_run, open_again, read_metrics
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import stage_timer as stages
@@ -240,6 +240,35 @@ def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict
     open_again(config, 1, best_step)
     assert [entry.name for entry in (run / "samples").glob("step-*")] == ["step-000001"]
     assert not list(run.glob(".*.part")) and [row["step"] for row in read_metrics(run)] == [1]
+
+
+UNSAVED = {
+    "base_predictions.safetensors", "chosen.json", "config.json", "control.json", "control_answers.jsonl", "data.json",
+    "drawn", "environment.json", "eval_before.json", "evaluations.jsonl", "metrics.jsonl", "overflows.jsonl",
+    "planned.json", "predicted.json", "remote.json", "samples", "skipped.jsonl", "wandb",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(RunFile.known))
+def test_what_was_written_before_the_first_checkpoint_is_cleared_and_nothing_else(
+    name: str, tiny_config: dict, tmp_path: Path
+) -> None:
+    config = validate(tiny_config | {"output": {"runs": str(tmp_path)}}, "test")
+    run = tmp_path / config.name
+    run.mkdir()
+    (run / name).mkdir() if name == "checkpoints" else (run / name).touch()
+    clear_unsaved(config)
+    assert (run / name).exists() == (name not in UNSAVED | {"checkpoints"})
+
+
+@pytest.mark.parametrize("name", sorted(RunFile.known))
+def test_a_folder_in_the_place_of_a_file_is_set_aside(name: str, tiny_config: dict, tmp_path: Path) -> None:
+    config = validate(tiny_config | {"output": {"runs": str(tmp_path)}}, "test")
+    place = tmp_path / config.name / name
+    place.mkdir(parents=True)
+    open_again(config, 0, lambda folder: None)
+    folders = {"checkpoints", "control.json", "drawn", "evaluation.json", "remote.json", "samples", "wandb"}
+    assert place.is_dir() == (name in folders)  # control, scores and link are read by others, who say what is wrong
 
 
 def test_a_run_that_was_killed_before_it_removed_the_oldest_checkpoint_does_so_when_it_goes_on(

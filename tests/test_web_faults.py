@@ -14,16 +14,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from simpletune.apps.http import Guard
 from simpletune.apps.web import processes, queue, queue_runner, server
+from simpletune.apps.web.access import FAILED, HEADERS, Access
+from simpletune.apps.web.app import plain_answer
 from simpletune.apps.web.form.presets import _use_folder
-from simpletune.apps.web.guard import FAILED, HEADERS, Access, Guard
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import MOST_FORM, read_form
 from simpletune.system.locks import UNSUPPORTED
@@ -62,7 +63,10 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
             await send({"type": "http.response.start", "status": 200, "headers": []})
         raise KeyError("what went wrong")
 
-    client = TestClient(Guard(fails, Access(None)), base_url="http://127.0.0.1")
+    def guarded(app: Any) -> Guard:
+        return Guard(app, None, plain_answer, FAILED, HEADERS, Access(None).refusal)
+
+    client = TestClient(guarded(fails), base_url="http://127.0.0.1")
     answer = client.get("/")
     assert (answer.status_code, answer.text) == (500, FAILED)
     assert HEADERS.items() <= dict(answer.headers).items()
@@ -77,9 +81,9 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
         return {"type": "http.request"}
 
     scope: Any = {"type": "http", "path": "/late", "method": "GET", "headers": [], "query_string": b""}
-    asyncio.run(Guard(fails, Access(None))(scope, receive, send))
+    asyncio.run(guarded(fails)(scope, receive, send))
     assert [message["type"] for message in sent] == ["http.response.start"], "a response that has begun gets no other"
-    asyncio.run(Guard(PlainTextResponse("x"), Access(None))({"type": "websocket"}, receive, send))
+    asyncio.run(guarded(PlainTextResponse("x"))({"type": "websocket"}, receive, send))
     assert len(sent) == 1, "what is not HTTP is not answered"
 
 
@@ -208,8 +212,8 @@ def test_the_server_says_where_it_is_and_who_may_come(
 
 def test_a_signal_ends_the_streams_of_open_pages_first(capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[bool] = []
-    web: Any = SimpleNamespace(watch=SimpleNamespace(close=lambda: closed.append(True)))
-    stopped = server.PageServer(uvicorn.Config(PlainTextResponse("x")), web)
+    web: Any = SimpleNamespace(app=PlainTextResponse("x"), watch=SimpleNamespace(close=lambda: closed.append(True)))
+    stopped = server.PageServer(web)
     stopped.handle_exit(signal.SIGTERM, None)
     assert closed == [True] and stopped.should_exit
     assert capsys.readouterr().out == "SIGTERM: the page stops; runs and the queue continue\n"

@@ -9,6 +9,7 @@ import time
 from html import unescape
 from pathlib import Path
 from urllib.parse import quote
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -16,12 +17,12 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.apps.web import queue, run_live
-from simpletune.apps.web.run.charts import ChartLine, chart, limits, thinned_places, ticks
-from simpletune.apps.web.run.pictures import matrix_of
+from simpletune.apps.web.run.pictures import matrix_of, thinned_places
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.apps.web.run_live import run_progress
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
+from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.locks import exclusive
@@ -133,14 +134,20 @@ def test_charts_show_every_line_and_are_read_aloud(client: TestClient) -> None:
 
 
 def test_a_chart_lies_within_its_frame() -> None:
-    drawn = chart("t", [ChartLine("a", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4)
-    assert drawn is not None
-    (line,) = drawn.lines
-    left, right = (tuple(map(float, each.split(","))) for each in line.points.split())
-    assert left[0] < right[0] < drawn.right and left[1] < right[1]  # steps to the right, larger values higher
-    assert line.bars[0].high < line.bars[0].y < line.bars[0].low
-    assert [text for _, text in drawn.steps] == ["0", "1", "2", "3", "4"]
-    assert chart("t", [ChartLine("a", [], "raw")]) is None
+    figure = ElementTree.fromstring(svg_lines(HOSTILE, [ChartLine("a<b", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4))
+    caption, svg = figure
+    assert caption.text == HOSTILE + " " and caption[0].text == "a<b"
+    assert svg.get("aria-label") == f"{HOSTILE} by step: a<b 1 at step 2"
+    (line,) = svg.findall("polyline")
+    left, right = (tuple(map(float, each.split(","))) for each in line.get("points", "").split())
+    frame = next(float(grid.get("x2", "")) for grid in svg.findall("line[@class='grid']"))
+    assert left[0] < right[0] < frame and left[1] < right[1]  # steps to the right, larger values higher
+    bar, dot = svg.find("line[@class='raw']"), svg.find("circle")
+    assert bar is not None and dot is not None
+    low, middle, high = bar.get("y1", ""), dot.get("cy", ""), bar.get("y2", "")
+    assert float(high) < float(middle) < float(low)
+    assert [text.text for text in svg.findall("text[@text-anchor='middle']")] == ["0", "1", "2", "3", "4"]
+    assert svg_lines("t", [ChartLine("a", [], "raw")]) == ""
     assert ticks(0.0, 1.0) == [0.0, 0.25, 0.5, 0.75, 1.0] or ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0])
     assert limits([ChartLine("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
     assert thinned_places(100, 3) == [0, 50, 99] and thinned_places(2, 3) == [0, 1]

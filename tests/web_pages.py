@@ -6,8 +6,8 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
+from simpletune.apps.web.access import Access
 from simpletune.apps.web.app import make_app
-from simpletune.apps.web.guard import Access
 from simpletune.apps.web.roots import make_roots
 
 ADDRESS = "http://127.0.0.1:8100"

@@ -15,18 +15,18 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_batch import choose_batch
 from simpletune.estimate.auto_checkpointing import resolve_checkpointing
-from simpletune.estimate.chart import write_picture
 from simpletune.estimate.job_estimate import Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.terminal import as_text, comparison
+from simpletune.estimate.terminal import as_text, comparison, comparison_chart
 from simpletune.estimate.time_text import CardRow, card_table, time_lines
 from simpletune.models.shared.buckets import Size
+from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import ConfigError, UserError, plural
-from simpletune.system.prices import Price, of_cards
+from simpletune.system.prices import card_price
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
 GIB = 2**30
@@ -79,13 +79,15 @@ def estimate_config(
     timed_card = card if processes == 1 else None  # the time of communication between processes is not predicted
     if as_json:
         timed = None if timed_card is None else time_of(config, prediction, timed_card)
-        priced = None if timed is None or card is None else timed.as_json(card_price(card, config, prices))
+        priced = (
+            None if timed is None or card is None else timed.as_json(card_price(card, config.output.prices, prices))
+        )
         about = {"name": config.name, "processes": processes}
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": priced}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
     lines = [as_text(name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
     if card is not None and processes == 1:
-        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config, prices))]
+        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config.output.prices, prices))]
     return "\n".join(lines)
 
 
@@ -108,11 +110,6 @@ def find_cards(device: str | None) -> list[Card]:
     return [find_card(name) for name in (device or "").split(",") if name.strip()]
 
 
-def card_price(card: Card, config: TrainConfig, prices: Path | None) -> Price | None:
-    """Return the price of a card, preferring the user's; None if unknown."""
-    return of_cards(prices, config.output.prices).get(card.name.lower())
-
-
 def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
     """Predict the time of an estimated job on a card."""
     assert prediction.job is not None, "estimate() gives one"
@@ -132,7 +129,7 @@ def compare_cards(
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why
-            price = card_price(card, config, prices)
+            price = card_price(card, config.output.prices, prices)
             rows.append(CardRow(time_of(config, prediction, card), price, prediction.needed(), why))
     if as_json:
         return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
@@ -177,6 +174,8 @@ def compare_configs(
         picture: file to draw stacked bars into, ``.svg`` or ``.png``.
         as_json: return JSON instead of text.
     """
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise UserError(f"--picture: {picture} has the suffix {picture.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
@@ -190,7 +189,8 @@ def compare_configs(
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
     if picture is not None:
-        lines.append(str(write_picture(picture, predictions, card)))
+        picture.write_bytes(charts.picture(comparison_chart(predictions, card), picture.suffix))
+        lines.append(str(picture))
     if as_json:
         return json.dumps({name: each.as_json(card) for name, each in predictions.items()}, indent=2)
     return "\n".join(lines)

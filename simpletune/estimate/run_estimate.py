@@ -24,9 +24,9 @@ from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name
-from simpletune.system.gpus import Card, card_named_by_driver, cards_like
+from simpletune.system.gpus import Card, card_named_by_driver
 from simpletune.system.options import Json, UserError
-from simpletune.system.prices import Price, of_cards
+from simpletune.system.prices import card_price
 
 WITHOUT_GPU = (8, 9)  # if there is no GPU, count the library workspaces of this capability
 Measured = Mapping[str, Mapping[str, float | None]]
@@ -147,7 +147,7 @@ def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.devic
         return None
     price = None
     try:
-        price = None if card is None else driver_card_price(card, config.output.prices)
+        price = None if card is None else card_price(card, config.output.prices)
     except UserError as error:
         say(f"warning the price is not predicted: {error}")
     low, high = time.interval
@@ -158,21 +158,6 @@ def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.devic
         f"{format_duration(time.step.seconds * high)}, {time.source}), {format_duration(time.seconds)} the job{money}"
     )
     return time.as_json(price)
-
-
-def driver_card_price(card: Card, configured: str | None = None) -> Price | None:
-    """Return the price of a card by the driver's name; None if unknown.
-
-    Args:
-        card: the driver's name of the card.
-        configured: ``output.prices``, whose prices override the shipped ones.
-
-    Raises:
-        UserError: the file cannot be used.
-    """
-    prices = of_cards(configured=configured)
-    like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
-    return next((prices[each.name.lower()] for each in like if each.name.lower() in prices), None)
 
 
 def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:

@@ -1,4 +1,4 @@
-"""Format estimates: bars by stage and kind, the memory that a card must have, and comparisons."""
+"""Format estimates: bars by stage and kind, the memory that a card must have, and comparisons as a table or chart."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from simpletune.engine.memory.snapshot import KINDS, MemorySnapshot
 from simpletune.estimate.job_estimate import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
+from simpletune.runs.report.charts import KIND_COLOURS, stacked, text_bar
 from simpletune.system.gpus import Card
-from simpletune.system.options import plural
+from simpletune.system.options import Json, plural
 
 WIDTH = 40  # characters of the longest bar
-SIGNS = dict(zip(KINDS, "█▓▚▒░▞·", strict=True))
+SIGNS = "█▓▚▒░▞·"  # of KINDS
 GB = 10**9
 
 
@@ -37,12 +38,10 @@ def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
     title = max(len(name) for name in snapshots)
     lines = []
     for name, snapshot in snapshots.items():
-        drawn = "".join(
-            SIGNS[kind] * share for kind, share in _shares(snapshot, round(WIDTH * snapshot.bytes / longest))
-        )
+        drawn = text_bar([snapshot.by_kind.get(kind, 0) for kind in KINDS], longest, WIDTH, SIGNS)
         lines.append(f"  {name:<{title}} {snapshot.bytes / MIB:>8,.0f}  {drawn:<{WIDTH}}  {place(snapshot)}".rstrip())
-    present = [kind for kind in KINDS if any(snapshot.by_kind.get(kind) for snapshot in snapshots.values())]
-    lines.append("  " + " " * title + "           " + "  ".join(f"{SIGNS[kind]} {kind}" for kind in present))
+    present = [at for at, kind in enumerate(KINDS) if any(s.by_kind.get(kind) for s in snapshots.values())]
+    lines.append("  " + " " * title + "           " + "  ".join(f"{SIGNS[at]} {KINDS[at]}" for at in present))
     return lines
 
 
@@ -50,16 +49,6 @@ def place(snapshot: MemorySnapshot) -> str:
     """Describe where a snapshot was taken: ``backward, block 23``."""
     where = snapshot.module.replace("transformer_blocks.", "block ")
     return ", ".join(part for part in (snapshot.phase, where) if part)
-
-
-def _shares(snapshot: MemorySnapshot, width: int) -> Iterator[tuple[str, int]]:
-    """Yield the number of characters for each kind; they add up to ``width``."""
-    done = drawn = 0
-    for kind in KINDS:
-        done += snapshot.by_kind.get(kind, 0)
-        upto = round(width * done / max(snapshot.bytes, 1))
-        yield kind, upto - drawn
-        drawn = upto
 
 
 def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[str]:
@@ -120,3 +109,16 @@ def comparison(estimates: Mapping[str, Estimate]) -> str:
             f"  {each.peak_stage}: {place(each.peak)}"
         )
     return "\n".join(lines)
+
+
+def comparison_chart(estimates: Mapping[str, Estimate], card: Card | None) -> Json:
+    """Chart several estimates: peak by kind in GB of 10^9 bytes, and the card's memory as a line."""
+    rows: list[Json] = [
+        {"name": name, "part": kind, "value": size / GB}
+        for name, each in estimates.items()
+        for kind in KINDS
+        if (size := each.peak.by_kind.get(kind))
+    ]
+    limit = None if card is None else (f"{card.name}: {card.bytes / GB:.1f} GB", card.bytes / GB)
+    spec = stacked(rows, "predicted peak memory, GB", KIND_COLOURS, ".2f", totals=True, limit=limit)
+    return {"title": {"text": "Peak memory of the whole job", "offset": 12}, "width": 480, **spec}

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
@@ -16,28 +17,56 @@ from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json, UserError, join_names, plural
 
-METRICS, SUMMARY, CONFIG, EVALUATION = "metrics.jsonl", "summary.json", "config.json", "eval_before.json"
-EVALUATIONS, ENVIRONMENT, DATA, SKIPPED = "evaluations.jsonl", "environment.json", "data.json", "skipped.jsonl"
-SAMPLES, CHECKPOINTS = "samples", "checkpoints"
-CHOSEN, ATTEMPTS, OVERFLOWS = "chosen.json", "attempts.json", "overflows.jsonl"
-DRIFT, BEST, SCORES = "base_predictions.safetensors", "best.json", "evaluation.json"
-CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED = "control.json", "control_answers.jsonl", "drawn", "planned.json"
-PREDICTED = "predicted.json"  # time and price, before the first step
-REMOTE = "remote.json"  # names the stored run that the folder belongs to
-# Files that a run writes before its first checkpoint; wandb keeps its own copy.
-WRITTEN_FIRST = {
-    METRICS, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, SAMPLES, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
-    CONTROL, CONTROL_ANSWERS, DRAWN, PLANNED, PREDICTED, REMOTE, "wandb",
-}  # fmt: skip
-# Files that a run overwrites; a folder in their place is set aside.
-WRITTEN_FILES = (
-    METRICS, SUMMARY, CONFIG, EVALUATION, EVALUATIONS, ENVIRONMENT, DATA, SKIPPED, CHOSEN, ATTEMPTS, OVERFLOWS, DRIFT,
-    PREDICTED, BEST, CONTROL_ANSWERS, PLANNED, "README.md", "report.html", "report.md",
-    "pytorch_lora_weights.safetensors",
-)  # fmt: skip
-NEEDED = {  # numbers in each row
-    METRICS: ("step", "loss"), EVALUATIONS: ("step", "eval_loss"), SKIPPED: ("step",), OVERFLOWS: ("step",),
-}  # fmt: skip
+
+class RunFile(str):
+    """Name of a file or folder that a run writes into its folder.
+
+    Args:
+        name: its name.
+        first: may be written before the first checkpoint.
+        file: a file that a run overwrites; a folder in its place is set aside.
+        rows: numbers in each row of a JSON Lines file that a resumed run cuts back.
+    """
+
+    known: ClassVar[list[RunFile]] = []
+    first: bool
+    file: bool
+    rows: tuple[str, ...]
+
+    def __new__(cls, name: str, *, first: bool = False, file: bool = False, rows: tuple[str, ...] = ()) -> RunFile:
+        made = super().__new__(cls, name)
+        made.first, made.file, made.rows = first, file, rows
+        cls.known.append(made)
+        return made
+
+
+METRICS = RunFile("metrics.jsonl", first=True, file=True, rows=("step", "loss"))
+SUMMARY = RunFile("summary.json", file=True)
+CONFIG = RunFile("config.json", first=True, file=True)
+EVALUATION = RunFile("eval_before.json", first=True, file=True)
+EVALUATIONS = RunFile("evaluations.jsonl", first=True, file=True, rows=("step", "eval_loss"))
+ENVIRONMENT = RunFile("environment.json", first=True, file=True)
+DATA = RunFile("data.json", first=True, file=True)
+SKIPPED = RunFile("skipped.jsonl", first=True, file=True, rows=("step",))
+CHOSEN = RunFile("chosen.json", first=True, file=True)
+ATTEMPTS = RunFile("attempts.json", first=True, file=True)
+OVERFLOWS = RunFile("overflows.jsonl", first=True, file=True, rows=("step",))
+DRIFT = RunFile("base_predictions.safetensors", first=True, file=True)
+PREDICTED = RunFile("predicted.json", first=True, file=True)  # time and price, before the first step
+BEST = RunFile("best.json", file=True)
+CONTROL = RunFile("control.json", first=True)
+CONTROL_ANSWERS = RunFile("control_answers.jsonl", first=True, file=True)
+DRAWN = RunFile("drawn", first=True)
+PLANNED = RunFile("planned.json", first=True, file=True)
+REMOTE = RunFile("remote.json", first=True)  # names the stored run that the folder belongs to
+SAMPLES = RunFile("samples", first=True)
+CHECKPOINTS = RunFile("checkpoints")
+SCORES = RunFile("evaluation.json")
+for _name in ("README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors"):
+    RunFile(_name, file=True)
+RunFile("wandb", first=True)  # its own copy
+NEEDED = {each: each.rows for each in RunFile.known if each.rows}
+
 OLD_SAMPLES = 16  # of an evaluation, before per-sample losses were recorded
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
@@ -85,10 +114,9 @@ def clear_unsaved(config: TrainConfig) -> None:
 def _is_worth_keeping(entry: Path) -> bool:
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir())
+    first = {each for each in RunFile.known if each.first}
     return (
-        entry.name not in WRITTEN_FIRST | {CHECKPOINTS}
-        and not LEFT_OVER.match(entry.name)
-        and not entry.name.endswith("lock")
+        entry.name not in first | {CHECKPOINTS} and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock")
     )
 
 
@@ -131,7 +159,7 @@ def open_again(config: TrainConfig, step: int, best: Callable[[Path], int | None
         raise UserError(f"--resume: {folder} does not exist. Check name, or start without --resume")
     rows = {name: read_own_rows(folder / name, needed) for name, needed in NEEDED.items()}
     say_missing(folder / METRICS, rows[METRICS], [*rows[SKIPPED], *rows[OVERFLOWS]], step)
-    require_kinds(folder, WRITTEN_FILES, (SAMPLES, CHECKPOINTS))
+    require_kinds(folder, [each for each in RunFile.known if each.file], (SAMPLES, CHECKPOINTS))
     for name in NEEDED:
         file = folder / name
         if not file.exists() and name in (SKIPPED, OVERFLOWS):

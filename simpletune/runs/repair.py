@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from simpletune.system.atomic import quarantine
@@ -42,7 +42,7 @@ def set_aside(file: Path, fault: str) -> None:
         say(f"warning {file} {fault}: set aside as {quarantine(file).name}")
 
 
-def require_kinds(folder: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
+def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]) -> None:
     """Set aside folders in the place of a run's files, and files in the place of its folders."""
     for name in (*files, *folders):
         place, should = folder / name, "a file" if name in files else "a folder"

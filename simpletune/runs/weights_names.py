@@ -196,7 +196,7 @@ def run_config(run: Path, option: str = "") -> TrainConfig:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, finished or not."""
+    """Return whether a folder is a run's, finished or not; a model's folder has a ``config.json``, too."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from simpletune.system.gpus import CARDS, Card, cards_like
 from simpletune.system.options import Option, UserError
 from simpletune.system.package import ASSETS
 from simpletune.system.strict_json import JsonError, parse
@@ -55,6 +56,24 @@ def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
     given = read_prices(file) if file else read_prices(Path(configured), "output.prices") if configured else {}
     both = [read_prices(SHIPPED), given]
     return {name.lower(): price for prices in both for name, price in prices.items()}
+
+
+def card_price(card: Card, configured: str | None = None, file: Path | None = None) -> Price | None:
+    """Return the price of a card; None if unknown.
+
+    Args:
+        card: a card of the table; or one by the driver's name, whose nearest card of the table by memory counts.
+        configured: ``output.prices``, whose prices override the shipped ones.
+        file: the file given on the command line, which comes before ``configured``.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    prices, names = of_cards(file, configured), [card.name]
+    if card.name not in {each.name for each in CARDS}:
+        like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
+        names += [each.name for each in like]
+    return next((prices[name.lower()] for name in names if name.lower() in prices), None)
 
 
 def read_prices(file: Path, option: str = "--prices") -> Prices:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the order of checks, error responses, headers, the access log."""
+"""The HTTP application: routes, error responses, the access log."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import json
 import sys
 import time
-import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Literal
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
-from simpletune.apps.serve.headers import HEADERS, UNKNOWN_HOST, has_known_host, with_headers
+from simpletune.apps.http import CLIENT_CLOSED_REQUEST, CLIENT_LEFT, Guard, read_body
 from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.apps.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.apps.serve.worker import FAILED, STOPPING, GenerationJob, Worker
@@ -35,9 +34,6 @@ PAGE_FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client sees it
-CLIENT_LEFT = "The client closed the connection"
-BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
 
 def to_stderr(line: str) -> None:
@@ -77,7 +73,7 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
 
     async def predict(request: Request) -> Response:
         worker.require_ready()
-        body = await read_body(request, capabilities.limits.body)
+        body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
         images = await run_in_threadpool(
             read_requests, body, capabilities
         )  # in a thread: parsing must not block others
@@ -116,36 +112,24 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     metrics.add_peak_memory(worker.peak_bytes)
     app = Starlette(routes=routes, exception_handlers={RequestError: request_error, HTTPException: http_error})
     app.router.redirect_slashes = False
-    return RequestGuard(app, names, metrics, options)
+    return guarded(app, names, metrics, options)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a JSON request's body.
+def guarded(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options: HttpOptions) -> ASGIApp:
+    """Wrap an app: count and log its responses, besides what ``Guard`` does.
 
-    Raises:
-        RequestError: 415 for another type, 413 for too many bytes, 408 for a timeout, 499 for a closed connection.
+    Args:
+        app: the application to wrap.
+        names: route names by path, for the metrics.
+        metrics: counts responses.
+        options: hosts and log.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(415, f"Content-Type is {kind[:60] or 'missing'}. Send application/json")
-    length = request.headers.get("content-length", "0")
-    body = bytearray()
-    too_large = RequestError(413, f"The body is larger than {limit} bytes", headers={"Connection": "close"})
-    if not length.isdecimal() or int(length) > limit:
-        raise too_large
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError(
-            408, f"The body did not arrive within {BODY_TIMEOUT:g} s", headers={"Connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT) from None
-    return bytes(body)
+
+    def seen(scope: Scope, status: int, seconds: float) -> None:
+        metrics.count_response(names.get(scope["path"], "other"), status, seconds)
+        options.log(log_line(scope, status, seconds))
+
+    return Guard(app, options.hosts, error_answer, FAILED, seen=seen)
 
 
 async def finished(request: Request, worker: Worker, job: GenerationJob) -> list[str]:
@@ -189,55 +173,14 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
     message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
-    return error_answer(error.status_code, message, [], dict(error.headers or {}))
+    return error_answer(error.status_code, message, headers=error.headers)
 
 
-def error_answer(status: int, message: str, problems: list[dict[str, str]], headers: dict[str, str]) -> Response:
+def error_answer(
+    status: int, message: str, problems: Sequence[dict[str, str]] = (), headers: Mapping[str, str] | None = None
+) -> Response:
     """Build an error response."""
-    return JSONResponse({"error": {"code": status, "message": message, "problems": problems}}, status, headers)
-
-
-class RequestGuard:
-    """ASGI middleware: check the Host header, add headers, log, count, and answer 500 if the app fails.
-
-    Args:
-        app: the application to wrap.
-        names: route names by path, for the metrics.
-        metrics: counts responses.
-        options: hosts and log.
-    """
-
-    def __init__(self, app: ASGIApp, names: dict[str, str], metrics: Metrics, options: HttpOptions):
-        self.app, self.names, self.metrics, self.options = app, names, metrics, options
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
-            return
-        clock, status = time.perf_counter(), 0
-        scope["log"] = {}
-
-        async def sent(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = with_headers(message, HEADERS)
-            await send(message)
-
-        try:
-            if has_known_host(scope, self.options.hosts):
-                await self.app(scope, receive, sent)
-            else:
-                await error_answer(421, UNKNOWN_HOST, [], {})(scope, receive, sent)
-        except Exception:
-            traceback.print_exc()
-            if not status:
-                await error_answer(500, FAILED, [], {})(scope, receive, sent)
-        finally:
-            seconds = time.perf_counter() - clock
-            status = status or CLIENT_CLOSED_REQUEST
-            self.metrics.count_response(self.names.get(scope["path"], "other"), status, seconds)
-            self.options.log(log_line(scope, status, seconds))
+    return JSONResponse({"error": {"code": status, "message": message, "problems": [*problems]}}, status, headers)
 
 
 def log_line(scope: Scope, status: int, seconds: float) -> str:

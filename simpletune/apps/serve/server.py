@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import uvicorn
+from starlette.types import ASGIApp
 
-from simpletune.apps.serve.address import EVERYWHERE, LOOPBACK, bind, is_loopback, loopback_hosts, url_of
+from simpletune.apps.http import EVERYWHERE, LOOPBACK, HttpServer, bind, is_loopback, loopback_hosts, url_of
 from simpletune.apps.serve.app import HttpOptions, make_app
 from simpletune.apps.serve.generator import ImageGenerator
 from simpletune.apps.serve.limits import GUIDANCE, Limits
 from simpletune.apps.serve.metrics import Metrics
 from simpletune.apps.serve.models import ServedModels
-from simpletune.apps.serve.protocol import TimedProtocol
 from simpletune.apps.serve.requests import BASE, STEP, Capabilities
 from simpletune.apps.serve.worker import SupportsGenerate, Worker
 from simpletune.commands.generate.generate import GenerationSession, open_session
@@ -72,16 +71,16 @@ class Service:
             raise self.worker.failure
 
 
-class ImageServer(uvicorn.Server):
+class ImageServer(HttpServer):
     """A server that ends after its worker; until then it answers, if only with errors.
 
     Args:
-        config: uvicorn's configuration.
+        app: answers requests.
         worker: generates images.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker):
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, worker: Worker):
+        super().__init__(app, connections=4 * worker.limits.queue + 64, grace=30)
         self.worker = worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -161,11 +160,7 @@ def service(
     metrics, limits = Metrics(), capabilities.limits
     worker = Worker(load, limits, metrics)
     app = make_app(worker, capabilities, metrics, options)
-    config = uvicorn.Config(
-        app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, limit_concurrency=4 * limits.queue + 64, timeout_graceful_shutdown=30,
-    )  # fmt: skip
-    return Service(ImageServer(config, worker), worker, bound, capabilities)
+    return Service(ImageServer(app, worker), worker, bound, capabilities)
 
 
 def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from simpletune.apps.http import Guard
 from simpletune.apps.web import data_page, run_page, runs_page, start
+from simpletune.apps.web.access import FAILED, HEADERS, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
-from simpletune.apps.web.guard import Access, Guard
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.templates import SHARED, TEMPLATES, render
 from simpletune.system.locks import is_held
@@ -63,7 +64,13 @@ def make_app(roots: Roots, access: Access) -> Web:
         return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
 
     app.state.roots, app.state.watch = roots, FileWatcher(look)
-    return Web(Guard(app, access), app.state.watch)
+    guarded = Guard(app, access.hosts, plain_answer, FAILED, HEADERS, access.refusal)
+    return Web(guarded, app.state.watch)
+
+
+def plain_answer(status: int, message: str) -> Response:
+    """Answer before or without a page."""
+    return PlainTextResponse(message, status)
 
 
 async def static(request: Request) -> Response:
@@ -85,7 +92,9 @@ def user_error(request: Request, error: Exception) -> Response:
 def http_error(request: Request, error: Exception) -> Response:
     """Show an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
-    return _problem(request, error.status_code, error.detail)
+    response = _problem(request, error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _problem(request: Request, status: int, message: str) -> Response:

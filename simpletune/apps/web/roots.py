@@ -73,7 +73,7 @@ class Roots:
 
 
 def may_be_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, finished or not."""
+    """Return whether a run has begun in a folder, even if its configuration or its steps are missing or damaged."""
     return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
 
 

@@ -22,6 +22,7 @@ from simpletune.apps.web.templates import read_form, render
 from simpletune.runs.attempts import attempts_of, total_seconds
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.system.atomic import atomic_file
+from simpletune.system.console import duration
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError
 
@@ -145,7 +146,7 @@ def rows(roots: Roots) -> list[Row]:
     differing = differences([each.settings for each, _ in found])
     return [
         {"state": each.state, "differs": own, "best": each.best, "peak": each.peak,
-         "time": format_seconds(each.seconds), "picture": each.picture}
+         "time": duration(each.seconds) if each.seconds else "", "picture": each.picture}
         for (each, _), own in zip(found, differing, strict=True)
     ]  # fmt: skip
 
@@ -199,13 +200,6 @@ def flat(settings: Json, prefix: str = "") -> dict[str, str]:
             text = f"{value:g}" if isinstance(value, float) else str(value)
             found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     return found
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a time for the table."""
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s" if seconds else ""
 
 
 def _best(summary: Json) -> str:

@@ -7,26 +7,20 @@ import secrets
 import signal
 from types import FrameType
 
-import uvicorn
-
-from simpletune.apps.serve.address import bind, is_loopback, loopback_hosts, url_of
-from simpletune.apps.serve.protocol import TimedProtocol
+from simpletune.apps.http import HttpServer, bind, is_loopback, loopback_hosts, url_of
+from simpletune.apps.web.access import TOKEN, Access
 from simpletune.apps.web.app import Web, make_app
-from simpletune.apps.web.guard import TOKEN, Access
 from simpletune.apps.web.roots import make_roots
 from simpletune.system.console import say
 
+CONNECTIONS = 256  # a browser keeps one for its events, and a few more while it loads a page
 
-class PageServer(uvicorn.Server):
-    """A server that ends its event streams when it stops; otherwise open pages would keep it running forever.
 
-    Args:
-        config: uvicorn's configuration.
-        web: the application.
-    """
+class PageServer(HttpServer):
+    """A server that ends its event streams when it stops; otherwise open pages would keep it running forever."""
 
-    def __init__(self, config: uvicorn.Config, web: Web):
-        super().__init__(config)
+    def __init__(self, web: Web):
+        super().__init__(web.app, CONNECTIONS, grace=3)
         self.web = web
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -50,12 +44,8 @@ def run(args: argparse.Namespace) -> None:
     local = is_loopback(bound)
     token = None if local and not args.token else secrets.token_urlsafe(24)
     web = make_app(roots, Access(loopback_hosts(args.host) if local else None, token))
-    config = uvicorn.Config(
-        web.app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, timeout_graceful_shutdown=3,
-    )  # fmt: skip
     say(f"runs in {roots.runs}; pictures and configurations below {', '.join(map(str, roots.named))}")
     if not local:
         say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
     say(f"open {url_of(bound)}{f'?{TOKEN}={token}' if token else ''}")
-    PageServer(config, web).run(sockets=[bound])
+    PageServer(web).run(sockets=[bound])

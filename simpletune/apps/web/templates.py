@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from simpletune import __version__
+from simpletune.apps.http import read_body
 from simpletune.runs.report.templates import ASSETS
 
 if TYPE_CHECKING:
@@ -54,16 +55,9 @@ async def read_form(request: Request) -> dict[str, list[str]]:
     """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with all its values.
 
     Raises:
-        HTTPException: 413 if it is larger than 1 MiB, 415 for another type, 400 if it is not UTF-8.
+        HTTPException: 400 if it is not UTF-8, and what ``read_body`` raises.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/x-www-form-urlencoded":
-        raise HTTPException(415, f"Content-Type is {kind[:60] or 'missing'}. Send a form")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_FORM:
-            raise HTTPException(413, f"The form is larger than {MOST_FORM} bytes")
+    body = await read_body(request, "application/x-www-form-urlencoded", MOST_FORM, "form", "a form")
     try:
         return parse_qs(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=5000)
     except ValueError:

@@ -8,16 +8,13 @@ from pathlib import Path
 from simpletune.commands.importers import (
     kohya,
     kohya_data,
-    kohya_table,
     onetrainer,
     onetrainer_concepts,
-    onetrainer_table,
     simpletuner,
     simpletuner_data,
-    simpletuner_table,
 )
 from simpletune.commands.importers.files import found_beside, read_any
-from simpletune.commands.importers.translation import KeyOutcome, Translation
+from simpletune.commands.importers.translation import KeyOutcome, Translation, trainer_tables
 from simpletune.config.load import validate
 from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
@@ -81,11 +78,8 @@ def form_of(settings: Json) -> str | None:
     keys = set(simpletuner.strip_dashes(settings))
     if kohya_data.is_dataset(settings):
         return kohya.TITLE
-    scores = {
-        simpletuner.TITLE: len(keys & simpletuner_table.KEYS),
-        onetrainer.TITLE: len(keys & onetrainer_table.KEYS),
-        kohya.TITLE: len(set(kohya.flatten_sections(settings)) & kohya_table.KEYS),
-    }
+    of_each = (simpletuner, keys), (onetrainer, keys), (kohya, set(kohya.flatten_sections(settings)))
+    scores = {tool.TITLE: len(own.intersection(trainer_tables(tool.NAME)["recognised_by"])) for tool, own in of_each}
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
 

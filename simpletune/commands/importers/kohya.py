@@ -7,7 +7,6 @@ from pathlib import Path
 
 from simpletune.commands.importers.files import found_beside
 from simpletune.commands.importers.kohya_prompts import take_prompts
-from simpletune.commands.importers.kohya_table import BLOCKS, DEFAULTS, DENSITIES, ROWS
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
@@ -17,13 +16,13 @@ from simpletune.commands.importers.translation import (
     boolean,
     number,
     pairs,
+    trainer_tables,
     whole_number,
 )
-from simpletune.commands.importers.unsupported_keys import KOHYA
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
 
-TITLE = "kohya's scripts"
+TITLE, NAME = "kohya's scripts", "kohya"
 
 
 def flatten_sections(settings: Json) -> Json:
@@ -44,11 +43,12 @@ def translate(settings: Json, folder: Path) -> Translation:
         settings: the options, without sections.
         folder: folder of the file, for sample_prompts.
     """
-    found = Translation(settings, DEFAULTS)
+    tables = trainer_tables(NAME)
+    found = Translation(settings, tables["defaults"])
     is_sd3 = _family(found)
     method = _adapter(found, is_sd3)
     _precision(found, method)
-    found.by_table(ROWS)
+    found.by_table(tables["options"])
     _optimizer(found)
     _length(found)
     _memory(found, method)
@@ -60,7 +60,7 @@ def translate(settings: Json, folder: Path) -> Translation:
 
 def finish(found: Translation) -> None:
     """Leave out the remaining options, after the data."""
-    found.leave_by_table(KOHYA)
+    found.leave_by_table(trainer_tables(NAME)["left_out"])
     found.leave_rest()
 
 
@@ -203,13 +203,13 @@ def _memory(found: Translation, method: str) -> None:
     found.by_table(
         [KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})]
     )
-    swapped = found.read("blocks_to_swap", whole_number)
+    swapped, blocks = found.read("blocks_to_swap", whole_number), trainer_tables(NAME)["blocks"]
     if swapped:
         found.change(
             "blocks_to_swap",
             "memory.resident_blocks",
-            max(0, BLOCKS - swapped),
-            f"the rest of the {BLOCKS} blocks stays on the device",
+            max(0, blocks - swapped),
+            f"the rest of the {blocks} blocks stays on the device",
         )
     if found.read("fused_backward_pass", boolean):
         if method == "full":
@@ -221,18 +221,18 @@ def _memory(found: Translation, method: str) -> None:
 
 def _objective(found: Translation, is_sd3: bool) -> None:
     if is_sd3:
-        scheme = found.read("weighting_scheme", as_text) or "uniform"
+        scheme, densities = found.read("weighting_scheme", as_text) or "uniform", trainer_tables(NAME)["densities"]
         if scheme in ("none", "sigma_sqrt"):
             why = (
                 "it weights the loss by 1 / sigma^2, which simpletune does not do"
                 if scheme == "sigma_sqrt"
                 else "uniform"
             )
-            found.change("weighting_scheme", "objective.sigma", DENSITIES[scheme], why)
-        elif scheme in DENSITIES:
-            found.take("weighting_scheme", "objective.sigma", DENSITIES[scheme])
+            found.change("weighting_scheme", "objective.sigma", densities[scheme], why)
+        elif scheme in densities:
+            found.take("weighting_scheme", "objective.sigma", densities[scheme])
         else:
-            found.leave("weighting_scheme", f"simpletune has {', '.join(dict.fromkeys(DENSITIES.values()))}")
+            found.leave("weighting_scheme", f"simpletune has {', '.join(dict.fromkeys(densities.values()))}")
         found.by_table(
             [
                 KeyRule("logit_mean", "objective.logit_mean", number),

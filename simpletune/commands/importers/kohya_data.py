@@ -13,9 +13,9 @@ from simpletune.commands.importers.translation import (
     multiple,
     number,
     side_of_area,
+    trainer_tables,
     whole_number,
 )
-from simpletune.commands.importers.unsupported_keys import KOHYA_DATA
 from simpletune.system.options import Json
 
 VARIANTS = 8
@@ -164,7 +164,7 @@ def _translate_one(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.change(key, "variants", VARIANTS, "drawn once for each variant, and cached")
-    source.leave_by_table(KOHYA_DATA)
+    source.leave_by_table(trainer_tables("kohya")["left_out_data"])
     source.leave_rest()
 
 

@@ -5,32 +5,30 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from simpletune.commands.importers.onetrainer_table import (
-    BLOCKS,
-    DEFAULTS,
-    METHODS,
-    MODELS,
-    ROWS,
-    TARGETS,
-    WEIGHTS,
-    WHY,
-)
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.commands.importers.translation import KeyRule, Translation, as_text, boolean, number, whole_number
-from simpletune.commands.importers.unsupported_keys import ONETRAINER
+from simpletune.commands.importers.translation import (
+    KeyRule,
+    Translation,
+    as_text,
+    boolean,
+    number,
+    trainer_tables,
+    whole_number,
+)
 from simpletune.config.run_name import run_name
 from simpletune.system.options import Json
 
-TITLE = "OneTrainer"
+TITLE, NAME = "OneTrainer", "onetrainer"
 
 
 def translate(settings: Json) -> Translation:
     """Translate all but concepts and samples."""
-    found = Translation(settings, DEFAULTS)
+    tables = trainer_tables(NAME)
+    found = Translation(settings, tables["defaults"])
     found.seen("concepts", "concept_file_name", "samples", "sample_definition_file_name", "resolution")
     family = _model(found)
     method = _adapter(found)
-    found.by_table(ROWS)
+    found.by_table(tables["options"])
     _part(found, "transformer" if family == "sd3" else "unet", method)
     _optimizer(found)
     _length(found)
@@ -42,20 +40,21 @@ def translate(settings: Json) -> Translation:
 
 def finish(found: Translation) -> None:
     """Leave out the remaining options, after the concepts."""
-    found.leave_by_table(ONETRAINER)
+    found.leave_by_table(trainer_tables(NAME)["left_out"])
     found.leave_rest()
 
 
 def _model(found: Translation) -> str:
-    name = found.read("model_type", as_text) or ""
-    if name not in MODELS:
-        found.leave("model_type", f"simpletune trains {', '.join(MODELS)}")
+    name, families = found.read("model_type", as_text) or "", trainer_tables(NAME)["families"]
+    if name not in families:
+        found.leave("model_type", f"simpletune trains {', '.join(families)}")
         return "sd3"
-    found.take("model_type", "model.family", MODELS[name][0])
-    return MODELS[name][0]
+    found.take("model_type", "model.family", families[name])
+    return families[name]
 
 
 def _adapter(found: Translation) -> str:
+    tables = trainer_tables(NAME)
     kind, peft = found.read("training_method", as_text), found.read("peft_type", as_text) or "LORA"
     if kind in ("FINE_TUNE", "FINE_TUNE_VAE"):
         found.take("training_method", "adapter.method", "full")
@@ -64,7 +63,7 @@ def _adapter(found: Translation) -> str:
     if kind != "LORA":
         found.leave("training_method", "simpletune trains LORA and FINE_TUNE. Set adapter.method")
         return "lora"
-    method = METHODS.get(peft, "lora")
+    method = tables["methods"].get(peft, "lora")
     if method == "lora" and found.read("lora_decompose", boolean):
         method = "dora"
         found.take("lora_decompose", "adapter.method", "dora")
@@ -83,8 +82,8 @@ def _adapter(found: Translation) -> str:
         ]
     )
     names, preset = found.read("layer_filter", as_text), found.read("layer_filter_preset", as_text) or "full"
-    if preset in TARGETS:
-        found.take("layer_filter_preset", "adapter.targets", TARGETS[preset])
+    if preset in tables["targets"]:
+        found.take("layer_filter_preset", "adapter.targets", tables["targets"][preset])
     elif names:
         found.change(
             "layer_filter",
@@ -137,16 +136,17 @@ def as_object(value: object) -> Json:
 
 def _part(found: Translation, name: str, method: str) -> None:
     """Translate the trained part: its weights, checkpointing and offload."""
-    own: Json = found.read(name, as_object) or {}
+    tables, own = trainer_tables(NAME), found.read(name, as_object) or {}
     part = Translation(own, {"weight_dtype": "FLOAT_32"}, f"{name}.")
     kind = part.read("weight_dtype", as_text) or ""
-    weights = WEIGHTS.get(kind)
+    weights = tables["weights"].get(kind)
     if weights is None:
         part.leave(
-            "weight_dtype", f"simpletune has {', '.join(dict.fromkeys(WEIGHTS.values()))}. Set precision.weights"
+            "weight_dtype",
+            f"simpletune has {', '.join(dict.fromkeys(tables['weights'].values()))}. Set precision.weights",
         )
-    elif kind in WHY:
-        part.change("weight_dtype", "precision.weights", weights, WHY[kind])
+    elif kind in tables["weights_why"]:
+        part.change("weight_dtype", "precision.weights", weights, tables["weights_why"][kind])
     else:
         part.take("weight_dtype", "precision.weights", weights)
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
@@ -165,23 +165,13 @@ def _part(found: Translation, name: str, method: str) -> None:
         part.change(
             "offload_fraction",
             "memory.resident_blocks",
-            round(BLOCKS * (1 - share)),
-            f"the number of {BLOCKS} blocks that stay on the device",
+            round(tables["blocks"] * (1 - share)),
+            f"the number of {tables['blocks']} blocks that stay on the device",
         )
     for key in part.settings:
         if key == "train" and boolean(part.settings[key]) is False:
             part.leave(key, f"only the {name} trains here")
-    part.leave_by_table(
-        {
-            "stop_training_after*": "training ends with train.steps or epochs",
-            "dropout_probability": "of text encoders alone",
-            "attention_mask": "prompts are padded without a mask, as SD3 was trained",
-            "guidance_scale": "of other models",
-            "train_embedding": "embeddings are not trained",
-            "include": "every part is used",
-            "train": "it trains",
-        }
-    )
+    part.leave_by_table(tables["left_out_part"])
     part.leave_rest()
     found.lines += [line for line in part.lines if line.why != "it trains"]
     _merge(found.config, part.config)

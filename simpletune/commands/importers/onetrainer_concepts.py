@@ -10,9 +10,9 @@ from simpletune.commands.importers.translation import (
     multiple,
     number,
     side_of_area,
+    trainer_tables,
     whole_number,
 )
-from simpletune.commands.importers.unsupported_keys import ONETRAINER_CONCEPTS
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json
 
@@ -63,7 +63,7 @@ def _translate_one(source: Translation, general: Translation, kind: str) -> None
     _image(source, general)
     _masks(source, general)
     source.seen("type")
-    source.leave_by_table(ONETRAINER_CONCEPTS)
+    source.leave_by_table(trainer_tables("onetrainer")["left_out_data"])
     source.leave_rest()
     source.lines = [
         line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")

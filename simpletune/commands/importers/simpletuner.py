@@ -7,7 +7,6 @@ from pathlib import Path, PurePosixPath
 from simpletune.commands.importers.files import read_beside
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
-from simpletune.commands.importers.simpletuner_table import BLOCKS, DEFAULTS, FLAVOURS, LORA, POLYNOMIAL, ROWS
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -16,14 +15,14 @@ from simpletune.commands.importers.translation import (
     number,
     pairs,
     round_digits,
+    trainer_tables,
     whole_number,
 )
-from simpletune.commands.importers.unsupported_keys import SIMPLETUNER
 from simpletune.config.run_name import run_name
 from simpletune.models.sd3.files import SD35_MEDIUM
 from simpletune.system.options import Json
 
-TITLE = "SimpleTuner"
+TITLE, NAME = "SimpleTuner", "simpletuner"
 
 
 def strip_dashes(settings: Json) -> Json:
@@ -38,37 +37,39 @@ def translate(settings: Json, folder: Path) -> Translation:
         settings: settings in config.json.
         folder: folder of the file, for lycoris_config.
     """
-    settings = strip_dashes(settings)
+    settings, tables = strip_dashes(settings), trainer_tables(NAME)
     scheduler = str(settings.get("lr_scheduler", ""))
     flow = (
         {}
         if str(settings.get("model_family", "sd3")) == "sd3"
         else {"flow_schedule_shift": None, "tokenizer_max_length": None}
     )
-    found = Translation(settings, DEFAULTS | (POLYNOMIAL if scheduler == "polynomial" else {}) | flow)
+    found = Translation(
+        settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
+    )
     found.seen("data_backend_config", "resolution", "resolution_type", "caption_dropout_probability")
     _model(found)
     _adapter(found, folder)
-    found.by_table(ROWS)
+    found.by_table(tables["options"])
     _optimizer(found)
     _length(found)
     _memory(found)
     _objective(found)
     _validation(found)
     _places(found)
-    found.leave_by_table(SIMPLETUNER)
+    found.leave_by_table(tables["left_out"])
     found.leave_rest()
     return found
 
 
 def _model(found: Translation) -> None:
-    flavour = found.read("model_flavour", as_text)
+    flavour, flavours = found.read("model_flavour", as_text), trainer_tables(NAME)["flavours"]
     if flavour is not None and found.has("pretrained_model_name_or_path"):
         found.leave("model_flavour", "pretrained_model_name_or_path names the model")
-    elif flavour is not None and flavour in FLAVOURS:
-        found.take("model_flavour", "model.pretrained", FLAVOURS[flavour])
+    elif flavour is not None and flavour in flavours:
+        found.take("model_flavour", "model.pretrained", flavours[flavour])
     elif flavour is not None:
-        found.leave("model_flavour", f"unknown. Set model.pretrained; known are {', '.join(FLAVOURS)}")
+        found.leave("model_flavour", f"unknown. Set model.pretrained; known are {', '.join(flavours)}")
     elif not found.has("pretrained_model_name_or_path") and str(found.settings.get("model_family", "")) == "sd3":
         found.defaults["model_flavour"] = "medium"
         found.take("model_flavour", "model.pretrained", SD35_MEDIUM)
@@ -86,7 +87,7 @@ def _adapter(found: Translation, folder: Path) -> None:
     else:
         dora = found.read("use_dora", boolean)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
-        found.by_table(LORA)
+        found.by_table(trainer_tables(NAME)["lora"])
         if found.settings.get("model_family", "sd3") == "sd3":
             found.change("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
     if form == "standard":
@@ -162,7 +163,7 @@ def _length(found: Translation) -> None:
 
 def _memory(found: Translation) -> None:
     on = found.read("gradient_checkpointing", boolean)
-    blocks = BLOCKS.get(str(found.get("model.pretrained")), 24)
+    blocks = trainer_tables(NAME)["blocks"].get(str(found.get("model.pretrained")), 24)
     interval = found.read("gradient_checkpointing_interval", whole_number)
     if on and interval and interval > 1:
         found.change(

@@ -12,9 +12,9 @@ from simpletune.commands.importers.translation import (
     multiple,
     number,
     side_of_area,
+    trainer_tables,
     whole_number,
 )
-from simpletune.commands.importers.unsupported_keys import SIMPLETUNER_DATA
 from simpletune.system.options import Json
 
 VARIANTS = 8
@@ -84,7 +84,7 @@ def _translate_one(source: Translation, masks: dict[Any, Json], step: int) -> No
         source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
-    source.leave_by_table(SIMPLETUNER_DATA)
+    source.leave_by_table(trainer_tables("simpletuner")["left_out_data"])
     source.leave_rest()
 
 

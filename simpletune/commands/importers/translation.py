@@ -3,20 +3,23 @@ did."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from simpletune.models.families import FAMILIES
 from simpletune.system.options import Json
+from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
 
 T = TypeVar("T")
 Became = Literal["taken", "changed", "left out"]
 Scalar = str | int | float | bool
-Kind = Callable[[object], Scalar]
+Kind = Callable[[object], object]
 SHOWN = 60  # characters of a value
 SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
 DIGITS = 6  # significant digits of a computed number
@@ -173,7 +176,7 @@ class Translation:
             if value is not None:
                 self._by_row(row, value)
 
-    def _by_row(self, row: KeyRule, value: Scalar) -> None:
+    def _by_row(self, row: KeyRule, value: object) -> None:
         name = str(value).lower()
         if row.values is not None and name not in row.values:
             if row.otherwise is None:
@@ -260,6 +263,29 @@ def as_text(value: object) -> str:
     if not isinstance(value, Scalar):
         raise ValueError
     return str(value)
+
+
+def as_text_list(value: object) -> list[str]:
+    """Return a list with one text."""
+    return [as_text(value)]
+
+
+KINDS: dict[str, Kind] = {
+    "text": as_text, "texts": as_text_list, "number": number, "whole number": whole_number, "boolean": boolean,
+}  # fmt: skip
+
+
+@functools.cache
+def trainer_tables(trainer: str) -> Json:
+    """Read ``assets/import/TRAINER.toml``; its ``options`` and ``lora`` become lists of ``KeyRule``."""
+    found = tomllib.loads((ASSETS / "import" / f"{trainer}.toml").read_text(encoding="utf-8"))
+    values, why, otherwise = (found.get(name, {}) for name in ("values", "why", "otherwise"))
+    for name in found.keys() & {"options", "lora"}:
+        found[name] = [
+            KeyRule(key, path, KINDS[kind], values.get(key), why.get(key, {}), otherwise.get(key))
+            for key, (path, kind) in found[name].items()
+        ]
+    return found
 
 
 def round_digits(value: float) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from simpletune.config.validation_schedule import drift_group
 from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, paired_difference
 from simpletune.runs.folder import EVALUATIONS, read_rows
-from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable
+from simpletune.runs.report import charts
+from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import RunData
 from simpletune.system.options import Json, UserError
 
@@ -33,7 +34,13 @@ def choice_sections(run: RunData) -> Iterator[ReportSection]:
         section.notes.append(best_words(run.name, best))
     drifted = [row for row in rows if row.get("drift")]
     if drifted:
-        section.charts.append(drift_chart(drifted))
+        points = [
+            {"step": row["step"], "prompts": drift_group(group), "drift": value,
+             "low": value - row["drift_error"][group], "high": value + row["drift_error"][group]}
+            for row in drifted for group, value in row["drift"].items()
+        ]  # fmt: skip
+        last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in drifted[-1]["drift"].items())
+        section.charts.append(charts.drift(points, f"Drift from the base over the steps; at the last: {last}"))
         section.notes.append(ABOUT)
     section.tables.append(table(rows, run.loss_is, best))
     yield section
@@ -44,42 +51,6 @@ def best_words(name: str, best: BestCheckpoint) -> str:
     if best.by == LAST:
         return f"The last checkpoint, step {best.step:,}, counts as the best: {best.why}."
     return f"Best: step {best.step:,} ({name}{best.suffix}), by {best.by}: {best.why}."
-
-
-def drift_chart(rows: list[Json]) -> ReportChart:
-    """Draw the drift of each group of prompts over the steps, with its standard error."""
-    points = [
-        {"step": row["step"], "prompts": drift_group(group), "drift": value,
-         "low": value - row["drift_error"][group], "high": value + row["drift_error"][group]}
-        for row in rows for group, value in row["drift"].items()
-    ]  # fmt: skip
-    groups = list(dict.fromkeys(point["prompts"] for point in points))
-    axis = {"tickCount": 5, "format": "~%"}
-    y: Json = {"field": "drift", "type": "quantitative", "title": "drift", "axis": axis}
-    error = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    tooltip = [
-        {"field": "prompts", "title": "prompts"},
-        {"field": "step", "title": "step"},
-        {"field": "drift", "title": "drift", "format": ".3~%"},
-    ]
-    spec: Json = {
-        "height": 200,
-        "data": {"values": points},
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 6, "grid": False}},
-            "color": {
-                "field": "prompts", "type": "nominal", "scale": {"domain": groups, "range": "@runs"},
-                "legend": {"orient": "top", "title": None},
-            },
-        },
-        "layer": [
-            {"mark": {"type": "rule", "opacity": 0.6}, "encoding": error},
-            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": y}},
-            {"mark": {"type": "point", "filled": True, "size": 60}, "encoding": {"y": y, "tooltip": tooltip}},
-        ],
-    }  # fmt: skip
-    last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in rows[-1]["drift"].items())
-    return ReportChart("drift", "Drift from the base", f"Drift from the base over the steps; at the last: {last}", spec)
 
 
 def table(rows: list[Json], loss_is: str, best: BestCheckpoint | None) -> ReportTable:

@@ -11,11 +11,11 @@ from PIL import Image
 
 from simpletune.config.validation_schedule import UNRELATED
 from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
-from simpletune.runs.report.content import ReportChart, ReportSection, ReportTable
+from simpletune.runs.report import charts
+from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import RunData
 from simpletune.system.options import Json, UserError
 
-SIDE = 40  # of a thumbnail, in pixels
 NAMES = {
     "subject_fidelity": "subject", "prompt_fidelity": "prompt", "diversity": "diversity", "pres": "PRES",
     "copying": "copied", "cmmd": "CMMD", "kid": "KID",
@@ -38,10 +38,10 @@ def fidelity_sections(runs: Sequence[RunData]) -> Iterator[ReportSection]:
     subject, prompt = points[0]["subject_by"], points[0]["prompt_by"]
     several = len({point["run"] for point in points}) > 1
     if prompt is not None:
-        section.charts.append(scatter("prompt", f"prompt fidelity ({prompt})", points, several))
+        section.charts.append(charts.scatter("prompt", f"prompt fidelity ({prompt})", points, several))
     if any("drift" in point for point in points):
         drifted = [point for point in points if "drift" in point]
-        section.charts.append(scatter("drift", "drift for unrelated prompts", drifted, several))
+        section.charts.append(charts.scatter("drift", "drift for unrelated prompts", drifted, several))
     section.notes.append(
         f"Up is more like the subject, by {subject}. Lines are 95% intervals over the prompts; each model is shown by "
         "its first picture, all from the same noise."
@@ -98,59 +98,10 @@ def thumbnail(file: Path) -> str | None:
         return None
     with Image.open(file) as picture:
         small = picture.convert("RGB")
-    small.thumbnail((SIDE, SIDE))
+    small.thumbnail((charts.MODEL, charts.MODEL))
     written = io.BytesIO()
     small.save(written, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
-
-
-def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart:
-    """Draw subject fidelity against another figure, with intervals, a picture and the name of each model.
-
-    Args:
-        x: the other figure's field, with ``_low`` and ``_high``.
-        axis: its title.
-        points: rows of ``fidelity_rows``.
-        several: whether they belong to several runs, distinguished by colour.
-    """
-
-    def of(field: str, title: str) -> Json:
-        return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False, "padding": 36}}
-
-    across, up = of(x, axis), of("subject", "subject fidelity")
-    across["axis"] = {"format": "~%" if x == "drift" else "~g", "tickCount": 5}
-    names = list(dict.fromkeys(point["run"] for point in points))
-    colour: Json = {"value": "@first"}
-    if several:
-        scale = {"domain": names, "range": "@runs"}
-        colour = {"field": "run", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
-    tooltip = [
-        {"field": "title", "title": "model"},
-        {"field": x, "title": axis, "format": ".1%" if x == "drift" else ".3f"},
-        {"field": "subject", "title": "subject fidelity", "format": ".3f"},
-    ]
-    wide = {"x": {**across, "field": f"{x}_low"}, "x2": {"field": f"{x}_high"}, "y": up}
-    high = {"x": across, "y": {**up, "field": "subject_low"}, "y2": {"field": "subject_high"}}
-    place = {"x": across, "y": up}
-    text = {"type": "text", "dx": SIDE // 2 + 4, "align": "left", "fontSize": 11, "color": "@ink"}
-    spec: Json = {
-        "height": 360,
-        "data": {"values": points},
-        "encoding": {"color": colour},
-        "layer": [
-            {"mark": {"type": "line", "strokeWidth": 1, "opacity": 0.5},
-             "encoding": {**place, "order": {"field": "place"}}},
-            {"mark": {"type": "rule", "opacity": 0.7}, "encoding": wide},
-            {"mark": {"type": "rule", "opacity": 0.7}, "encoding": high},
-            {"mark": {"type": "image", "width": SIDE, "height": SIDE},
-             "encoding": {**place, "url": {"field": "picture"}, "tooltip": tooltip}},
-            {"mark": text, "encoding": {**place, "text": {"field": "title"}, "color": {"value": "@ink"}}},
-        ],
-    }  # fmt: skip
-    said = "; ".join(f"{point['title']} {point['subject']:.3f} at {point[x]:.3f}" for point in points if x in point)
-    return ReportChart(
-        f"fidelity-{x}", f"Subject fidelity against {axis}", f"Subject fidelity against {axis}: {said}", spec
-    )
 
 
 def table(name: str, result: Json, encoder: Json) -> ReportTable:

@@ -7,7 +7,6 @@ from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import Json, RunData
 
 ROOM = 20_000  # maximum of steps per run on a page
-BLOCKS = "▁▂▃▄▅▆▇█"
 ROWS = 10
 MIXED = "loss at fixed noise"
 
@@ -59,7 +58,7 @@ def loss_section(runs: list[RunData]) -> ReportSection:
         section.notes.append(f"Beyond {ROOM:,} steps, neighbouring steps are averaged.")
     for run in drawn:
         name = f"{run.name}: " if len(drawn) > 1 else ""
-        section.lines.append(f"{name}`{sparkline([row['loss'] for row in run.metrics])}`")
+        section.lines.append(f"{name}`{charts.sparkline([row['loss'] for row in run.metrics])}`")
         if len(drawn) == 1:
             section.tables.append(_table(run))
     return section
@@ -88,11 +87,3 @@ def _table(run: RunData) -> ReportTable:
     before = [loss for step, loss in run.evaluations if step == 0]
     rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
     return ReportTable("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """Draw values as a line of block characters, each showing the mean of its part."""
-    many = max(1, -(-len(values) // width))
-    means = [sum(part) / len(part) for part in (values[at : at + many] for at in range(0, len(values), many))]
-    low, high = min(means), max(means)
-    return "".join(BLOCKS[round((mean - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for mean in means)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from simpletune.runs.report import charts
 from simpletune.runs.report.content import Report, ReportSection, ReportTable, dollars
 
-BLOCK = "█"
-WIDTH = 30
+WIDTH = 30  # characters of the longest bar
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#])")
 
 
@@ -72,7 +72,7 @@ def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
         yield ""
     yield "```text"
     for row, value in zip(labelled, values, strict=True):
-        bar = BLOCK * max(1 if value else 0, round(WIDTH * value / top))
+        bar = charts.text_bar([value], top, WIDTH) or ("█" if value else "")
         yield f"{' '.join(str(row['name']).replace('`', ' ').split()):<{wide}}  {bar:<{WIDTH}}  {row['label']}"
     yield "```"
     yield ""

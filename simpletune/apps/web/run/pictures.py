@@ -10,7 +10,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.apps.web.run.charts import thinned_places
 from simpletune.runs.folder import SAMPLES
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import Json
@@ -72,6 +71,13 @@ def matrix_of(folder: Path) -> Matrix:
     pictures = sorted({file.name for state in states for file in (place / state).glob("prompt-*.png")})
     rows = [row for name in pictures if PROMPT.match(name) and (row := _row(place, name, states, titles)).cells]
     return Matrix(titles, rows, len(steps) - len(shown))
+
+
+def thinned_places(count: int, most: int) -> list[int]:
+    """Indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
 
 
 def _row(place: Path, name: str, states: list[str], titles: list[str]) -> PromptRow:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.apps.web.run.charts import WIDE, ChartLayout, ChartLine, chart
 from simpletune.apps.web.run.series import Follower, Followers
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import Attempt, attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
+from simpletune.runs.report.charts import ChartLine, svg_lines
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
@@ -132,7 +132,7 @@ def _each_took(folder: Path, name: str, stages: dict[str, Stage]) -> float:
     return stages[name].seconds / max(1, times)
 
 
-def charts_of(folder: Path, steps: int | None) -> list[ChartLayout]:
+def charts_of(folder: Path, steps: int | None) -> list[str]:
     """Chart the loss, the learning rate, the gradient norm and the seconds of a step."""
     series = METRIC_ROWS.of(folder / METRICS).series
     loss = series["loss"].points
@@ -140,11 +140,11 @@ def charts_of(folder: Path, steps: int | None) -> list[ChartLayout]:
         ChartLine("each step", [(point.step, point.mean) for point in loss], "raw"),
         ChartLine("smoothed", [(point.step, point.smooth) for point in loss], "smooth"),
     ]
-    found = [chart("Loss", [*lines, *evaluation_lines(folder)], steps, WIDE)]
+    found = [svg_lines("Loss", [*lines, *evaluation_lines(folder)], steps, wide=True)]
     for name, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("seconds", "Seconds per step")):
         dots = [(point.step, point.mean) for point in series[name].points]
-        found.append(chart(title, [ChartLine("", dots, "smooth")], steps))
-    return [each for each in found if each is not None]
+        found.append(svg_lines(title, [ChartLine("", dots, "smooth")], steps))
+    return [each for each in found if each]
 
 
 def evaluation_lines(folder: Path) -> list[ChartLine]:

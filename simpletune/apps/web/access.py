@@ -1,22 +1,21 @@
-"""Access control: the Host header, the token, the origin of requests that change something; and response headers."""
+"""Access to the pages: the token, and the origin of requests that change something; and the responses' headers."""
 
 from __future__ import annotations
 
 import secrets
-import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
-from simpletune.apps.serve.headers import HEADERS as SERVED
-from simpletune.apps.serve.headers import UNKNOWN_HOST, has_known_host, header, with_headers
+from simpletune.apps import http
+from simpletune.apps.http import header
 
 HEADERS = {
-    **SERVED,
+    **http.HEADERS,
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "referrer-policy": "same-origin",
@@ -40,45 +39,11 @@ class Access:
     hosts: Collection[str] | None
     token: str | None = None
 
-
-class Guard:
-    """ASGI middleware: check each request before the app sees it, add headers, and answer 500 if the app fails.
-
-    Args:
-        app: the application to wrap.
-        access: who has access.
-    """
-
-    def __init__(self, app: ASGIApp, access: Access):
-        self.app, self.access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
-            return
-        started = False
-
-        async def sent(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started, message = True, with_headers(message, HEADERS)
-            await send(message)
-
-        try:
-            refused = self._refusal(scope)
-            await (refused or self.app)(scope, receive, sent)
-        except Exception:
-            traceback.print_exc()
-            if not started:
-                await PlainTextResponse(FAILED, 500)(scope, receive, sent)
-
-    def _refusal(self, scope: Scope) -> Response | None:
+    def refusal(self, scope: Scope) -> Response | None:
         """Return the response that refuses a request; None if it may pass."""
-        if not has_known_host(scope, self.access.hosts):
-            return PlainTextResponse(UNKNOWN_HOST, 421)
         if scope["method"] not in SAFE and not _from_own_page(scope):
             return PlainTextResponse(OTHER_SITE, 403)
-        return None if self.access.token is None else self._without_token(scope, self.access.token)
+        return None if self.token is None else self._without_token(scope, self.token)
 
     def _without_token(self, scope: Scope, token: str) -> Response | None:
         if secrets.compare_digest(_cookie(scope).encode(), token.encode()):

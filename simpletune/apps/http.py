@@ -1,0 +1,235 @@
+"""One way to serve HTTP, for ``web`` and ``serve``: the socket, uvicorn's settings, time-outs and limits, the checks of
+every request and the headers of every response. The apps have their routes and the form of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from simpletune.system.options import UserError
+
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+HEADER_TIMEOUT = 10.0  # seconds for a request's headers to arrive, from the connection or the last response
+BODY_TIMEOUT = 30.0  # seconds for a body to arrive
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; no client sees it
+CLIENT_LEFT = "The client closed the connection"
+UNKNOWN_HOST = "Unknown Host header. Use the address that the server printed"
+HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]{1,5})?")
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+# The address
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Open a listening socket.
+
+    Raises:
+        UserError: the address does not exist or is in use.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise UserError(
+            f"--port: cannot listen on {host}:{port} ({error.strerror or error}). Use another port"
+        ) from None
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response's second part waits 40 ms for an ACK
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Return whether only this machine can reach a listening socket."""
+    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def loopback_hosts(host: str) -> set[str]:
+    """Return the Host headers that a server on loopback accepts."""
+    return {"localhost", LOOPBACK, "[::1]", host, f"[{host}]"}
+
+
+# The server
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which closes connections whose headers do not arrive in time; otherwise each would occupy a
+    slot forever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timeout when a client connects."""
+        super().connection_made(transport)
+        self._await_headers()
+
+    def on_response_complete(self) -> None:
+        """Restart the timeout for the next request on this connection."""
+        super().on_response_complete()
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timeout."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _await_headers(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT, self._close_unless_headers_came)
+
+    def _close_unless_headers_came(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our protocol and limits; an app says in a subclass what a signal does.
+
+    Args:
+        app: answers requests.
+        connections: open connections; further ones get status 503.
+        grace: seconds for open requests to end after a signal.
+    """
+
+    def __init__(self, app: ASGIApp, connections: int, grace: int):
+        config = uvicorn.Config(
+            app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+            proxy_headers=False, server_header=False, limit_concurrency=connections, timeout_graceful_shutdown=grace,
+        )  # fmt: skip
+        super().__init__(config)
+
+
+# Requests and responses
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """Return a request's header in lower case; empty if it is missing."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "").lower()
+
+
+def has_known_host(scope: Scope, hosts: Collection[str] | None) -> bool:
+    """Return whether the Host header is allowed; without this check, any site could reach a local server by DNS
+    rebinding.
+
+    Args:
+        scope: the request's scope.
+        hosts: allowed names without a port; None: any.
+    """
+    if hosts is None:
+        return True
+    whole = HOST.fullmatch(header(scope, b"host"))
+    return whole is not None and whole["name"] in hosts
+
+
+async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: str) -> bytes:
+    """Read a request's body.
+
+    Args:
+        request: the request.
+        kind: its Content-Type.
+        limit: bytes.
+        noun: what messages call it.
+        wanted: what to send instead of another type.
+
+    Raises:
+        HTTPException: 415 for another type, 413 for too many bytes, 408 for a timeout, 499 for a closed connection.
+    """
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != kind:
+        raise HTTPException(415, f"Content-Type is {given[:60] or 'missing'}. Send {wanted}")
+    length = request.headers.get("content-length", "0")
+    body = bytearray()
+    close = {"Connection": "close"}  # what is still under way is not read
+    too_large = HTTPException(413, f"The {noun} is larger than {limit} bytes", close)
+    if not length.isdecimal() or int(length) > limit:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"The {noun} did not arrive within {BODY_TIMEOUT:g} s", close) from None
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED_REQUEST, CLIENT_LEFT) from None
+    return bytes(body)
+
+
+class Guard:
+    """ASGI middleware: check each request before the app sees it, add headers, and answer 500 if the app fails.
+
+    Args:
+        app: the application to wrap.
+        hosts: allowed Host headers without a port; None: any.
+        answer: makes a response from a status and a message.
+        failed: the message if the app fails.
+        headers: of every response; those that a response sets itself stay.
+        refuse: further checks; returns the response that refuses a request, or None.
+        seen: called after every response with the request's scope, the status and the seconds that it took.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Collection[str] | None,
+        answer: Callable[[int, str], Response],
+        failed: str,
+        headers: Mapping[str, str] = HEADERS,
+        refuse: Callable[[Scope], Response | None] = lambda scope: None,
+        seen: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None,
+    ):
+        self.app, self.hosts, self.answer, self.failed = app, hosts, answer, failed
+        self.headers, self.refuse, self.seen = headers, refuse, seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            return
+        clock, status = time.perf_counter(), 0
+        scope["log"] = {}  # an app's routes add to it for ``seen``
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status, given = message["status"], {name.lower() for name, _ in message.get("headers", [])}
+                own = [(key.encode(), value.encode()) for key, value in self.headers.items()]
+                message = {**message, "headers": [*message.get("headers", []), *(x for x in own if x[0] not in given)]}
+            await send(message)
+
+        try:
+            known = has_known_host(scope, self.hosts)
+            refused = self.refuse(scope) if known else self.answer(421, UNKNOWN_HOST)
+            await (refused or self.app)(scope, receive, sent)
+        except Exception:
+            traceback.print_exc()
+            if not status:
+                await self.answer(500, self.failed)(scope, receive, sent)
+        finally:
+            self.seen(scope, status or CLIENT_CLOSED_REQUEST, time.perf_counter() - clock)

@@ -1,0 +1,132 @@
+"""What protects a server holds for ``web`` and for ``serve``."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import BlockingGenerator, blocking, running, until
+
+from simpletune.apps import http
+from simpletune.apps.web.access import Access
+from simpletune.apps.web.app import make_app
+from simpletune.apps.web.roots import make_roots
+from simpletune.apps.web.server import PageServer
+
+PATHS = {"web": "/start/change", "serve": "/predict"}  # that read a body
+KINDS = {"web": "application/x-www-form-urlencoded", "serve": "application/json"}
+
+
+@pytest.fixture(params=["web", "serve"])
+def app(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def address(app: str, tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """Host and port of a server that runs."""
+    if app == "serve":
+        with running(blocking(BlockingGenerator(blocked=False))) as it:
+            it.wait_ready()
+            yield it.service.socket.getsockname()[:2]
+        return
+    bound = http.bind("127.0.0.1", 0)
+    server = PageServer(make_app(make_roots(tmp_path / "runs", [tmp_path]), Access({"127.0.0.1"})))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield bound.getsockname()[:2]
+    server.web.watch.close()
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def begun(app: str, address: tuple[str, int], *headers: str) -> bytes:
+    """The head of a request that changes something."""
+    host = f"{address[0]}:{address[1]}"
+    lines = (f"POST {PATHS[app]} HTTP/1.1", f"Host: {host}", f"Origin: http://{host}", f"Content-Type: {KINDS[app]}")
+    return "\r\n".join([*lines, *headers, "", ""]).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What arrives until the server closes; otherwise the socket's time-out fails the test."""
+    found = b""
+    while part := connection.recv(65536):
+        found += part
+    return found
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "], ids=["nothing", "half"])
+@pytest.mark.parametrize("answered", [False, True], ids=["at once", "after an answer"])
+def test_a_connection_on_which_no_headers_arrive_is_closed(
+    sent: bytes, answered: bool, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.5)
+    with socket.create_connection(address, timeout=5) as connection:
+        if answered:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.sendall(sent)
+        read_all(connection)
+
+
+def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(begun(app, address, "Content-Length: 99999999"))
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 413") and b"is larger than" in answer
+    with socket.create_connection(address, timeout=5) as connection:  # of unknown length
+        connection.sendall(begun(app, address, "Transfer-Encoding: chunked"))
+        with pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(
+    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT", 0.3)
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in answer
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_server(
+    app: str, address: tuple[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
+        time.sleep(0.2)
+    assert httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 200
+    time.sleep(0.2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:{port}@evil", "evil@127.0.0.1", "127.0.0.1:x", "127.0.0.1:", "127.0.0.1/evil", "127.0.0.1 evil"]
+)
+def test_a_host_that_only_begins_with_its_name_is_not_its_own(host: str, address: tuple[str, int]) -> None:
+    name, port = address
+    for given, status in ((host.format(port=port), 421), (f"{name}:{port}", 200)):
+        answer = httpx.get(f"http://{name}:{port}/", headers={"Host": given})
+        assert answer.status_code == status
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_no_more_connections_than_may(app: str, address: tuple[str, int]) -> None:
+    """Neither is without a limit; the one of ``serve`` follows from its queue."""
+    most = {"web": 256, "serve": 4 * 32 + 64}[app]
+    held = [socket.create_connection(address, timeout=5) for _ in range(most)]
+    try:
+        until(lambda: httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 503)
+    finally:
+        for connection in held:
+            connection.close()
+    until(lambda: httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 200)
