@@ -1,8 +1,8 @@
 """Predict peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
 
 Runs the project's own code on fake tensors, as simulate.py does. Needs only configurations; SD3 Medium's are bundled.
-cuDNN's workspaces for convolutions are an allowance (``kernel_workspace.convolution_workspace``): their size depends on the
-algorithm that cuDNN chooses on the device.
+cuDNN's workspaces for convolutions are an allowance (``kernel_workspace.convolution_workspace``): their size depends on
+the algorithm that cuDNN chooses on the device.
 """
 
 from __future__ import annotations
