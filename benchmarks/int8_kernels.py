@@ -59,7 +59,7 @@ class Row:
 
 def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield kind, tile and sizes of the rotated rows: SD3 Medium and Large, SD 1.5 and 2, and small models."""
-    from simpletune.engine.quant.rotation_kernel import LONGEST_BLOCK, warps_of
+    from simpletune.engine.quant.int8_rows_kernel import LONGEST_BLOCK, warps_of
 
     for length, block in ((2048, 256), (4096, 256), (LONGEST_BLOCK, 256), (2048, 64), (512, 64), (1024, 16)):
         yield "bf16", (length, warps_of(length), block), "whole"
@@ -69,7 +69,7 @@ def rotated_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def gelu_rows() -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield kind, tile and sizes of the rows of GELU: SD3 Medium, rotated and not, Large, and fp32."""
-    from simpletune.engine.quant.int8_gelu_kernel import LONGEST_BLOCK, warps_of
+    from simpletune.engine.quant.int8_rows_kernel import LONGEST_BLOCK, warps_of
 
     warps = warps_of(LONGEST_BLOCK)
     for kind, block, what in (("bf16", 0, "whole"), ("bf16", 256, "whole"), ("bf16 back", 0, "whole")):
@@ -94,18 +94,18 @@ def products_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
 
 def rows_arguments(row: Row) -> tuple[Kernel, Tensors, Json]:
     """The kernel of rows, the types of its tensors, and its constants."""
-    from simpletune.engine.quant import int8_gelu_kernel, int8_kernel, int8_products, rotation_kernel
+    from simpletune.engine.quant import int8_products, int8_rows_kernel
 
     dtype, back = row.kind.partition(" ")[::2]
     tensors = {"x": f"*{dtype}", "q": "*i8", "scale": "*fp32"}
     constants: Json = {"LEAST": int8_products.LEAST, "BLOCK": row.tile[0]}
     if row.kernel == "rotated":
-        return rotation_kernel._rotated_rows, tensors, constants | {
+        return int8_rows_kernel._rotated_rows, tensors, constants | {
             "ROTATION": row.tile[2], "WHOLE": row.sizes == "whole"
         }  # fmt: skip
     if row.kernel == "gelu":
         tensors |= {"grad": f"*{dtype}", "columns": "*fp32"}
         constants |= {"TURN": row.tile[2], "WHOLE": row.sizes == "whole"}
-        return int8_gelu_kernel._gelu_rows, tensors, constants | ({} if back else {"grad": None, "columns": None})
+        return int8_rows_kernel._gelu_rows, tensors, constants | ({} if back else {"grad": None, "columns": None})
     tensors["columns"] = "*fp32"
-    return int8_kernel._rows, tensors, constants | ({} if row.sizes == "columns" else {"columns": None})
+    return int8_rows_kernel._rows, tensors, constants | ({} if row.sizes == "columns" else {"columns": None})

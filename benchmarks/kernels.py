@@ -24,16 +24,26 @@ from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 QUANT = Path(__file__).resolve().parent.parent / "simpletune" / "engine" / "quant"
-SOURCE, ROTATION = QUANT / "int8_kernel.py", QUANT / "rotation_kernel.py"
-WORDS, GELU = QUANT / "int8_gradient_kernel.py", QUANT / "int8_gelu_kernel.py"
-SOURCES = {"rotated": ROTATION, "words": WORDS, "gelu": GELU}
+SOURCE, WORDS, ROWS = (QUANT / f"{name}.py" for name in ("int8_kernel", "int8_gradient_kernel", "int8_rows_kernel"))
+SOURCES = {"words": WORDS, "rows": ROWS, "rotated": ROWS, "gelu": ROWS}
 """Source files of kernels that are not in ``SOURCE``."""
 COMMITTED = Path(__file__).resolve().parent / "results" / "kernels" / "kernels.json"
 DECIDES = {
-    SOURCE: ("_rows", "_product", "_blocks", "TILES", "SAFE_TILE", "LONGEST_BLOCK"),
-    ROTATION: ("_turned", "_rotated_rows", "LONGEST_BLOCK", "WARPS"),
+    SOURCE: ("_product", "_blocks", "TILES", "SAFE_TILE"),
     WORDS: ("_transposed", "_byte", "_times", "_gradient", "TILES"),
-    GELU: ("_activated", "_gelu_rows", "LONGEST_BLOCK"),
+    ROWS: (
+        "_magnitude",
+        "_row_scale",
+        "_levels",
+        "_rows",
+        "_turned",
+        "_rotated_rows",
+        "_activated",
+        "_gelu_rows",
+        "LONGEST_LOAD",
+        "LONGEST_BLOCK",
+        "WARPS",
+    ),  # fmt: skip
 }  # the compiled code follows from these
 TOO_OLD = 75
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -52,7 +62,8 @@ COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "sha
 def rows_of_table() -> Iterator[Row]:
     """Yield all rows, the most important first."""
     from simpletune.engine.quant import int8_gradient_kernel
-    from simpletune.engine.quant.int8_kernel import LONGEST_BLOCK, SAFE_TILE, TILES
+    from simpletune.engine.quant.int8_kernel import SAFE_TILE, TILES
+    from simpletune.engine.quant.int8_rows_kernel import LONGEST_LOAD
 
     tiles, ways = (SAFE_TILE, *TILES), ("forward", "gradient")
     words = int8_gradient_kernel.TILES
@@ -61,7 +72,7 @@ def rows_of_table() -> Iterator[Row]:
     yield from (Row(card, "product", way, tile, "even") for tile in tiles for card in SHARED for way in ways)
     yield from (Row(TOO_OLD, "product", way, SAFE_TILE, "even") for way in ways)
     for card in SHARED:
-        for block, warps in ((2048, 4), (LONGEST_BLOCK, 8)):
+        for block, warps in ((2048, 4), (LONGEST_LOAD, 8)):
             yield from (Row(card, "rows", kind, (block, warps), what) for kind in ("bf16", "fp32") for what in KINDS)
         yield from (Row(card, "rotated", kind, tile, what) for kind, tile, what in rotated_rows())
     for card in (89, 90):  # mma and wgmma

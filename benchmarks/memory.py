@@ -153,9 +153,9 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Predict one row of the whole job on fake tensors."""
-    from simpletune.estimate.simulate.simulate_stages import simulate_stages
+    from simpletune.estimate.simulate.simulate_stages import simulate_parts, with_workspaces
 
-    snapshots = simulate_stages(config_of(overrides), capability=SM_89).stages
+    snapshots = with_workspaces(simulate_parts(config_of(overrides), capability=SM_89), SM_89).stages
     stage, peak = max(snapshots.items(), key=lambda item: item[1].bytes)
     return {
         "table": WHOLE_JOB,

@@ -13,12 +13,11 @@ from reference.rotation import block_rotation
 from torch import Tensor
 
 from simpletune.engine.quant import (
-    int8_gelu_kernel,
     int8_gradient_kernel,
     int8_kernel,
     int8_products,
     int8_rotated,
-    rotation_kernel,
+    int8_rows_kernel,
 )
 
 TILES = [(16, 16, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 64, 4, 2)]
@@ -53,20 +52,20 @@ def truncated(y: Tensor) -> Tensor:
 def test_rows_are_those_of_the_cpu(rows: int, k: int, dtype: torch.dtype, odd: str, folded: bool, seed: int) -> None:
     x = activations(rows, k, dtype, odd, seed)
     columns = torch.rand(k, generator=torch.Generator().manual_seed(seed)) if folded else None
-    ours = int8_kernel.rows(x, columns, int8_products.LEAST)
+    ours = int8_rows_kernel.rows(x, columns, int8_products.LEAST)
     torch.testing.assert_close(ours, int8_products.int8_rows(x, columns), **EXACT)
 
 
 def test_long_rows_take_several_blocks() -> None:
-    x = activations(3, 2 * int8_kernel.LONGEST_BLOCK + 5, torch.float32, "outlier", 0)
-    torch.testing.assert_close(int8_kernel.rows(x, None, 0), int8_products.int8_rows(x), **EXACT)
+    x = activations(3, 2 * int8_rows_kernel.LONGEST_LOAD + 5, torch.float32, "outlier", 0)
+    torch.testing.assert_close(int8_rows_kernel.rows(x, None, 0), int8_products.int8_rows(x), **EXACT)
 
 
 @pytest.mark.parametrize("strided", ["sliced", "transposed", "expanded"])
 def test_rows_are_read_as_they_lie(strided: str) -> None:
     x = torch.randn(3, 9, 20)
     x = {"sliced": x[:, 2:7, :13], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(4, 9, 20)}[strided]
-    q, scale = int8_kernel.rows(x, None, int8_products.LEAST)
+    q, scale = int8_rows_kernel.rows(x, None, int8_products.LEAST)
     torch.testing.assert_close((q, scale), int8_products.int8_rows(x.contiguous()), **EXACT)
 
 
@@ -80,7 +79,7 @@ def test_rotated_rows_are_a_float64_references_and_the_cpus(
     rows: int, block: int, count: int, dtype: torch.dtype, odd: str, longest: int, seed: int
 ) -> None:
     x = activations(rows, block * count, dtype, odd, seed)
-    q, scale = rotation_kernel.rotated_rows(x, block, int8_products.LEAST, longest)
+    q, scale = int8_rows_kernel.rotated_rows(x, block, int8_products.LEAST, longest)
     torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x, block), **EXACT)
     h = torch.block_diag(*[torch.from_numpy(block_rotation(block))] * count)
     exact, size = x.double() @ h, x.double().abs() @ h.abs()
@@ -97,7 +96,7 @@ def test_rotated_rows_are_a_float64_references_and_the_cpus(
 def test_rotated_rows_are_read_as_they_lie(strided: str) -> None:
     x = torch.randn(3, 48, 48)
     x = {"sliced": x[:, 2:7, :16], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(2, 48, 48)}[strided]
-    q, scale = rotation_kernel.rotated_rows(x, 16, int8_products.LEAST)
+    q, scale = int8_rows_kernel.rotated_rows(x, 16, int8_products.LEAST)
     torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x.contiguous(), 16), **EXACT)
 
 
@@ -178,7 +177,7 @@ def test_rows_of_gelu_are_a_float64_references(
     grad = torch.randn(rows, k, generator=generator).to(dtype) if back else None
     columns = torch.rand(k, generator=generator) if columned else None
     block = 16 if turned and k % 16 == 0 and not columned else 0
-    q, scale = int8_gelu_kernel.gelu_rows(x, grad, columns, block, int8_products.LEAST, longest)
+    q, scale = int8_rows_kernel.gelu_rows(x, grad, columns, block, int8_products.LEAST, longest)
     wide = x.double().numpy()
     exact = torch.from_numpy(gelu(wide) if grad is None else gelu_slope(wide) * grad.double().numpy())
     precision = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]

@@ -159,7 +159,7 @@ def test_autograd_functions_and_checkpoints() -> None:
     chain = _Chain()
     x = torch.ones(256, requires_grad=True)
     with Accounting() as count:
-        count.watch_modules([("chain", chain)])
+        count.phases.watch_modules([("chain", chain)])
         count.register([x], "weights")
         with phase("forward"):
             y = chain(x)
@@ -176,7 +176,7 @@ def test_autograd_functions_and_checkpoints() -> None:
 def test_the_peaks_place_and_moment() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 1))
     with Accounting() as count:
-        hooks = count.watch_modules(model.named_children())
+        hooks = count.phases.watch_modules(model.named_children())
         with phase("forward"):
             y = model(torch.ones(8, 64))
         assert (count.peak.phase, count.peak.module) == ("forward", "2")

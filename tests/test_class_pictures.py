@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.estimate.host_needs import needs_of
-from simpletune.estimate.simulate.simulate_stages import simulate_stage, simulate_stages
+from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulate_stage
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.class_pictures import class_folder, class_requests
@@ -140,7 +140,7 @@ def test_drawing_them_is_predicted_and_counted(tiny_config: dict) -> None:
     data = with_prior(tiny_config)
     data["validation"] = {"prompts": ["a"], "steps": 3, "guidance": 2.0, "loss_samples": 0}
     config = validate(data, "test")
-    job = simulate_stages(config)
+    job = simulate_parts(config)
     drawing, validating = job.stages["class"], job.stages["validate"]
     trained = job.train.trained_bytes + job.train.state_bytes
     assert drawing.phase in ("sample", "decode") and drawing.by_kind["weights"] == validating.by_kind["weights"]

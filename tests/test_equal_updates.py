@@ -25,7 +25,7 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
-SHAPES = [(96, 64), (96, 64), (70,), (96, 64), (70,), (64, 96)]
+SHAPES = [(96, 64), (64, 96), (70,), (96, 64), (70,), (96, 64)]  # the last and largest counts like the first
 
 
 def layouts(state: dict[str, object]) -> dict[str, object]:
@@ -49,7 +49,7 @@ def updated(option: Json, composed: bool, dtype: torch.dtype = torch.bfloat16) -
         built.update = lambda parameter: (runs.append(1), plain(parameter))[1]  # type: ignore[method-assign]
         if composed:
             count_equal_updates(built)
-        recorder, live = Recorder(cuda=True), []
+        recorder, live, peaks = Recorder(cuda=True), [], []
         with recorder.watching(accounting):
             for _ in range(2):
                 built.begin_step()
@@ -58,9 +58,10 @@ def updated(option: Json, composed: bool, dtype: torch.dtype = torch.bfloat16) -
                     built.update(parameter)
                     parameter.grad = None
                     live.append(accounting.current)
+                    peaks.append(accounting.peaks.copy())
         states = [layouts(built.state[parameter]) for parameter in parameters]
         sections = [section.as_json() for section in recorder.sections]
-    return {"peaks": accounting.peaks, "live": live, "states": states, "sections": sections}, len(runs)
+    return {"peaks": peaks, "live": live, "states": states, "sections": sections}, len(runs)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw_bf16", "adafactor", "lion8bit"])

@@ -21,7 +21,7 @@ from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_ne
 from simpletune.estimate.host_needs import HostNeeds
 from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
-from simpletune.estimate.simulate.simulate_stages import simulate_stages
+from simpletune.estimate.simulate.simulate_stages import simulate_parts, with_workspaces
 from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
@@ -117,7 +117,8 @@ def test_bars_are_as_long_as_their_bytes_and_show_every_kind() -> None:
 def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(tiny_config, "test")
     found = estimate(config, L4.capability)
-    assert found.stages == simulate_stages(config, capability=L4.capability).stages
+    whole = with_workspaces(simulate_parts(config, capability=L4.capability), L4.capability)
+    assert found.stages == whole.stages
     monkeypatch.setattr(estimating, "simulate_parts", None)  # a second simulation would fail
     assert estimate(config.model_copy(update={"name": "other"}), L4.capability) == found
     hopper = estimate(config, (9, 0))  # the same simulation with other workspaces
@@ -229,7 +230,7 @@ def test_estimate_takes_the_plan_by_default(tiny_config: dict, write_config, cap
 
 def test_with_an_average_the_host_holds_the_weights_beside_it(tiny_config: dict) -> None:
     host = [estimate(validate(tiny_config | more, "test"), L4.capability).needs.host for more in ({}, {"ema": {}})]
-    trained = simulate_stages(validate(tiny_config, "test"), SIZE, L4.capability).train.trained_bytes
+    trained = simulate_parts(validate(tiny_config, "test"), SIZE, L4.capability).train.trained_bytes
     assert sum(host[1].values()) - sum(host[0].values()) == trained > 0
 
 

@@ -190,12 +190,12 @@ def test_what_cannot_be_fused_is_left_to_the_network(
 
 @needs_triton
 def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    from simpletune.engine.quant import int8_gelu_kernel
+    from simpletune.engine.quant import int8_rows_kernel
 
     def fail(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(int8_gelu_kernel, "gelu_rows", fail)
+    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", fail)
     x, grad, columns = torch.randn(20, 32), torch.randn(20, 32), torch.rand(32)
     for _ in range(2):
         torch.testing.assert_close(int8_gelu._rows_on_cuda(x, 16), int8_gelu.int8_gelu_rows(x, 16), rtol=0, atol=0)
@@ -205,7 +205,7 @@ def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.M
         len(told) == 1 and "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: PassManager" in told[0]
     )
     monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
-    monkeypatch.setattr(int8_gelu_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):  # no fault of the kernel
         int8_gelu._rows_on_cuda(x, 0)
 

@@ -400,13 +400,13 @@ def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel:
 
 @needs_triton
 def test_rows_that_do_not_compile_are_quantised_by_torch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.engine.quant import int8_kernel
+    from simpletune.engine.quant import int8_rows_kernel
 
     def fail(*_: Any) -> None:
         raise NOT_LOWERED
 
     _, said = kernel(set(), NOT_LOWERED)
-    monkeypatch.setattr(int8_kernel, "rows", fail)
+    monkeypatch.setattr(int8_rows_kernel, "rows", fail)
     x = torch.randn(20, 30)
     torch.testing.assert_close(int8_products._rows_on_cuda(x, None), int8_products.int8_rows(x), rtol=0, atol=0)
     assert len(said) == 1 and "NO LONGER" in said[0]

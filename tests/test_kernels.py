@@ -147,15 +147,18 @@ def test_multiply_adds_that_may_fuse_are_noticed(row: Row, monkeypatch: pytest.M
 
 def test_comments_do_not_make_the_table_stale_but_tiles_do() -> None:
     text = kernels.SOURCE.read_text()
-    assert source_hash(text=text.replace('"""Quantise one row', '"""Round one row') + "# more\n") == source_hash()
-    changes = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "12582912.0) -": "12582912.0) +", '"GROUP": 8': '"GROUP": 4'}
+    assert source_hash(text=text.replace('"""Compute a tile', '"""Make a tile') + "# more\n") == source_hash()
+    changes = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "tl.dot(left": "tl.dot(right", '"GROUP": 8': '"GROUP": 4'}
     for old, new in changes.items():
         assert old in text and source_hash(text=text.replace(old, new)) != source_hash()
-    turned = kernels.ROTATION.read_text()
-    assert source_hash(kernels.ROTATION) == source_hash(kernels.ROTATION, turned + "# more\n")
-    now = source_hash(kernels.ROTATION)
-    for old, new in {"half - d, half - b": "half - d, half + b", "(2048, 4)": "(2048, 8)"}.items():
-        assert old in turned and source_hash(kernels.ROTATION, turned.replace(old, new)) != now
+    rows, now = kernels.ROWS.read_text(), source_hash(kernels.ROWS)
+    assert source_hash(kernels.ROWS, rows + "# more\n") == now
+    changes = {
+        "half - d, half - b": "half - d, half + b", "(2048, 4)": "(2048, 8)", "12582912.0) -": "12582912.0) +",
+        "largest < float": "largest <= float", "LONGEST_LOAD = 4096": "LONGEST_LOAD = 2048",
+    }  # fmt: skip
+    for old, new in changes.items():
+        assert old in rows and source_hash(kernels.ROWS, rows.replace(old, new)) != now
 
 
 @needs_triton

@@ -36,7 +36,6 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, is_shared, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
-from simpletune.estimate.host_needs import HostNeeds
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.denoiser import in_units, model_units
@@ -169,5 +168,3 @@ def test_what_is_predicted_to_be_shared(memory: dict[str, Any], shares: bool, gr
     if memory is LEVERS:
         alone = config.model_copy(update={"memory": config.memory.model_copy(update={"offload_checkpoint_inputs": 0})})
         assert report.shared_bytes == simulate(alone).host_bytes < report.host_bytes
-    needs = HostNeeds({"libraries": 70, "levers (pinned)": 30}, {}, {}, None, shared=20)
-    assert [needs.host_of(processes) for processes in (1, 2, 8)] == [100, 180, 660]

@@ -325,7 +325,7 @@ def test_the_trial_of_the_kernel(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
     said: list[str] = []
     monkeypatch.setattr(int8_rotated, "say", said.append)
-    monkeypatch.setattr(simpletune.engine.quant, "rotation_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
+    monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
     monkeypatch.setattr(Tensor, "to", lambda self, device: self)
     reason = int8_rotated.why_not(torch.device("cuda", 61 if fault == "wrong" else 62))
     assert "differ from the CPU's" in str(reason) if fault == "wrong" else "Failed to find C compiler" in str(reason)
@@ -339,7 +339,7 @@ def test_rows_that_do_not_compile_are_rotated_by_torch(monkeypatch: pytest.Monke
     said: list[str] = []
     monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
     monkeypatch.setattr(fallback, "say", said.append)
-    monkeypatch.setattr(simpletune.engine.quant, "rotation_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
+    monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
     x = torch.randn(20, 48)
     for _ in range(2):
         found = int8_rotated._on_cuda(x, 16)

@@ -13,7 +13,7 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import MemorySnapshot, round_to_block
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, simulate_encoding, simulate_stages
+from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, simulate_encoding, simulate_parts
 from simpletune.estimate.simulate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.prompts import BATCH, clip_outputs
@@ -59,7 +59,7 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
 @pytest.mark.parametrize("tile", [None, 128])
 def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, tiny_config: dict) -> None:
     config = with_options(tiny_config, vae_tile=tile)
-    stages, vae = simulate_stages(config, SIZE).stages, load_vae(config)
+    stages, vae = simulate_parts(config, SIZE).stages, load_vae(config)
     assert bytes_of(stages["latents"]) == bytes_of(simulate_encoding(config.model, vae, SIZE))
     weights = sum(round_to_block(tensor.nbytes) for tensor in all_tensors(vae))
     steady = simulate(config, SIZE).steady
@@ -84,7 +84,7 @@ def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tin
 
 def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
     tiny_config["validation"]["loss_samples"] = 0
-    assert list(simulate_stages(validate(tiny_config, "none")).stages) == ["text", "latents", "train"]
+    assert list(simulate_parts(validate(tiny_config, "none")).stages) == ["text", "latents", "train"]
 
 
 def test_sampling_with_a_plan_holds_a_whole_window() -> None:

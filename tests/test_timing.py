@@ -21,7 +21,7 @@ from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.simulate.simulate import StepReport, simulate
-from simpletune.estimate.simulate.simulate_stages import simulate_stages
+from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.estimate.time_text import CardRow, card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, constants_file, write_constants
@@ -221,7 +221,7 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
     import json
 
     data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}
-    job = simulate_stages(validate(data, "x"), (32, 32), (8, 9))
+    job = simulate_parts(validate(data, "x"), (32, 32), (8, 9))
     again = _restored(json.loads(json.dumps(_stored(job))))
     assert list(again.train.sections) == list(job.train.sections) and again.work == job.work
     assert {"latents", "draw", "evaluate"} < set(job.work) and any(name.startswith("text.") for name in job.work)

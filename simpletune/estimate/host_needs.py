@@ -42,10 +42,6 @@ class HostNeeds:
     counts: DataCounts | None
     shared: int = 0
 
-    def host_of(self, processes: int) -> int:
-        """Return the host memory of a machine that runs this number of processes."""
-        return processes * sum(self.host.values()) - (processes - 1) * self.shared
-
 
 def needs_of(config: TrainConfig, job: JobReport) -> HostNeeds:
     """Predict a run's needs.

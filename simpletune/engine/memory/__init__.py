@@ -141,12 +141,6 @@ class Memory(Option):
             return self.keep_attention
         return self.checkpointed(blocks) if self.keep_attention == "all" else 0
 
-    @property
-    def recomputes_parts(self) -> bool:
-        """Whether less than whole blocks are recomputed, by what is set; auto is not."""
-        fields = (self.keep_attention not in ("auto", "none"), self.feed_forward not in ("auto", "block"))
-        return self.checkpointing == "feed_forward" or any(fields)
-
     def rules(self) -> Iterator[Problem]:
         """Report incompatible levers."""
         if self.resident_blocks is not None and self.checkpointing != "all":

@@ -4,7 +4,7 @@ A dispatch mode sees every operation, including those of the backward pass, of r
 It counts each new storage until the storage is freed, holding only a weak reference. Sizes are rounded up to 512 bytes
 as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors count alike.
 
-It cannot see what a kernel allocates internally; device_terms.py adds that.
+It cannot see what a kernel allocates internally; kernel_workspace.py adds that.
 
 torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here: it raises for frozen
 parameters and at a second micro-batch, has neither adapter nor plan among its kinds, and counts host memory.
@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from simpletune.engine.memory import fake
-from simpletune.engine.memory.repeating import Repeating
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, round_to_block
 from simpletune.engine.memory.watching import PhaseTracker
 from simpletune.engine.tensors import is_wrapper, plain_tensors
@@ -41,9 +41,40 @@ _RANGES = {
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
-Observer = Callable[[OpOverload, Sequence[object], dict, object], None]
 Layouts = Callable[[OpOverload, Sequence[Any], object], object]
 Resize = Callable[[torch.UntypedStorage, int], object]
+
+
+class Observer(Protocol):
+    """Sees every operation, and can count a part of what it saw again."""
+
+    def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
+        """See one operation."""
+
+    def begin(self) -> object:
+        """Remember what has been seen so far."""
+
+    def seen_since(self, begin: object) -> object:
+        """Return what has been seen since ``begin``; None if it cannot be counted again."""
+
+    def repeat(self, seen: object) -> None:
+        """Count what ``seen_since`` returned again."""
+
+
+class Peaks:
+    """The largest snapshots."""
+
+    def __init__(self) -> None:
+        self.largest = MemorySnapshot()
+        """The largest of all phases; the last of equal ones, because optimizer states then have their kind."""
+        self.by_phase: dict[str, MemorySnapshot] = {}
+        """The largest of each phase."""
+
+    def add(self, snapshot: MemorySnapshot) -> None:
+        """Keep a snapshot if none was larger."""
+        before = self.by_phase.get(snapshot.phase, snapshot)
+        self.by_phase[snapshot.phase] = max(snapshot, before, key=lambda each: each.bytes)
+        self.largest = max(snapshot, self.largest, key=lambda each: each.bytes)
 
 
 @dataclass
@@ -56,7 +87,7 @@ class _Storage:
     alive: weakref.ref
 
 
-class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
+class Accounting(TorchDispatchMode):
     """Counts live tensor bytes while the context is active.
 
     Args:
@@ -67,24 +98,21 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
 
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
-        Repeating.__init__(self)  # torch's mode ends the chain
-        PhaseTracker.__init__(self)
+        self.phases = PhaseTracker()
+        """Where the step is."""
         self._layouts = layouts
         self._temporaries = {id(op): size for op, size in (temporaries or {}).items()}  # their own hash is slow
         self._storages: dict[int, _Storage] = {}
         self._bytes: Counter[str] = Counter()
         self._total = 0
         self._kinds: list[str] = []
-        self.peak = MemorySnapshot()
-        """The largest snapshot so far; the last of equal ones, because optimizer states then have their kind."""
-        self.peaks: dict[str, MemorySnapshot] = {}
-        """The largest snapshot of each phase."""
+        self._peaks = Peaks()
         self.snapshots: list[MemorySnapshot] | None = [] if keep else None
         """All snapshots since the last ``forget_snapshots``, in order."""
         self.last_key: object = None
         """Everything that the last operation's result and work depend on; None if it may depend on more."""
         self.observer: Observer | None = None
-        """Called with every operation, its arguments and its output."""
+        """Sees every operation."""
         self.limit: int | None = None
         """The number of live bytes above which ``OutOfMemory`` is raised; None: no limit."""
 
@@ -122,35 +150,59 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
         if self._layouts is not None:
             output = self._layouts(op, args, output)
         if self.observer is not None:
-            self.observer(op, args, kwargs, output)
+            self.observer.see(op, args, kwargs, output)
         if name == "enter":
-            self._enter_phase(str(args[0]))
+            self.phases.enter(str(args[0]))
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(leaf, Tensor) and _device(leaf).type != "meta":  # meta tensors take no memory
                 grown |= self._see(leaf.untyped_storage())
         temporary = self._temporaries.get(id(op))
         if temporary is not None:
-            self._look(temporary(*args, **kwargs))
+            self.look({"workspace": round_to_block(temporary(*args, **kwargs))})
         elif grown:
-            self._look()
+            self.look()
         return output
+
+    @property
+    def peak(self) -> MemorySnapshot:
+        """The largest snapshot so far."""
+        return self._peaks.largest
+
+    @property
+    def peaks(self) -> dict[str, MemorySnapshot]:
+        """The largest snapshot of each phase."""
+        return self._peaks.by_phase
 
     @property
     def current(self) -> MemorySnapshot:
         """A snapshot of the live bytes."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
-        return MemorySnapshot(self._total, by_kind, self._snapshot_name(), self._module)
+        return MemorySnapshot(self._total, by_kind, self.phases.name, self.phases.module)
 
     def forget_peak(self) -> None:
         """Reset the peaks, at the start of another stage."""
-        self.peak, self.peaks = MemorySnapshot(), {}
-        self._look()
+        self._peaks = Peaks()
+        self.look()
 
     def forget_snapshots(self) -> None:
         """Discard the recorded snapshots, at the start of another step."""
         if self.snapshots is not None:
             self.snapshots = [self.current]
+
+    @contextmanager
+    def apart(self) -> Iterator[Peaks]:
+        """Find the largest snapshots within this context alone; afterwards they count like all others."""
+        whole = self._peaks
+        found = self._peaks = Peaks()
+        try:
+            yield found
+        finally:
+            self._peaks = whole
+            for snapshot in found.by_phase.values():
+                whole.add(snapshot)
+            if found.by_phase:
+                whole.add(found.largest)  # again: of equal ones in two phases it is the last
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is registered as host memory."""
@@ -182,7 +234,20 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
                 storage = plain.untyped_storage()
                 self._see(storage)
                 self._move(self._storages[storage._cdata], kind)
-        self._look()
+        self.look()
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that no operation returned, without looking for a peak."""
+        for tensor in tensors:
+            self._see(tensor.untyped_storage())
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
+        """Count the parameters' ``.grad`` as gradients; the handles remove the hooks."""
+
+        def mark(parameter: Tensor) -> None:
+            self.register([parameter.grad], "gradients")
+
+        return [parameter.register_post_accumulate_grad_hook(mark) for parameter in parameters]
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
@@ -200,18 +265,18 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
 
     def _leave_phase(self) -> None:
         """Leave a phase. Whatever was allocated in the optimizer's phase and outlives it is optimizer state."""
-        left, visit = self._phases.pop()
-        if visit:
-            self._module = ""
+        left, visit = self.phases.leave()
         if visit and left == "optimizer":
             for storage in self._storages.values():
                 if storage.visit >= visit and storage.kind == "workspace":
                     self._move(storage, "optimizer")
 
-    def _kind(self) -> str:
+    @property
+    def new_kind(self) -> str:
+        """The kind of new allocations."""
         if self._kinds:
             return self._kinds[-1]
-        return "activations" if self._phase() in ACTIVATION_PHASES else "workspace"
+        return "activations" if self.phases.phase in ACTIVATION_PHASES else "workspace"
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage, and return whether the total has grown."""
@@ -223,7 +288,7 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
                 self._add(known.kind, grown)
             return grown > 0
         alive = weakref.ref(storage, lambda _: self._die(key))
-        self._storages[key] = _Storage(size, self._kind(), self._visit, alive)
+        self._storages[key] = _Storage(size, self.new_kind, self.phases.visit, alive)
         self._add(self._storages[key].kind, size)
         return size > 0
 
@@ -241,37 +306,30 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
         if kind != HOST:
             self._total += size
 
-    def _look(self, temporary: int = 0) -> None:
-        """Record a snapshot if it is the largest so far, including a kernel's temporary bytes."""
-        temporary = round_to_block(temporary)
-
-        def by_kind() -> dict[str, int]:
-            kinds = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
-            return kinds | {"workspace": kinds.get("workspace", 0) + temporary} if temporary else kinds
-
-        self._record(self._total + temporary, by_kind)
-
-    def _record(self, total: int, by_kind: Callable[[], dict[str, int]]) -> None:
+    def look(self, more: Mapping[str, int] | None = None) -> None:
         """Record a snapshot if it is the largest so far.
+
+        Args:
+            more: bytes by kind that count beside the live ones: those that a kernel allocates and frees.
 
         Raises:
             OutOfMemory: it exceeds the limit.
         """
+        total = self._total + sum(more.values()) if more else self._total
         if self.limit is not None and total > self.limit:
             raise OutOfMemory(total)
-        watched, name = self._watched, self._snapshot_name()
-        if watched is not None and total >= watched.top[0]:
-            watched.top = total, by_kind()
-        before = self.peaks.get(name)
-        larger = before is None or total >= before.bytes or total >= self.peak.bytes
+        name, peaks = self.phases.name, self._peaks
+        before = peaks.by_phase.get(name)
+        larger = before is None or total >= before.bytes
         if not larger and self.snapshots is None:
             return
-        snapshot = MemorySnapshot(total, by_kind(), name, self._module)
+        sizes = self._bytes if not more else {**self._bytes, **{k: self._bytes[k] + size for k, size in more.items()}}
+        by_kind = {kind: size for kind, size in sizes.items() if size and kind != HOST}
+        snapshot = MemorySnapshot(total, by_kind, name, self.phases.module)
         if self.snapshots is not None:
             self.snapshots.append(snapshot)
         if larger:
-            self.peaks[name] = snapshot
-            self.peak = max(snapshot, self.peak, key=lambda snapshot: snapshot.bytes)
+            peaks.add(snapshot)
 
     def _resized(self, resize: Resize) -> Resize:
         """Wrap ``UntypedStorage.resize_``, which a dispatch mode does not see."""
@@ -280,7 +338,7 @@ class Accounting(TorchDispatchMode, PhaseTracker, Repeating):
             resize(storage, size)
             if storage._cdata in self._storages:
                 self._see(storage)
-                self._look()
+                self.look()
             return storage
 
         return resize_
@@ -317,4 +375,4 @@ def allocating(kind: str) -> AbstractContextManager[None]:
 
 def recomputing() -> AbstractContextManager[None]:
     """Count what runs in this context as recomputation, if an accounting is active."""
-    return _ACTIVE[-1].recomputing() if _ACTIVE else nullcontext()
+    return _ACTIVE[-1].phases.recomputing() if _ACTIVE else nullcontext()

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -214,19 +213,6 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
             low, exceeding = asked, found
         straight = not straight or 2 * (high - low) <= before  # alternate with bisection when interpolation is slow
     return high
-
-
-def fewest_checkpointed(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int:
-    """Like ``fewest_that_fit``, but raises if nothing fits.
-
-    Raises:
-        UserError: the peak exceeds the budget even with all blocks checkpointed.
-    """
-    peak = cache(peak_bytes)
-    found = fewest_that_fit(blocks, peak, budget_bytes)
-    if found is None:
-        raise too_little(budget_bytes, min(peak(blocks - 1), peak(blocks)))
-    return found
 
 
 def too_little(budget_bytes: int, least_bytes: int) -> UserError:

@@ -74,10 +74,6 @@ class Int8(QuantisedPrecision):
                 "dequantised",
             )
 
-    def dequantise_count(self, forward: float) -> float:
-        """How often a step dequantises every weight; int8 products do not."""
-        return (self.products == "dequantised") * forward + (self.input_gradient == "dequantised")
-
     def describe_matmul(self) -> str:
         """Describe which products are used, and where."""
         turned = describe_rotation(self.rotation)

@@ -101,9 +101,9 @@ FALLBACK = Fallback("kernel  GELU NO LONGER quantised in one launch on {device},
 @torch.library.impl(_LIBRARY, "int8_gelu_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor]:
-        from simpletune.engine.quant import int8_gelu_kernel
+        from simpletune.engine.quant import int8_rows_kernel
 
-        return int8_gelu_kernel.gelu_rows(x, None, None, block, int8_products.LEAST)
+        return int8_rows_kernel.gelu_rows(x, None, None, block, int8_products.LEAST)
 
     return FALLBACK.run(x.device, kernel, lambda: _rows_by_torch(x, block))
 
@@ -111,9 +111,9 @@ def _rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_LIBRARY, "int8_gelu_gradient_rows", "CUDA")
 def _gradient_rows_on_cuda(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor]:
-        from simpletune.engine.quant import int8_gelu_kernel
+        from simpletune.engine.quant import int8_rows_kernel
 
-        return int8_gelu_kernel.gelu_rows(x, grad, columns, 0, int8_products.LEAST)
+        return int8_rows_kernel.gelu_rows(x, grad, columns, 0, int8_products.LEAST)
 
     return FALLBACK.run(x.device, kernel, lambda: _gradient_rows_by_torch(grad, x, columns))
 
@@ -133,14 +133,14 @@ def _tried(device: torch.device) -> str | None:
     """Compare rows of GELU and of its gradient with torch's on the CPU."""
     if device.type != "cuda":
         return None
-    from simpletune.engine.quant import int8_gelu_kernel  # not the operator, which would hide a failure
+    from simpletune.engine.quant import int8_rows_kernel  # not the operator, which would hide a failure
 
     x = torch.linspace(-6, 6, 768) * torch.arange(1, 6)[:, None] / 3
     grad, columns = x.flip(1).contiguous(), torch.linspace(0.5, 2, 768)
     found = [
-        int8_gelu_kernel.gelu_rows(x.to(device), None, None, 0, int8_products.LEAST),
-        int8_gelu_kernel.gelu_rows(x.to(device), None, None, 256, int8_products.LEAST),
-        int8_gelu_kernel.gelu_rows(x.to(device), grad.to(device), columns.to(device), 0, int8_products.LEAST),
+        int8_rows_kernel.gelu_rows(x.to(device), None, None, 0, int8_products.LEAST),
+        int8_rows_kernel.gelu_rows(x.to(device), None, None, 256, int8_products.LEAST),
+        int8_rows_kernel.gelu_rows(x.to(device), grad.to(device), columns.to(device), 0, int8_products.LEAST),
     ]
     expected = [_rows_by_torch(x, 0), _rows_by_torch(x, 256), _gradient_rows_by_torch(grad, x, columns)]
     return None if all(map(_are_close, found, expected)) else "the kernel's rows differ from torch's"

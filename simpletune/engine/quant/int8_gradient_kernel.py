@@ -145,7 +145,7 @@ def reads_words(weight: Tensor) -> bool:
 
 
 def gradient(
-    quantised: tuple[Tensor, Tensor],  # from ``int8_kernel.rows``: int8 [m, k], contiguous, and fp32 [m]
+    quantised: tuple[Tensor, Tensor],  # from ``int8_rows_kernel.rows``: int8 [m, k], contiguous, and fp32 [m]
     weight: Tensor,  # int8 [n, k], for which ``reads_words``
     dtype: torch.dtype,
     tile: Tile | None = None,

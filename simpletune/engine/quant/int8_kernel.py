@@ -1,4 +1,4 @@
-"""Triton kernels for int8 products: quantise rows, and multiply int8 x int8 with scales and bias in the epilogue.
+"""A Triton kernel for int8 products: multiply int8 x int8 with scales and bias in the epilogue.
 
 Called by ``int8_products.py`` on CUDA; importing this module needs Triton. A sum of k products is exact in int32, and
 nothing wider than the output is written to memory. Shapes: m rows of activations, n output features, k the length of
@@ -25,7 +25,6 @@ from simpletune.system.printable import describe_exception
 
 Tile = tuple[int, int, int, int, int]
 
-LONGEST_BLOCK = 4096  # elements of a row that one program loads at once
 ROUNDS = 12  # timed calls of each tile in tuning
 # Tiles: rows, columns and length of the sum of one step, warps, stages. Tuning skips tiles that do not fit the device.
 # `make kernels` checks their machine code for absent cards.
@@ -35,40 +34,6 @@ TILES = (
 )  # fmt: skip
 SAFE_TILE = (64, 64, 64, 4, 2)
 """A tile that fits every device, to test whether the kernel works."""
-
-
-@triton.jit
-def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise one row to multiples of its largest magnitude / 127."""
-    row = tl.program_id(0).to(tl.int64)
-    x += (row // inner) * x_outer + (row % inner) * x_row
-    q += row * k
-    at = tl.arange(0, BLOCK)
-    top = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, k, BLOCK):
-        inside = at < k - start
-        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
-        if columns is not None:
-            value *= tl.load(columns + start + at, mask=inside, other=0.0)
-        size = tl.abs(value)
-        top = tl.maximum(
-            top, tl.where(size < float("inf"), size, float("inf"))
-        )  # NaN becomes infinity, because max ignores NaN
-    largest = tl.max(top, axis=0)
-    finite = largest < float("inf")
-    counts = finite & (largest >= LEAST)
-    divisor = tl.where(counts, largest, 1.0)
-    step = tl.where(counts, tl.div_rn(divisor, tl.full((), 127.0, tl.float32)), 1.0)
-    tl.store(scale + row, tl.where(finite, step, float("nan")))
-    inverse = tl.where(counts, tl.div_rn(tl.full((), 127.0, tl.float32), divisor), 0.0)
-    for start in range(0, k, BLOCK):
-        inside = at < k - start
-        value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
-        if columns is not None:
-            value *= tl.load(columns + start + at, mask=inside, other=0.0)
-        level = tl.where(finite, value * inverse, 0.0)
-        level = (level + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to the nearest integer, ties to even
-        tl.store(q + start + at, level.to(tl.int8), mask=inside)
 
 
 @triton.heuristics({"EVEN_K": lambda given: given["k"] % given["BLOCK_K"] == 0})
@@ -156,34 +121,8 @@ _untunable: set[tuple[object, ...]] = set()
 """Shapes for which every tile of the tuning failed."""
 
 
-def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
-    """Quantise rows to int8 with one scale each.
-
-    Args:
-        x: [..., k], any floating type; reads strided rows without a copy.
-        columns: fp32 [k], multiplied with every row first; or None.
-        least: a row whose largest magnitude is smaller becomes zeros.
-
-    Returns:
-        int8 [m, k] and fp32 [m].
-    """
-    k = x.shape[-1]
-    parts = x if x.dim() == 3 else x.reshape(1, -1, k)
-    parts = parts if parts.stride(2) == 1 else parts.contiguous()
-    count = parts.shape[0] * parts.shape[1]
-    q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
-    if count:
-        block = min(triton.next_power_of_2(k), LONGEST_BLOCK)
-        with torch.cuda.device_of(x):
-            _rows[(count,)](
-                parts, columns, q, scale, parts.shape[1], k, parts.stride(0), parts.stride(1), LEAST=least, BLOCK=block,
-                num_warps=4 if block <= 2048 else 8, enable_fp_fusion=False,
-            )  # fmt: skip
-    return q, scale
-
-
 def product(
-    quantised: tuple[Tensor, Tensor],  # from ``rows``: int8 [m, k], contiguous, and fp32 [m]
+    quantised: tuple[Tensor, Tensor],  # from ``int8_rows_kernel.rows``: int8 [m, k], contiguous, and fp32 [m]
     weight: Tensor,  # int8 [n, k], of any strides
     scale: Tensor | None,  # fp32 [n]
     bias: Tensor | None,  # [n]

@@ -125,9 +125,9 @@ FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with de
 @torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor]:
-        from simpletune.engine.quant import int8_kernel
+        from simpletune.engine.quant import int8_rows_kernel
 
-        return int8_kernel.rows(x, columns, LEAST)
+        return int8_rows_kernel.rows(x, columns, LEAST)
 
     return FALLBACK.run(x.device, kernel, lambda: _rows_on_cpu(x, columns))
 
@@ -236,9 +236,9 @@ def _tried(device: torch.device) -> str | None:
     weight = torch.full((40, 96), -127, dtype=torch.int8)
     weight[::3] = numbers[:14]
     if device.type == "cuda":
-        from simpletune.engine.quant import int8_kernel  # not the operator, which would hide a failure
+        from simpletune.engine.quant import int8_rows_kernel  # not the operator, which would hide a failure
 
-        rows = int8_kernel.rows(weight.to(device).float(), None, LEAST)
+        rows = int8_rows_kernel.rows(weight.to(device).float(), None, LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
             return "the kernel's rows differ from the CPU's"
     ones = torch.ones(33, device=device)

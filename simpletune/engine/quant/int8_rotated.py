@@ -47,9 +47,9 @@ def _by_torch(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_LIBRARY, "int8_rotated_rows", "CUDA")
 def _on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor]:
-        from simpletune.engine.quant import rotation_kernel
+        from simpletune.engine.quant import int8_rows_kernel
 
-        return rotation_kernel.rotated_rows(x, block, int8_products.LEAST)
+        return int8_rows_kernel.rotated_rows(x, block, int8_products.LEAST)
 
     return int8_products.FALLBACK.run(x.device, kernel, lambda: _by_torch(x, block))
 
@@ -76,11 +76,11 @@ def _tried(device: torch.device) -> str | None:
     """Compare rotated rows with the CPU's."""
     if device.type != "cuda":
         return None
-    from simpletune.engine.quant import rotation_kernel  # not the operator, which would hide a failure
+    from simpletune.engine.quant import int8_rows_kernel  # not the operator, which would hide a failure
 
     numbers = torch.arange(5 * 768).remainder(255).sub(127).float().view(5, 768)
     for block in SIZES:
-        rows = rotation_kernel.rotated_rows(numbers.to(device), block, int8_products.LEAST)
+        rows = int8_rows_kernel.rotated_rows(numbers.to(device), block, int8_products.LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _by_torch(numbers, block), strict=True)):
             return "the kernel's rotated rows differ from the CPU's"
     return None

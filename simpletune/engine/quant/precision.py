@@ -92,14 +92,6 @@ class WeightPrecision(Option):
         """Report incompatible values of this precision's own fields."""
         yield from ()
 
-    def dequantise_count(self, forward: float) -> float:
-        """How often a step converts every weight to the products' type.
-
-        Args:
-            forward: the number of forward passes, including recomputation; there is one backward pass.
-        """
-        return forward + 1
-
     def describe_matmul(self) -> str:
         """Describe how products are computed."""
         return f"products in {self.in_words}"

@@ -36,7 +36,7 @@ def rotation_block(rotation: Rotation, layer: nn.Linear) -> int:
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
-    """Multiply x by H in fp32 with the kernel's order of additions (rotation_kernel.py), on any device.
+    """Multiply x by H in fp32 with the kernel's order of additions (int8_rows_kernel.py), on any device.
 
     Each pass multiplies one base-4 digit of the index by R4 (half the sum of four, minus the opposite one) and moves it
     to the front; after all passes, the digits are in order again.

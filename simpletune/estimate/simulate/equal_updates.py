@@ -1,36 +1,43 @@
 """Simulate the update of one of several equal parameters, and count the others by what it did.
 
-A model has hundreds of parameters but few shapes. An update leaves nothing behind but the parameter's state, so it
-counts like an earlier update with the same layouts of parameter, gradient and state (engine/memory/equal_blocks.py).
+A model has hundreds of parameters but few shapes. An update leaves nothing behind but the parameter's state. It
+allocates as many bytes, and costs host and device as much work, as an earlier update with the same layouts of
+parameter, gradient and state.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.equal_blocks import Pass, again, plain_value, remember, surroundings
-from simpletune.engine.memory.fake_results import Key, call_key
+from simpletune.engine.memory.fake_results import PLAIN, CallResult, Key, call_key, made_again, several_of
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import State
 
 
-class End(NamedTuple):
-    """The state that an update leaves.
+class Update(NamedTuple):
+    """What an update did.
 
     Args:
-        names: the names of all its values, in order; offloaded states are copied in this order.
+        outputs: the tensors of the state that it left.
+        allocated: bytes by kind at its peak, from those at its beginning.
+        work: what the accounting's observer saw.
+        names: the names of all the state's values, in order; offloaded states are copied in this order.
         shared: tensors that existed before, which are tables that all states share.
         plain: the values that are not tensors.
     """
 
+    outputs: CallResult
+    allocated: Mapping[str, int]
+    work: object
     names: list[str]
     shared: list[FakeTensor]
     plain: State
@@ -52,73 +59,117 @@ class _Counted:
     def __init__(self, optimizer: RoundedOptimizer):
         self._optimizer = optimizer
         self._plain: Callable[[nn.Parameter], None] = optimizer.update
-        self._ends: dict[Key, End] = {}
+        self._known: dict[Key, Update] = {}
 
     def __call__(self, parameter: nn.Parameter) -> None:
         """Update one parameter."""
         counting, tensors = accounting.active(), list[FakeTensor]()
-        key = None if counting is None or not counting.can_repeat else self._key(counting, parameter, tensors)
+        key = None
+        if counting is not None and counting.snapshots is None:
+            key = self._key(counting, parameter, tensors)
         if counting is None or key is None:
             del tensors  # an update may free them
             self._plain(parameter)
             return
-        known = counting.passes.get(key)
-        if not isinstance(known, Pass):
-            before = [weakref.ref(tensor) for tensor in tensors]
-            del tensors
-            self._watch(counting, key, parameter, before)
+        known = self._known.get(key)
+        if known is not None:
+            self._again(counting, known, parameter, [*tensors, *known.shared])
             return
-        end = self._ends[key]
-        made = again(counting, known, [*tensors, *end.shared])
-        assert isinstance(made, list)
-        names = (name for name in end.names if name not in end.plain)
-        values = {**dict(zip(names, made, strict=True)), **end.plain}
-        self._optimizer.state[parameter].update((each, values[each]) for each in end.names)
+        before = [weakref.ref(tensor) for tensor in tensors]
+        del tensors
+        found = self._watch(counting, parameter, before)
+        if found is not None:
+            self._known[key] = found
+
+    def _again(
+        self, counting: Accounting, known: Update, parameter: nn.Parameter, tensors: Sequence[FakeTensor]
+    ) -> None:
+        """Count an update like an earlier one, and make the parameter's state from the tensors given to it."""
+        if known.allocated:
+            counting.look(known.allocated)
+        if counting.observer is not None:
+            counting.observer.repeat(known.work)
+        made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
+        counting.see(each for each in made if isinstance(each, Tensor))
+        names = (name for name in known.names if name not in known.plain)
+        values = {**dict(zip(names, made, strict=True)), **known.plain}
+        self._optimizer.state[parameter].update((each, values[each]) for each in known.names)
 
     def _watch(
-        self, counting: Accounting, key: Key, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
-    ) -> None:
-        """Run an update, and store what it does.
+        self, counting: Accounting, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
+    ) -> Update | None:
+        """Run an update, and return what it did; None if it has left more behind than the state.
 
         Args:
             counting: the accounting that watches it.
-            key: everything that the update depends on.
             parameter: the parameter to update.
             before: the tensors given to the update.
         """
-        existed = counting.storages()
-        with counting.watching() as watched:
+        existed, begin, on_host = counting.storages(), counting.current, counting.host_bytes
+        seen = None if counting.observer is None else counting.observer.begin()
+        with counting.apart() as peaks:
             self._plain(parameter)
+        end, top = counting.current, peaks.largest
+        work = None if counting.observer is None else counting.observer.seen_since(seen)
         assert isinstance(parameter, FakeTensor)
         alive = [each() for each in before]
         given = [parameter if each is None else each for each in alive]  # what was freed is not a result
-        values = state_tensors(self._optimizer.state[parameter])
-        later = counting.storages()
+        state, later = self._optimizer.state[parameter], counting.storages()
+        values = _tensors(state)
         shared = [
             value
             for value in values.values()
             if not any(value is tensor for tensor in given)
             and existed.get(place := value.untyped_storage()._cdata) is later.get(place) is not None
         ]
-        if remember(counting, key, watched, list(values.values()), [*given, *shared]):
-            state = self._optimizer.state[parameter]
-            plain = {name: value for name, value in state.items() if name not in values}
-            self._ends[key] = End(list(state), shared, plain)
+        results, given = list(values.values()), [*given, *shared]
+        outputs = several_of(results, given)
+        left = end.bytes - begin.bytes + counting.host_bytes - on_host
+        unseen = counting.observer is not None and work is None
+        if outputs is None or unseen or left != _new_bytes(results, given):
+            return None
+        kinds = {*top.by_kind, *begin.by_kind} if top.bytes else ()
+        allocated = {kind: top.by_kind.get(kind, 0) - begin.by_kind.get(kind, 0) for kind in kinds}
+        plain = {name: value for name, value in state.items() if name not in values}
+        return Update(outputs, allocated, work, list(state), shared, plain)
 
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
         """Everything that an update depends on, as a key; None if it may depend on more."""
         state = self._optimizer.state[parameter]
-        values = state_tensors(state)
+        values = _tensors(state)
         given = None
         if isinstance(parameter, FakeTensor):
             given = call_key(parameter.fake_mode, None, (parameter, parameter.grad), values, tensors)
         if given is None:
             return None
-        plain = tuple((name, plain_value(value)) for name, value in state.items() if name not in values)
-        about = (*self._optimizer.kind_of(parameter), torch.is_grad_enabled(), plain)
-        return (given, *surroundings(counting, tensors), about)
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        return (
+            given,
+            tuple(map(storages.index, storages)),  # which share one
+            tuple(map(counting.is_on_host, tensors)),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            (counting.new_kind, counting.phases.name, counting.observer is None),
+            (*self._optimizer.kind_of(parameter), torch.is_grad_enabled()),
+            tuple((name, _plain_value(value)) for name, value in state.items() if name not in values),
+        )
 
 
-def state_tensors(state: State) -> dict[str, FakeTensor]:
+def _new_bytes(outputs: Sequence[FakeTensor], given: Sequence[FakeTensor]) -> int:
+    """Bytes of the storages that an update has made for its outputs."""
+    old = {tensor.untyped_storage()._cdata for tensor in given}
+    storages = [each.untyped_storage() for each in outputs]
+    return sum({s._cdata: round_to_block(s.nbytes()) for s in storages if s._cdata not in old}.values())
+
+
+def _plain_value(value: object) -> object:
+    """Convert options in lists and dictionaries to something hashable; for anything else return only the type."""
+    if isinstance(value, dict):
+        return tuple((key, _plain_value(each)) for key, each in value.items() if isinstance(key, (str, int)))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(map(_plain_value, value))
+    return value if type(value) in PLAIN else type(value)
+
+
+def _tensors(state: State) -> dict[str, FakeTensor]:
     """The tensors of a parameter's state."""
     return {name: value for name, value in state.items() if isinstance(value, FakeTensor)}

@@ -17,19 +17,17 @@ from simpletune.config.speed import Kernel
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import CudaLayouts, attention_kernel
 from simpletune.engine.memory.cuda_autocast import autocast_like_cuda
-from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.tensors import all_tensors, trained_parameters
-from simpletune.estimate.simulate.equal_passes import count_equal_passes
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.optimizer_states import host_counters, make_states, states, take_cuda_paths
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Denoiser, model_units
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.model_config import Shape
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -195,8 +193,6 @@ def take_steps(
     if recorder is None or recorder.cuda:
         take_cuda_paths(core.optimizer)
     count_equal_updates(core.optimizer)
-    if core.fsdp is None:
-        count_equal_passes(core, recorder)
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, denoiser, core.optimizer)
@@ -224,7 +220,7 @@ def take_steps(
 
 def take_watched_step(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser, recorder: Recorder | None) -> None:
     """Take one step of a simulated run while watching its modules, gradients and work."""
-    hooks = accounting.watch_gradients(run.core.parameters) + accounting.watch_modules(places(denoiser))
+    hooks = accounting.watch_gradients(run.core.parameters) + accounting.phases.watch_modules(places(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if run.core.fsdp is None else counting_gathered():
         accounting.forget_snapshots()
@@ -241,8 +237,6 @@ def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoise
     text = empty_text_side(config, CPU)
     base = [*all_tensors(denoiser), *frozen_tensors(text)]
     accounting.register(base, "weights")
-    if processes == 1:
-        count_equal(model_units(denoiser))
     with accounting.allocating("optimizer"), nullcontext() if processes == 1 else fake_processes(processes):
         core = assemble(config, denoiser, SingleProcess(CPU, processes), text=text)
     if core.fsdp is None:

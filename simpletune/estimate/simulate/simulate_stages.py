@@ -1,8 +1,8 @@
 """Predict peak memory of the whole job without a GPU, stage by stage: text, latents, train, validate.
 
 Runs the project's own code on fake tensors, as simulate.py does. Needs only configurations; SD3 Medium's are bundled.
-cuDNN's workspaces for convolutions are an allowance (``device_terms.convolution_workspace``): their size depends on the
-algorithm that cuDNN chooses on the device.
+cuDNN's workspaces for convolutions are an allowance (``kernel_workspace.convolution_workspace``): their size depends on
+the algorithm that cuDNN chooses on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -84,36 +83,23 @@ class JobReport:
         return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
 
 
-def simulate_stages(
-    config: TrainConfig, size: Size | None = None, capability: tuple[int, int] | None = None
-) -> JobReport:
-    """Predict each stage's peak memory on the device without weights, data or a GPU.
-
-    Args:
-        config: the run's configuration, demo names resolved.
-        size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: see ``simulate``.
-
-    Raises:
-        UserError: a part's configuration cannot be read.
-    """
-    return with_workspaces(simulate_parts(config, size, capability), capability)
-
-
 def simulate_parts(
     config: TrainConfig,
     size: Size | None = None,
     capability: tuple[int, int] | None = None,
     trained: SimulatedTraining | None = None,
 ) -> JobReport:
-    """Like ``simulate_stages``, without the libraries' workspaces, so that the result holds for all cards with the same
-    attention.
+    """Predict each stage's peak memory on the device without weights, data or a GPU, and without the libraries'
+    workspaces (``with_workspaces``), so that the result holds for all cards with the same attention.
 
     Args:
-        config: see ``simulate_stages``; likewise the next two.
-        size: the size of the training pictures.
-        capability: the CUDA device's compute capability.
+        config: the run's configuration, demo names resolved.
+        size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
+        capability: the CUDA device's compute capability, see ``simulate``.
         trained: the training stage of the same run, if it was simulated before; can be used only once.
+
+    Raises:
+        UserError: a part's configuration cannot be read.
     """
     size = size or (config.data.resolution, config.data.resolution)
     recorders = Recorders()
@@ -245,7 +231,6 @@ def simulate_class_pictures(
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
         accounting.register(all_tensors(denoiser), "weights")
-        count_equal(model_units(denoiser))
         modulation = modulation_of(denoiser, memory, config.precision, CPU)
         memory.attach(model_units(denoiser), model_device(denoiser))
         request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)

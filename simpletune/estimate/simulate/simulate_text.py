@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import CudaLayouts
-from simpletune.engine.memory.equal_blocks import count_equal
 from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.tensors import all_tensors
@@ -102,15 +101,9 @@ def text_snapshots(
         yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
 
 
-def layers_of(encoder: nn.Module) -> list[nn.Module]:
-    """The layers of a text encoder."""
-    return [layer for each in encoder.modules() if isinstance(each, nn.ModuleList) for layer in each]
-
-
 def of_clip(encoder: TextEncoder, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a CLIP encoder over two batches of prompts; the first batch's outputs live until the second's exist."""
     with accounting_of(all_tensors(clip), recorder) as accounting:
-        count_equal(layers_of(clip))
         ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
         for _ in clip_outputs(encoder, clip, ids, CPU, BATCH):
             pass
@@ -120,7 +113,6 @@ def of_clip(encoder: TextEncoder, clip: Any, recorder: Recorder | None = None) -
 def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
     with accounting_of((), recorder) as accounting:
-        count_equal(layers_of(t5.model))
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
         accounting.register([ids], HOST)
         for _ in t5.encode(ids, BATCH):

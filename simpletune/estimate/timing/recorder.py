@@ -145,13 +145,12 @@ class Recorder:
 
         def counted(cls: type, *args: object, **kwargs: object) -> object:
             self._host("function")
-            if self._accounting is not None and self._accounting.place[0] not in BACKWARD and torch.is_grad_enabled():
+            if accounting.phases.name not in BACKWARD and torch.is_grad_enabled():
                 self._host("function_backward")
             return original.__func__(cls, *args, **kwargs)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(accounting, "observer", self.see))
-            stack.enter_context(replaced(accounting, "repeats", self))
+            stack.enter_context(replaced(accounting, "observer", self))
             stack.callback(setattr, function, "apply", original)
             function.apply = classmethod(counted)  # type: ignore[method-assign,assignment]
             handle = register_module_forward_pre_hook(lambda *_: self._host("module"))
@@ -240,7 +239,7 @@ class Recorder:
     def _section(self) -> StreamWork:
         """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
         assert self._accounting is not None
-        phase, module = self._accounting.place
+        phase, module = self._accounting.phases.place
         last = self.sections[-1] if self.sections else None
         here = (self._stream, phase, module, self._share)
         if last is None or last.event is not None or (last.stream, last.phase, last.module, last.share) != here:
@@ -269,7 +268,7 @@ class Recorder:
     def run(self, stream: str, work: Callable[[], object], after: Iterable[int]) -> int:
         """Record work as a section of a queue."""
         assert self._accounting is not None
-        section = StreamWork(stream, *self._accounting.place, after=list(after))
+        section = StreamWork(stream, *self._accounting.phases.place, after=list(after))
         self.sections.append(section)
         before, self._stream = self._stream, stream
         try:
@@ -283,7 +282,7 @@ class Recorder:
     def wait(self, event: int, by_host: bool = False) -> None:
         """Begin a section of the computation, or of the host, that waits for an event."""
         assert self._accounting is not None
-        section = StreamWork(COMPUTE, *self._accounting.place, share=self._share)
+        section = StreamWork(COMPUTE, *self._accounting.phases.place, share=self._share)
         (section.host_after if by_host else section.after).append(event)
         self.sections.append(section)
 

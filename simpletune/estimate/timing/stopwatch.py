@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Protocol
 
 import torch
 
@@ -25,22 +24,6 @@ REFERENCES = 4
 QUEUED = 10  # calls to queue without waiting
 
 
-class Stopwatch(Protocol):
-    """Times operations on one device."""
-
-    device: torch.device
-    beyond_caches: int
-    """The total bytes of operands at which they displace each other from its caches."""
-    most_copies: int
-    """The most copies of operands."""
-
-    def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """The device's seconds per call; ``what`` names the kind of operation."""
-
-    def host_seconds(self, call: Call) -> float:
-        """Seconds until a call returns, without waiting for the device."""
-
-
 class CpuStopwatch:
     """Times operations on the CPU, with operands outside of a core's caches, as in a step.
 
@@ -50,6 +33,7 @@ class CpuStopwatch:
 
     device = torch.device("cpu")
     beyond_caches, most_copies = 2**24, 256
+    """The total bytes of operands at which they displace each other from the caches, and the most copies."""
 
     def __init__(self, reference: Call | None = None):
         self._reference = reference or reference_load()

@@ -1,23 +1,19 @@
-"""Equal blocks and operations are simulated once: every figure stays that of the whole simulation."""
+"""Equal operations and updates are simulated once: every figure stays that of the whole simulation."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from test_cases import ALLOWED, case_json
-from torch import Tensor, nn
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory import equal_blocks, fake
-from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.equal_blocks import count_equal
+from simpletune.engine.memory import fake
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.fake_results import FakeResults
 from simpletune.estimate.auto_checkpointing import with_checkpointed
@@ -25,7 +21,6 @@ from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import _stored
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
-from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import ConfigError, Json, UserError
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.name != "schema.json")
@@ -59,9 +54,7 @@ def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPat
         patch.setattr("simpletune.estimate.simulate.simulate_text._TEXTS", {})
         if whole:
             patch.setattr(fake, "RESULTS", Whole())
-            patch.setattr(equal_blocks, "_counted", lambda block: block.forward)
             patch.setattr(simulate, "count_equal_updates", lambda optimizer: None)
-            patch.setattr(simulate, "count_equal_passes", lambda core, recorder: None)
         found = _stored(simulate_parts(config, None, (8, 9)))
     found["train"]["seconds"] = 0
     for section in found["train"]["sections"]:
@@ -116,82 +109,6 @@ def test_every_shipped_configuration_counts_as_the_whole(name: str, monkeypatch:
     if config.memory.checkpointing == "auto":
         config = with_checkpointed(config, 7)
     assert_equal_to_the_whole(config, monkeypatch)
-
-
-class Block(nn.Module):
-    """A block with an inner peak of three tensors, of which it returns one."""
-
-    def __init__(self, width: int, leaves: bool = False):
-        super().__init__()
-        self.linear, self.scale, self.leaves, self.runs = nn.Linear(width, width), 2.0, leaves, [0]
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor, twice: bool = False) -> Tensor:  # [n, w] -> [n, w]
-        RUNS.append(1)
-        y = self.linear(x)
-        z = torch.cat([y, y])[: len(x)]
-        if self.leaves:
-            self.kept.append(x + 1)
-        return (z + y) * self.scale
-
-
-RUNS: list[int] = []
-
-
-@pytest.fixture(autouse=True)
-def no_runs_yet() -> Iterator[None]:
-    RUNS.clear()
-    yield
-
-
-def counted(blocks: list[Block], whole: bool = False, grad: bool = False) -> tuple[Accounting, Recorder]:
-    """Call blocks after each other within an accounting."""
-    if not whole:
-        count_equal(blocks)
-    recorder = Recorder(cuda=True)
-    with Accounting() as accounting, recorder.watching(accounting), torch.set_grad_enabled(grad):
-        accounting.register((p for block in blocks for p in block.parameters()), "weights")
-        x = torch.zeros(64, 256)
-        for block in blocks:
-            x = block(x)
-    return accounting, recorder
-
-
-def made(count: int = 4, **options: object) -> list[Block]:
-    return [Block(256, **options) for _ in range(count)]  # type: ignore[arg-type]
-
-
-def test_an_equal_block_runs_once_and_counts_every_time() -> None:
-    with fake_tensors():
-        composed, recorder = counted(made())
-        assert len(RUNS) == 1
-        whole, all_work = counted(made(), whole=True)
-        assert len(RUNS) == 5
-    assert composed.peak == whole.peak and composed.peaks == whole.peaks
-    assert recorder.sections == all_work.sections
-
-
-def test_blocks_that_differ_run() -> None:
-    with fake_tensors():
-        blocks = made()
-        blocks[1].scale = 3.0
-        blocks[2].linear.bias = None
-        blocks[3].linear.weight.requires_grad_(False)
-        counted(blocks)
-    assert len(RUNS) == 4
-
-
-def test_a_pass_that_leaves_something_behind_runs_every_time() -> None:
-    with fake_tensors():
-        composed, _ = counted(made(leaves=True))
-        whole, _ = counted(made(leaves=True), whole=True)
-    assert len(RUNS) == 8 and composed.peak == whole.peak
-
-
-def test_a_pass_with_gradients_runs_every_time() -> None:
-    with fake_tensors():
-        counted(made(), grad=True)
-    assert len(RUNS) == 4
 
 
 def test_a_view_of_another_type_starts_where_it_should() -> None:
