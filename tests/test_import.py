@@ -16,7 +16,7 @@ from simpletune.commands.importers.optimizers import OPTIMIZERS, SCHEDULES
 from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.run_name import run_name
-from simpletune.models.sd3.shapes import BUNDLED
+from simpletune.models.sd3.files import HUB_NAMES
 from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -314,8 +314,8 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         assert not [p for p in found.problems if p.path == "optimizer.name"], name
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
-    assert set(trainer_tables("simpletuner")["flavours"].values()) == BUNDLED.keys()
-    assert trainer_tables("simpletuner")["blocks"].keys() <= BUNDLED.keys()
+    assert set(trainer_tables("simpletuner")["flavours"].values()) == set(HUB_NAMES)
+    assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
 
 
 def test_values_and_reasons_of_the_tables_belong_to_an_option() -> None:
