@@ -82,12 +82,13 @@ def test_two_int8_lora_steps_at_256_px(lever: str, medium: Path, tiny_pictures: 
 def test_an_int8_lora_step_of_sd35_large_streamed(
     pipeline_of: Callable[[str], Path], tiny_pictures: Path, tmp_path: Path
 ) -> None:
-    """Needs 11 GiB of memory: on the CPU the host's copy of the blocks is the only one."""
+    """Needs 10 to 12.5 GiB of memory: on the CPU the host's copy of the blocks is the only one; beside it stand
+    pages of the quantised base that is being cached, as many as the system has not reclaimed yet."""
     levers = LEVERS["streamed"] | {"modulation_window": 1}
     summary = trained(pipeline_of(SD35_LARGE), levers, 1, tiny_pictures, tmp_path)
     assert summary["total_parameters"] == 8_056_627_520
     assert summary["trainable_parameters"] == 23_580_672
-    assert summary["peak_rss_gib"] < 12
+    assert summary["peak_rss_gib"] < 14
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

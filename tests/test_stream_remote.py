@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from simpletune.data.storage.files import DataFiles, split_url
 from simpletune.data.storage.rows import Columns, ShardedRows
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import RangeFile, StoreError
 
 COLUMNS = Columns("image", "text", ("width", "height"))
 
@@ -103,10 +105,26 @@ def test_a_changed_object_is_not_taken_for_its_copy(tmp_path: Path) -> None:
 
 def test_a_range_file_reads_what_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(bytes(range(100)))
-    file = ObjectStore(f"file://{tmp_path}").open("x.parquet", 100)
+    file = RangeFile(partial(ObjectStore(f"file://{tmp_path}").read_range, "x.parquet"), 100)
     assert file.seek(-3, 2) == 97 and file.read(10) == bytes([97, 98, 99]) and file.read(1) == b""
     assert file.seek(5) == 5 and file.seek(2, 1) == 7 and file.read(2) == bytes([7, 8]) and file.tell() == 9
     assert len(file.read()) == 91
+
+
+def test_a_store_that_fails_within_a_file_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = open_rows(f"file://{write_parquet(tmp_path / 'rows', rows_of(20))}", COLUMNS)
+
+    def fail(self: ObjectStore, key: str, start: int, end: int) -> bytearray:
+        raise StoreError(f"reading {key} failed")
+
+    monkeypatch.setattr(ObjectStore, "read_range", fail)
+    with pytest.raises(
+        UserError, match=r"^data.path: reading train-0.*parquet failed. Check the name, the conn"
+    ) as error:
+        rows.picture(0)
+    assert error.value.code == 3
 
 
 @pytest.mark.slow

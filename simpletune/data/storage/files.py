@@ -8,15 +8,16 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from simpletune.data.storage.copies import LocalCopies
 from simpletune.system.options import UserError
 from simpletune.system.stores.folder_store import FolderStore
 from simpletune.system.stores.hub_store import HUB, HubStore
 from simpletune.system.stores.object_store import ObjectStore
-from simpletune.system.stores.store import StoreError, StoreReader, require_length
+from simpletune.system.stores.store import RangeFile, StoreError, StoreReader, require_length
 
 PIECE = 2**24  # bytes of one request
 
@@ -84,8 +85,10 @@ class DataFiles:
         """
         size = self._known[name][0]
         with self._errors():
+            if isinstance(self._store, FolderStore):
+                return self._store.open(name)
             if self._copies is None:
-                return self._store.open(name, size)
+                return cast(BinaryIO, RangeFile(partial(self.read, name), size))
             about = f"{self.place}\n{name}\n{size}\n{self.version(name)}"
             copy = hashlib.sha256(about.encode()).hexdigest()[:32]
             return self._copies.open(copy, size, lambda file: file.writelines(self._pieces(name, 0, size)))

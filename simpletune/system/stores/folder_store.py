@@ -62,8 +62,12 @@ class FolderStore(Store):
             raise self._error(key, error) from None
         return content if got == len(content) else require_length(content[:got], end - start, f"{self.folder / key}")
 
-    def open(self, key: str, size: int) -> BinaryIO:
-        """Open a file."""
+    def open(self, key: str) -> BinaryIO:
+        """Open a file to read and seek in.
+
+        Raises:
+            StoreError: it cannot be opened.
+        """
         try:
             return open(self.folder / key, "rb")
         except OSError as error:

@@ -9,7 +9,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import TypeVar
 
 CHANGED = "the object has changed since it was read"
 READS = 3  # attempts, besides a client's own
@@ -52,10 +52,6 @@ class StoreReader(ABC):
         Raises:
             StoreError: there is no such file, it is shorter, or it could not be read in any of ``READS`` attempts.
         """
-
-    def open(self, key: str, size: int) -> BinaryIO:
-        """Open a file of a known size, to read and seek in; each part by a request of its own."""
-        return cast(BinaryIO, RangeFile(self, key, size))
 
 
 class Store(StoreReader):
@@ -109,13 +105,12 @@ class RangeFile(io.RawIOBase):
     """A file that sends a request for each read, without buffering.
 
     Args:
-        store: where the file is.
-        key: its key.
+        read_range: reads the file's bytes from a start to before an end.
         size: its size in bytes.
     """
 
-    def __init__(self, store: StoreReader, key: str, size: int):
-        self._store, self._key, self._size, self._at = store, key, size, 0
+    def __init__(self, read_range: Callable[[int, int], bytes | bytearray], size: int):
+        self._read_range, self._size, self._at = read_range, size, 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -137,7 +132,7 @@ class RangeFile(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         """Read bytes; returns fewer only at the end."""
         end = self._size if size is None or size < 0 else min(self._size, self._at + size)
-        data = bytes(self._store.read_range(self._key, self._at, end)) if end > self._at else b""
+        data = bytes(self._read_range(self._at, end)) if end > self._at else b""
         self._at += len(data)
         return data
 
