@@ -206,7 +206,8 @@ def test_torchrun_starts_all_again_when_one_is_killed(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     moment = "step.begun:4=kill"  # a second start takes only two steps
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
-               "2", str(ROOT / "tests/failpoints.py"), moment, "train", str(tmp_path / "config.json"), "--resume", "auto"]  # fmt: skip
+               "2", str(ROOT / "tests/failpoints.py"), moment, "train",
+               str(tmp_path / "config.json"), "--resume", "auto"]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resume  from" in done.stdout and "step 2 of 4" in done.stdout
