@@ -31,7 +31,7 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; the
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-slow: setup  ## run the tests that take minutes or many GiB; of 8,461 combinations an eighth, another each day or by SEED=n, SEED=all for all; time not measured
+slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; time not measured
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
 	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 

@@ -1,11 +1,22 @@
-"""Mark the cases of a test as slow, except a few that ``./test.sh`` runs."""
+"""Mark the cases of a test as slow, except a few that ``./test.sh`` runs; draw some of many slow ones with a seed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+import os
+import random
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
+
+SEED = os.environ.get("CASES_SEED", "all")
+"""Chooses the slow cases of the largest tests; "all": every one."""
+T = TypeVar("T")
+
+
+def drawn(cases: Sequence[T], count: int, seed: str = SEED) -> list[T]:
+    """``count`` of the cases, drawn with a seed; all for "all"."""
+    return list(cases) if seed == "all" else random.Random(seed).sample(cases, min(count, len(cases)))
 
 
 def slow_but(fast: Collection[object], cases: Iterable[Any]) -> list[Any]:

@@ -6,8 +6,6 @@ import copy
 import functools
 import itertools
 import json
-import os
-import random
 import re
 import shutil
 import tempfile
@@ -18,6 +16,7 @@ import pytest
 import tiny_sd15
 import torch
 from safetensors.torch import load_file
+from slow_cases import SEED, drawn
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
@@ -89,7 +88,7 @@ def asks_for_slow(metafunc: pytest.Metafunc) -> bool:
     return re.search(r"(?<!not )\bslow\b", metafunc.config.getoption("markexpr") or "") is not None
 
 
-def drawn(cases: Sequence[Case], seed: str) -> list[Case]:
+def with_every_pair(cases: Sequence[Case], seed: str) -> list[Case]:
     """Of thousands of cases those in which every pair of choices occurs, and a tenth of the others, drawn with a seed
     ("all" for every case): hours become minutes, and another seed draws others."""
     if seed == "all":
@@ -97,13 +96,13 @@ def drawn(cases: Sequence[Case], seed: str) -> list[Case]:
     paired = covering(cases)
     names = set(map(name_of, paired))
     others = [case for case in cases if name_of(case) not in names]
-    return paired + random.Random(seed).sample(others, len(others) // 10)
+    return paired + drawn(others, len(others) // 10, seed)
 
 
 def parametrized(metafunc: pytest.Metafunc, few: Sequence[Case], cases: Sequence[Case]) -> None:
     """Give a test the few cases, and where slow tests are asked for those drawn with ``CASES_SEED`` of all others."""
     found, names = [pytest.param(case, id=name_of(case)) for case in few], set(map(name_of, few))
-    slow = drawn(cases, os.environ.get("CASES_SEED", "all")) if asks_for_slow(metafunc) and cases else []
+    slow = with_every_pair(cases, SEED) if asks_for_slow(metafunc) and cases else []
     others = [case for case in slow if name_of(case) not in names]
     metafunc.parametrize(
         "case", found + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in others]
@@ -202,14 +201,14 @@ def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict)
 
 
 def test_a_seed_draws_every_pair_and_a_tenth_of_the_rest() -> None:
-    some, others = drawn(ALLOWED, "1"), drawn(ALLOWED, "2")
+    some, others = with_every_pair(ALLOWED, "1"), with_every_pair(ALLOWED, "2")
     assert set().union(*map(pairs, some)) == set().union(*map(pairs, ALLOWED))
     names = set(map(name_of, some))
     assert len(names) == len(some) == len(FEW) + (len(ALLOWED) - len(FEW)) // 10
     assert names < set(map(name_of, ALLOWED))
-    assert [name_of(case) for case in drawn(ALLOWED, "1")] == [name_of(case) for case in some]
+    assert [name_of(case) for case in with_every_pair(ALLOWED, "1")] == [name_of(case) for case in some]
     assert names != set(map(name_of, others))
-    assert drawn(ALLOWED, "all") == ALLOWED
+    assert with_every_pair(ALLOWED, "all") == ALLOWED
 
 
 def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
