@@ -124,10 +124,9 @@ def overwrites(what: str, seed: int) -> bool:
     from softgpu import queues
 
     queues.seed(seed)
-    gc.collect()  # models of earlier tests hold parts of segments
-    torch.cuda.empty_cache()  # the model's memory lies in a new segment of 2 MiB, as the next tensors do
-    written, _on = dropped_after(what)
-    new = [torch.ones(2**20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # without parts of segments that earlier tests hold
+        written, _on = dropped_after(what)
+        new = [torch.ones(2**20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     assert all(any(0 <= at - tensor.data_ptr() < tensor.nbytes for tensor in new) for at in written)
     torch.cuda.synchronize()
     return not all((tensor == 1).all() for tensor in new)
