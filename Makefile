@@ -31,7 +31,7 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; the
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; time not measured
+slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; about an hour beside other work (24 November 2026)
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
 	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 
@@ -52,7 +52,7 @@ kernels: setup  ## compile the Triton kernels for several cards with two version
 	$(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 
-softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores, 49 min beside much other work (24 November 2026)
 	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py
 	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
 		tests/test_gpu_inference.py
@@ -63,12 +63,12 @@ coverage: setup  ## show which code the tests run, and why the rest is not run; 
 	  --cov --cov-append --cov-report json:.coverage.json $(BENCHMARK_TESTS)
 	$(PY) tests/coverage_table.py .coverage-fast.json .coverage.json
 
-torture: setup  ## kill runs 50 times at named and random moments (10 minutes on 2 idle cores), attack their files, fuzz the readers
+torture: setup  ## kill runs 50 times at named and random moments (7 min), attack their files (3 min), fuzz the readers (20 s)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
-torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 22 min on 2 busy cores (23 November 2026), after 4 min in which one is stopped, one hangs and torchrun is killed
+torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 11 min on 2 busy cores (24 November 2026), with 3 min in which one is stopped, one hangs and torchrun is killed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work

@@ -76,6 +76,7 @@ WRONG = {
     "no path": ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
     "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
     "a future version": ({"version": 2}, "version: 2 does not fit. It must be 1"),
+    "a number that a list lacks": ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is required"),
     "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
 }
 

@@ -179,8 +179,9 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
     for problem in found:
         section: object = result
         for part in problem.path.split("."):
-            if isinstance(section, list) and part.isdecimal() and isinstance(section[int(part)], dict):
-                section = section[int(part)]
+            if isinstance(section, list) and part.isdecimal():
+                item = section[int(part)] if int(part) < len(section) else None  # an item that is lacking
+                section = item if isinstance(item, dict) else section
             elif isinstance(section, dict):
                 owner, leaf, section = section, part, section.get(part)
         owner.pop(leaf, None)  # for an item of a list of values, remove the list
