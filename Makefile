@@ -68,7 +68,7 @@ torture: setup  ## kill runs 50 times at named and random moments (7 min), attac
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
 
-torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 11 min on 2 busy cores (24 November 2026), with 3 min in which one is stopped, one hangs and torchrun is killed
+torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 11 min on 2 busy cores (24 November 2026), 5 of them with one that is stopped, one that hangs, or torchrun killed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
