@@ -408,6 +408,16 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
             rows_at(place)
 
 
+def test_a_pattern_matches_linked_folders_and_a_hidden_file_may_be_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "real", rows_of(20))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "part").symlink_to(tmp_path / "real")
+    assert len(rows_at(tmp_path / "set" / "*" / "*.parquet")) == 20
+    hidden = tmp_path / ".hidden.parquet"
+    hidden.write_bytes(min((tmp_path / "real").iterdir()).read_bytes())
+    assert len(rows_at(hidden)) == 7
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     place = copy_mds("bare", tmp_path / "bare")
     rows = rows_at(place)

@@ -276,7 +276,7 @@ class Attack:
         return not command.exists() or str(self.folder) not in command.read_text()
 
     def wait_for(self, done: Callable[[], bool], limit: float) -> float:
-        """Wait for something at most so many seconds; return how long it took."""
+        """Wait until something is so, up to a limit in seconds; return how long it took."""
         began = time.monotonic()
         while not done():
             assert time.monotonic() < began + limit, f"not within {limit:.0f} s: {self.log.read_text()}"
@@ -285,7 +285,7 @@ class Attack:
 
 
 def torture(launcher: Launcher, folder: Path, kills: int, seed: int, attacks: Sequence[str]) -> Tally:
-    """Attack runs under torchrun, then kill runs until so many kills are survived."""
+    """Attack runs under torchrun, then kill runs until the number of survived kills is reached."""
     began, every = time.monotonic(), Torture(launcher, folder, seed)
     for number, what in enumerate(attacks):
         Attack(what, every.data, folder / f"attack-{number}").survive(every.reference)

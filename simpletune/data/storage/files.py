@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from simpletune.data.storage.copies import LocalCopies
@@ -47,14 +47,13 @@ class DataFiles:
                     f"URL such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
                 )
             self._store = FolderStore(folder)
-        with self._errors():
-            known = self._store.versions()
-        if isinstance(self._store, FolderStore):  # where * does not match a slash
-            found = set(glob.iglob(pattern, root_dir=self._store.folder, recursive=True)) if pattern else set(known)
-            names = {PurePosixPath(name).as_posix() for name in found} & set(known)
+        if isinstance(self._store, FolderStore) and pattern:  # where * does not match a slash, and may match a link
+            known = matching_files(self._store.folder, pattern)
         else:
-            names = {name for name in known if not pattern or fnmatch.fnmatchcase(name, pattern)}
-        self._known = {name: known[name] for name in sorted(names)}
+            with self._errors():
+                known = self._store.versions()
+            known = {name: of for name, of in known.items() if not pattern or fnmatch.fnmatchcase(name, pattern)}
+        self._known = dict(sorted(known.items()))
 
     def sizes(self, suffix: str = "") -> dict[str, int]:
         """The sizes in bytes of the files whose names end so, by name, sorted."""
@@ -128,6 +127,12 @@ class DataFiles:
             else:
                 remedy, code = "It is truncated, or has changed: fetch or write it again", 2
             raise UserError(f"data.path: {error}. {remedy}", code=code) from None
+
+
+def matching_files(folder: Path, pattern: str) -> dict[str, tuple[int, str]]:
+    """The sizes of a folder's files whose names match a pattern, and their unknown versions, by name."""
+    names = glob.iglob(pattern, root_dir=folder, recursive=True)
+    return {Path(name).as_posix(): ((folder / name).stat().st_size, "") for name in names if (folder / name).is_file()}
 
 
 def split_path(path: Path) -> tuple[Path, str]:
