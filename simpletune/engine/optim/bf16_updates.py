@@ -87,32 +87,29 @@ class CompensatedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            lr, (beta_1, beta_2) = group["lr"], group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, self.state[parameter], group)
-
-    def _step(self, parameter: Tensor, state: State, group: State) -> None:
-        if not state:
-            names = ["exp_avg", "exp_avg_sq", *(["compensation"] if parameter.dtype == torch.bfloat16 else [])]
-            state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in names}
-            state["step"] = 0
-        state["step"] += 1
-        beta_1, beta_2 = group["betas"]
-        correction_1, correction_2 = 1 - beta_1 ** state["step"], 1 - beta_2 ** state["step"]
-        factors = Factors(
-            lerp=1 - beta_1,
-            beta_2=beta_2,
-            root=math.sqrt(correction_2),
-            eps=group["eps"],
-            decay=1 - group["lr"] * group["weight_decay"],
-            rate=group["lr"] / correction_1,
-        )
-        assert parameter.grad is not None
-        bits = [random_bits(parameter, group["generator"]) for _ in range(2)]  # the mean's first, then the square's
-        changed = [parameter, state["exp_avg"], state["exp_avg_sq"]]
-        changed += [state["compensation"]] if "compensation" in state else []
-        torch.ops.simpletune.adamw_bf16(changed, [parameter.grad, *bits], list(factors))
-        torch.autograd.graph.increment_version(changed)
+                if parameter.grad is None:
+                    continue
+                state: State = self.state[parameter]
+                if not state:
+                    names = ["exp_avg", "exp_avg_sq", *(["compensation"] if parameter.dtype == torch.bfloat16 else [])]
+                    state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in names}
+                    state["step"] = 0
+                state["step"] += 1
+                factors = Factors(
+                    lerp=1 - beta_1,
+                    beta_2=beta_2,
+                    root=math.sqrt(1 - beta_2 ** state["step"]),
+                    eps=group["eps"],
+                    decay=1 - lr * group["weight_decay"],
+                    rate=lr / (1 - beta_1 ** state["step"]),
+                )
+                bits = [random_bits(parameter, group["generator"]) for _ in range(2)]  # of the mean, then of the square
+                changed = [parameter, state["exp_avg"], state["exp_avg_sq"]]
+                changed += [state["compensation"]] if "compensation" in state else []
+                torch.ops.simpletune.adamw_bf16(changed, [parameter.grad, *bits], list(factors))
+                torch.autograd.graph.increment_version(changed)
 
 
 def round_with_bits(x: Tensor, noise: Tensor) -> Tensor:  # fp32, int16 -> bf16 numbers as fp32

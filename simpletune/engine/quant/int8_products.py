@@ -93,13 +93,11 @@ def empty_rows(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 torch.library.register_fake("simpletune::int8_rows", empty_rows, lib=_LIBRARY)
 torch.library.register_fake("simpletune::int8_rotated_rows", empty_rows, lib=_LIBRARY)
-
-
-@torch.library.register_fake("simpletune::int8_product", lib=_LIBRARY)
-def _(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+torch.library.register_fake(
+    "simpletune::int8_product",
+    lambda x, x_scale, weight, scale, bias, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype),
+    lib=_LIBRARY,
+)
 
 
 @torch.library.impl(_LIBRARY, "int8_rows", "CPU")

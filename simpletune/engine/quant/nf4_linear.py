@@ -138,14 +138,16 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Multiply with the dequantised weight in the input's type."""
-        block, own = self.block, (self.bias, self.weight, self.absmax, self.steps, self._shape)
+        block, shape = self.block, (self.out_features, self.in_features)
+        own = self.bias, self.weight, self.absmax, self.steps, shape
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
             return _FrozenNf4Product.apply(Rotate.apply(x, block), *own, 0)
         return _FrozenNf4Product.apply(x, *own, block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""
-        weight = _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+        shape = self.out_features, self.in_features
+        weight = _dequantise(self.weight, self.absmax, self.steps, shape, torch.float32)
         return rotate_weight(weight, self.block)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
@@ -153,12 +155,9 @@ class Nf4Linear(nn.Linear):
         width = self.in_features
         if width % BLOCK:
             return self.dequantise()[first:last]
-        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, self._shape)
+        whole = self.out_features, width
+        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, whole)
         packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
         shape = last - first, width
         weight = _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
         return rotate_weight(weight, self.block)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
