@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.loss_scale import portions
 from simpletune.engine.optim.state import State
 
@@ -68,14 +67,17 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
         torch._foreach_sub_(z, change, alpha=group["lr"])
 
 
-class ScheduleFreeAverage(Average):
-    """The average x, derived from the state of the optimizer (or of one that rounds its weights).
-
-    The inherited ``update`` and ``load`` do nothing: the optimizer's step, its state and the weights contain x.
-    """
+class ScheduleFreeAverage:
+    """The average x, an ``Average`` derived from the state of the optimizer (or of one that rounds its weights)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], beta: float):
         self._optimizer, self._parameters, self._beta = optimizer, dict(parameters), beta
+
+    def update(self, undone: Tensor | None = None) -> None:
+        """Do nothing: the optimizer's step has updated the average."""
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Do nothing: the optimizer's state and the weights contain the average."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
