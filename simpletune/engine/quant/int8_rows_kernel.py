@@ -1,6 +1,6 @@
 """Triton kernels that quantise rows to int8 in one launch: as they are, rotated (rotation.py), or after GELU.
 
-Called by ``int8_products.py``, ``int8_rotated.py`` and ``int8_gelu.py`` on CUDA; importing this module needs Triton. A
+Called by ``int8_products.py`` and ``int8_gelu.py`` on CUDA; importing this module needs Triton. A
 row becomes multiples of its largest magnitude / 127. Rotated and activated rows stay in registers, unless they are
 longer than ``LONGEST_BLOCK``, so that they are neither written nor computed again. The order of additions is
 ``rotation.hadamard``'s and ``enable_fp_fusion`` is off, so that the results match the CPU's bit for bit.
