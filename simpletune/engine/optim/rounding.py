@@ -74,11 +74,9 @@ class RoundedOptimizer(torch.optim.Optimizer):
     largest parameter in fp32 (weight and gradient), or twice a group. State is that of an fp32 parameter.
 
     Args:
-        parameters: the parameters to train.
+        parameters, ratios, places: see ``OptimizerOption.build``.
         make: builds the optimizer for some parameters; their updates must be independent of each other.
         rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
-        ratios: a factor on each parameter's learning rate; None: 1 for all.
-        places: the place of each parameter in the whole one, if the parameters are shards.
     """
 
     def __init__(
