@@ -10,12 +10,13 @@ from accelerate import Accelerator
 
 from simpletune.config.batches import smaller_batch
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
-from simpletune.data.plan import GlobalBatch
+from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.engine.fsdp.checkpoints import require_shared
 from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
 from simpletune.engine.quant.int8_tuning import announce_tuning
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs import checkpoint
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, load_base_together
@@ -156,7 +157,13 @@ def load_model(
             core.fp16.load(saved.fp16)
     total, trainable = config.model.parameter_count(), sum(parameter.numel() for parameter in core.named.values())
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
-    if device.type == "cuda":  # the first step waits for the tuning of the int8 kernel
-        image_rows = [config.train.micro_batch * config.model.image_tokens(size) for size in plan.sizes()]
-        announce_tuning(denoiser, image_rows, config.train.micro_batch * config.model.text_tokens, device)
+    announce_kernel(config, denoiser, device, plan)
     return core
+
+
+def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.device, plan: Plan) -> None:
+    """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
+    if device.type == "cuda":
+        batch = config.train.micro_batch
+        image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
+        announce_tuning(denoiser, image_rows, batch * config.model.text_tokens, device)
