@@ -15,7 +15,7 @@ from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.commands.inspect_data.text import aspects, describe_unusable, limit_in_words, sizes
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.walk import printable_name
-from simpletune.runs.report.templates import page_template
+from simpletune.runs.report.page import page_template
 from simpletune.system.options import plural
 from simpletune.system.package import ASSETS
 
