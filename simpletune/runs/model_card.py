@@ -211,8 +211,8 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
         uses = how_to_use(name, option.token, option.place, len(config.model.clip_encoders) == 1)
         others = [f"- {use}" for use in uses if not use.startswith(("ComfyUI", "These"))]
         yield "\n".join([option.use(name), "", *others])
-    others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
-    replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
+    parts = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
+    replaced = [f"{name} {code(public_name(value))}" for name, value in parts.items() if value]
     if replaced:
         yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
     base = config.model.pretrained

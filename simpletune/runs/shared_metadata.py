@@ -39,12 +39,12 @@ def thumbnail(run: Path, step: int | None) -> str | None:
     states = sorted((run / SAMPLES).glob("step-*")) if step is None else [run / SAMPLES / f"step-{step:06d}"]
     for state in reversed(states):
         for file in sorted(state.glob("prompt-*.png")):
-            return data_uri(file)
+            return small_jpeg(file)
     return None
 
 
-def data_uri(file: Path) -> str | None:
-    """A picture as a square JPEG of at most ``MOST`` characters; None if it cannot be read.
+def small_jpeg(file: Path) -> str | None:
+    """A picture as a square JPEG in a data URI of at most ``MOST`` characters; None if it cannot be read.
 
     Drops metadata, because a PNG's text chunks contain the prompt.
     """

@@ -25,9 +25,11 @@ class CheckpointStore(Protocol):
 
     def begins(self, step: int) -> None:
         """Training begins after this many steps."""
+        return
 
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
+        return
 
 
 class LocalOnly(CheckpointStore):

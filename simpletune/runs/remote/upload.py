@@ -109,7 +109,7 @@ class Uploader:
         self._start = step
 
     def saved(self, step: int) -> None:
-        """Upload a checkpoint that has just been written, and the run's other files. LostRun: see there."""
+        """Upload a new checkpoint, and the run's other files. LostRun: another process has taken over the run."""
         if isinstance(self._failure, LostRun):
             raise self._failure
         link(self.folder, self.store.url, self.index.run)

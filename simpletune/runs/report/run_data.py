@@ -37,37 +37,21 @@ NAME_A_RUN = "Name a run's folder, such as runs/demo"
 
 @dataclass
 class RunData:
-    """A run as read from its files.
-
-    Args:
-        folder: the run's folder.
-        name: unique among the runs of one report.
-        settings: raw content of config.json.
-        config: parsed from ``settings``, if this version of the tool can read them.
-        metrics: a row for each finished step.
-        evaluations: (step, validation loss).
-        summary: summary.json; empty while the run is running, or if it was stopped.
-        environment: machine and versions.
-        profiles: summaries of the traced epochs.
-        attempts: one for each process of the run; empty for runs of older versions.
-        held: whether a process has the run's folder locked now.
-        notes: what is missing or broken.
-        loss_is: name of the validation loss.
-    """
+    """A run as read from its files."""
 
     folder: Path
-    name: str
-    settings: Json
-    config: TrainConfig | None
-    metrics: list[Json]
-    evaluations: list[tuple[int, float]]
-    summary: Json
-    environment: dict[str, str]
-    profiles: list[Json]
-    attempts: list[Attempt] = field(default_factory=list)
-    held: bool = False
-    notes: list[str] = field(default_factory=list)
-    loss_is: str = ON_TRAINING
+    name: str  # unique among the runs of one report
+    settings: Json  # raw content of config.json
+    config: TrainConfig | None  # parsed from settings, if this version of the tool can read them
+    metrics: list[Json]  # a row for each finished step
+    evaluations: list[tuple[int, float]]  # step and validation loss
+    summary: Json  # summary.json; empty while the run is running, or if it was stopped
+    environment: dict[str, str]  # machine and versions
+    profiles: list[Json]  # summaries of the traced epochs
+    attempts: list[Attempt] = field(default_factory=list)  # one for each process; empty for runs of older versions
+    held: bool = False  # whether a process has the run's folder locked now
+    notes: list[str] = field(default_factory=list)  # what is missing or broken
+    loss_is: str = ON_TRAINING  # name of the validation loss
 
     @property
     def steps_done(self) -> int:

@@ -113,8 +113,8 @@ def headline(run: RunData) -> list[Fact]:
     if undone := overflow_words(run.summary):
         facts.append(Fact("fp16", undone, "gradients or activations exceeded fp16"))
     if run.seconds_total is not None:
-        setup = sum(attempt.seconds_setup for attempt in run.attempts)  # before the first step of each process
-        setup = run.summary.get("seconds_setup") if "seconds_total" in run.summary else setup
+        so_far = sum(attempt.seconds_setup for attempt in run.attempts)  # before the first step of each process
+        setup = run.summary.get("seconds_setup") if "seconds_total" in run.summary else so_far
         parts = [f"{duration(setup)} before the first step" if setup is not None else "", resumes(run)]
         name = "Whole job" if run.summary else "Time so far"
         facts.append(Fact(name, duration(run.seconds_total), "; ".join(part for part in parts if part)))
