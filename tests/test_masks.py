@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from simpletune.stages.masks import MaskCache
 
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
@@ -25,7 +26,6 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.objectives.flow_process import flow_loss
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.masks import MaskCache
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.loop import train

@@ -12,8 +12,7 @@ from simpletune.adapters.text.encoding import encode_prompts
 from simpletune.config.load import validate
 from simpletune.estimate.disk_needs import DataCounts, disk_needs
 from simpletune.models.shared.prompts import groups_of, pack, unpack
-from simpletune.stages.prompt_store import PromptStore
-from simpletune.stages.text_cache import TextCache
+from simpletune.stages.text_cache import PromptStore, TextCache
 
 CPU = torch.device("cpu")
 PROMPTS = ["a red circle", "a blue square on green", ""]

@@ -216,11 +216,11 @@ def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
 
 
 def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
-    """Count the prompts that at least one encoder still has to encode."""
+    """Count the prompts that have no entry in the cache."""
     text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
     prompts = set(needed_prompts(config, plan, validation_requests(config, plan)))
     keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
-    return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())
+    return sum(any(key not in cache for cache in text.caches) for key in keys.values())
 
 
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:

@@ -8,13 +8,11 @@ from pathlib import Path
 from simpletune.config.output import Output
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.data.sources.masks import mask_key, masked
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace
 from simpletune.stages.encode import needed_prompts
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.masks import MaskCache
 from simpletune.stages.prepared import validation_requests
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import progress, say
@@ -39,7 +37,7 @@ def cache_places(source: str) -> list[CachePlace]:
 
 
 def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = ALONE) -> int:
-    """Copy the prompt embeddings, latents and masks that a run lacks.
+    """Copy the prompt embeddings, and the latents with their masks, that a run lacks.
 
     Args:
         config: the configuration, folders resolved.
@@ -78,8 +76,7 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     dtype = config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, place, config.text)
     prompts = needed_prompts(config, plan, validation_requests(config, plan))
-    for cache in text.caches.values():
+    for cache in text.caches:
         yield cache, map(text.tokens.expanded, prompts)
     latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
     yield latents.cache, map(crop_key, plan.views())
-    yield MaskCache(place).cache, map(mask_key, masked(plan.views()))
