@@ -116,7 +116,7 @@ def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
         view = prepared.plan.view(sample, 0)
         pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
         z_0 = config.model.encode_pictures(vae, pixels[None])[0]
-        torch.testing.assert_close(prepared.latents.load(view), z_0)
+        torch.testing.assert_close(prepared.latents.load(view)[0], z_0)
         expected = prompts.assemble({name: each[index] for name, each in parts.items()})
         torch.testing.assert_close(prepared.text.load(captions[index]), expected)
 
@@ -257,7 +257,7 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             run(data)
     assert files(data) == []
-    folder = next((Path(data["output"]["cache"]) / "text").iterdir())
+    folder = next((Path(data["output"]["cache"]) / "prompts").iterdir())
     (folder / ".00.safetensors.1.part").write_bytes(b"left by a process that was killed")
     prepared = run(data)
     assert not any(file.suffix == ".part" for file in files(data))
@@ -305,7 +305,7 @@ def test_what_changes_the_tensors_makes_other_files(
     data[section] |= change
     run(data)
     assert (len(calls.prompts), calls.pictures) == (prompts, pictures)
-    assert len(files(data)) == len(before) + prompts + pictures
+    assert len(files(data)) == len(before) + prompts // 2 + pictures  # two encoders fill one entry
     assert {file: file.read_bytes() for file in before} == before
 
 

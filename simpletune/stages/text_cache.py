@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -220,7 +220,11 @@ class TextCache:
         if self._entries is None:
             return 0
         wanted = {expanded: expanded for expanded in map(self.tokens.expanded, prompts)}
-        return len(self._entries.fill(wanted, partial(self.prompts.encode, device=device), "caption", device, share))
+
+        def outputs(encoder: TextEncoder, prompts: list[str]) -> Iterator[Parts]:
+            return self.prompts.encode(encoder, prompts, device)
+
+        return len(self._entries.fill(wanted, outputs, "caption", device, share))
 
     def lacking(self, prompts: Iterable[str]) -> set[str]:
         """The prompts that have to be encoded."""
@@ -309,7 +313,11 @@ class PromptStore:
         for prompt in dict.fromkeys(prompts):
             for entries, key in self._entries(prompt):
                 wanted.setdefault(entries, {})[key] = prompt
-        outputs, encoded = partial(self.encoding.encode, device=device), set[str]()
+        encoded = set[str]()
+
+        def outputs(encoder: TextEncoder, prompts: list[str]) -> Iterator[Parts]:
+            return self.encoding.encode(encoder, prompts, device)
+
         for entries, own in wanted.items():
             encoded |= entries.fill(own, outputs, "prompt", device)
         return len(encoded)

@@ -41,6 +41,7 @@ from simpletune.system.atomic import remove
 from simpletune.system.console import say
 from simpletune.system.locks import Ranges
 from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import read_header
 from simpletune.system.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -345,10 +346,7 @@ class ShardWriter:
         Raises:
             UserError: it is damaged, and was renamed.
         """
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as handle:
-            key = str((handle.metadata() or {}).get("key"))
+        key = str((read_header(file).get("__metadata__") or {}).get("key"))
         if key not in self.staged.sound:
             self.staged.load(key)
 

@@ -43,7 +43,7 @@ class Pass(NamedTuple):
 
 
 class TrainingPasses:
-    """Selects the passes of one process: a plan's micro-batches, and with a second pass each with the class prompt, too.
+    """Selects the passes of one process: a plan's micro-batches, each again with the class prompt for a second pass.
 
     A second pass follows its micro-batch with the same crops, noise and noise levels, and another prompt. So a step's
     random numbers do not depend on it.
