@@ -24,24 +24,15 @@ from simpletune.system.rng import stream
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The largest number of samples in one optimizer step.
+    """The largest number of samples in one optimizer step."""
 
-    Args:
-        batch_size: samples in a micro-batch.
-        accumulation: micro-batches in a step, over all processes.
-    """
-
-    batch_size: int
-    accumulation: int = 1
+    batch_size: int  # samples in a micro-batch
+    accumulation: int = 1  # micro-batches in a step, over all processes
 
 
 def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
-    """Steps in an epoch: the micro-batches of the epoch divided by those of a step, rounded up.
-
-    Args:
-        buckets: the number of samples in each bucket.
-        batch: the batch sizes of a step.
-    """
+    """Steps in an epoch, given the number of samples in each bucket: its micro-batches divided by those of a step,
+    rounded up."""
     micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
     return math.ceil(micros / batch.accumulation)
 
@@ -219,12 +210,7 @@ class Plan:
         return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
-        """Return the contribution of one source to an epoch.
-
-        Args:
-            index: index of the source.
-            path: path to display.
-        """
+        """Return the contribution of one source to an epoch, with the path to display."""
         source = self.sources[index]
         samples = [sample for sample in self.samples if sample.picture.source == index]
         held_out = [sample for sample in self.held_out if sample.picture.source == index]
@@ -247,11 +233,7 @@ class Plan:
         )
 
     def shares(self, names: tuple[str, ...] = ()) -> list[SourceShare]:
-        """Return the contribution of each source, in order.
-
-        Args:
-            names: paths to show instead of those of the sources.
-        """
+        """Return the contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
         paths = names or tuple(source.path for source in self.sources)
         return [self.share(index, path) for index, path in enumerate(paths)]
 

@@ -22,20 +22,6 @@ from simpletune.system.signals import poll
 TOGETHER = 64  # samples claimed together
 
 
-def cache_places(source: str) -> list[CachePlace]:
-    """Where a cache's samples may be: in an object store, or in a folder in either form.
-
-    Raises:
-        UserError: the folder does not exist.
-    """
-    output = Output(cache=source)
-    if output.place.url is not None:
-        return [output.place]
-    if not Path(source).is_dir():
-        raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
-    return [output.place, Output(cache=source, cache_form="shards").place]
-
-
 def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = ALONE) -> int:
     """Copy the prompt embeddings, and the latents with their masks, that a run lacks.
 
@@ -56,7 +42,12 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
             "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
             "output.cache at the other cache itself"
         )
-    copied, others = 0, [list(_parts(config, plan, place)) for place in cache_places(source)]
+    places = [Output(cache=source).place]
+    if places[0].url is None:
+        if not Path(source).is_dir():
+            raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
+        places.append(Output(cache=source, cache_form="shards").place)  # a folder may have either form
+    copied, others = 0, [list(_parts(config, plan, place)) for place in places]
     for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
         donors = [parts[number][0] for parts in others]
         lacking = cache.lacking(keys, share)

@@ -13,7 +13,6 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
-from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
@@ -48,19 +47,14 @@ class PreparedData:
 
     def data(self) -> dict[str, Any]:
         """The training data and the skipped entries, for the run's folder."""
-        left_out = [asdict(each) for each in self.left_out]
         rows = self.plan.manifest()
         return {
             "captions": self.captions,
-            "sources": [asdict(share) for share in self.sources()],
+            "sources": [asdict(share) for share in self.plan.shares()],
             "samples": [row for row in rows if not row.get("held_out")],
             "held_out": [row for row in rows if row.get("held_out")],
-            "left_out": left_out,
+            "left_out": [asdict(each) for each in self.left_out],
         }
-
-    def sources(self) -> list[SourceShare]:
-        """What each data source contributes to an epoch."""
-        return self.plan.shares()
 
     @property
     def remote(self) -> list[Cache]:
@@ -104,12 +98,6 @@ class Caches:
             for views in parts:
                 found += self.latents.fill(views, self._accelerator.device, self._share)[1]
             return agree_on_rejected(found, [view for views in parts for view in views], self._accelerator)
-
-    def prepared(
-        self, plan: Plan, requests: list[PictureRequest], captions: str, left_out: list[RejectedEntry]
-    ) -> PreparedData:
-        """The result, once the caches are full."""
-        return PreparedData(plan, self.text, self.latents, requests, captions, left_out)
 
 
 def agree_on_rejected(

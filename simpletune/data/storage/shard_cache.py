@@ -90,17 +90,14 @@ class ShardCache(Cache):
         """Where a sample is; None if it is in no shard."""
         return self.index.samples.find(name_of(key))
 
-    def _holds(self, key: str) -> bool:
-        return name_of(key) in self.index.samples or key in self.staged
-
     def __contains__(self, key: str) -> bool:
         with _store_errors():
-            if self._holds(key):
+            if name_of(key) in self.index.samples or key in self.staged:
                 return True
             if not self.index.is_stale():
                 return False
             self.index.refresh()  # another process may have made a shard of it between the two looks
-            return self._holds(key)
+            return name_of(key) in self.index.samples or key in self.staged
 
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         """Return the keys that still have to be encoded. First joins what a killed process has left into shards."""
