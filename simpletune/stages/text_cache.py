@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -112,15 +112,14 @@ class PromptEntries:
         """Encode prompts with one encoder, and return those that this process has encoded."""
         encoded, waiting = set[str](), self._waiting.get(encoder.name)
         if waiting is None:
-            todo = list(missing)
-            groups = self.cache.claimed(todo, share, TOGETHER)
+            todo, claim = list(missing), self.cache.claimed
         else:
             todo = waiting.lacking([key for key in missing if key not in self.cache], share)
             # in this order, because an entry is stored before its waiting files are removed
-            groups = waiting.claimed(todo, share, TOGETHER, lambda key: key in waiting or key in self.cache)
+            claim = partial(waiting.claimed, is_done=lambda key: key in waiting or key in self.cache)
         known = self._known(encoder, todo)
         with progress(f"text  {encoder.name}", share.count(len(todo)), "prompts") as advance:
-            for group in groups:
+            for group in claim(todo, share, TOGETHER):  # no name for the iterator: its locks must end with this loop
                 new = outputs(encoder, [missing[key] for key in group if key not in known])
                 for key in group:
                     parts = self._taken(key, *known[key]) if key in known else None
