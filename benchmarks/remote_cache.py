@@ -33,7 +33,7 @@ from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say
 from simpletune.system.options import Json
 
-SHAPES = {
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "latents": {"z_0": (16, 128, 128)},
     "prompts": {"clip_g": (77, 1280), "clip_l": (77, 768), "t5": (256, 4096)},
 }
@@ -156,8 +156,8 @@ def _read(caches: dict[str, Cache], keys: list[str], way: Way) -> Json:
             time.sleep(max(0.0, began + step * BATCH / way.pace - time.perf_counter()))
         if ahead is not None:
             ahead.at(step)
-        for part, cache in caches.items():
-            loaded = [cache.load(key) for key in keys[step * BATCH : (step + 1) * BATCH]]
+        for part, own in caches.items():
+            loaded = [own.load(key) for key in keys[step * BATCH : (step + 1) * BATCH]]
             for name in SHAPES[part]:
                 torch.stack([tensors[f"{name}.hidden"] for tensors in loaded])
         waited = sum(cache.waited for cache in remote)
