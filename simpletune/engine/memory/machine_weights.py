@@ -41,9 +41,7 @@ class SharedFile(NamedTuple):
 
 
 class TensorLocation(NamedTuple):
-    """A tensor's location: first byte, type and shape."""
-
-    start: int
+    start: int  # its first byte
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -56,18 +54,6 @@ class SharedPages(PinnedPages):
     """Pages that the processes of a machine share, as one of them maps them. They live as long as a tensor in them."""
 
     address: int
-
-    @classmethod
-    def of(cls, handle: int, room: int) -> SharedPages:
-        """Map an open file.
-
-        Raises:
-            OSError, ValueError: it cannot be mapped.
-        """
-        pages = cls(handle, room)
-        pages.address = pages.bytes_at(0, 1).data_ptr()
-        _MAPPED.add(pages)
-        return pages
 
     def bytes_at(self, start: int, count: int) -> Tensor:  # uint8 [count]
         """View some of the pages."""
@@ -93,14 +79,13 @@ class MachineWeights:
 
     def __init__(self, handle: int, room: int, fills: bool):
         self.fills, self._handle, self._used = fills, handle, HEAD
-        self._pages = SharedPages.of(handle, room)
+        self._pages = SharedPages(handle, room)  # raises OSError or ValueError
+        self._pages.address = self._pages.bytes_at(0, 1).data_ptr()
+        _MAPPED.add(self._pages)
 
     @classmethod
     def create(cls, room: int) -> MachineWeights:
-        """Make the file, in the first process of a machine.
-
-        Args:
-            room: an upper bound in bytes; bytes take memory only once they are written.
+        """Make the file, in the first process of a machine, for at most ``room`` bytes.
 
         Raises:
             OSError: the system has no such files, or cannot map that much.

@@ -81,7 +81,12 @@ class CheckpointInputOffload:
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor
         source = tensor.detach()
-        host = self._take(source)
+        spare = self._spare[source.shape, source.dtype]
+        if spare:
+            host = spare.pop()  # the queue is ordered: it is read before it is overwritten
+        else:
+            host = host_like(source, self._device)
+            self.host_bytes += source.nbytes
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
         offloaded = OffloadedInput(host, source.device, self._before)
@@ -116,11 +121,3 @@ class CheckpointInputOffload:
             arrived = self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after)
             self._arriving[offloaded] = tensor, arrived
         return self._arriving[offloaded]
-
-    def _take(self, like: Tensor) -> Tensor:
-        """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""
-        spare = self._spare[like.shape, like.dtype]
-        if spare:
-            return spare.pop()
-        self.host_bytes += like.nbytes
-        return host_like(like, self._device)

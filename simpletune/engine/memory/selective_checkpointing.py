@@ -24,11 +24,11 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.engine.memory.fake import replaced
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
 
 KERNELS = "aten::_scaled_dot_product_"
 """How the names of attention's fused operations begin: flash, efficient, cuDNN, and the CPU's flash."""
-Context = AbstractContextManager[object]
 Kept = deque["KernelOutput | None"]
 """For each call of attention not yet recomputed, what its kernel returned; None for a call without a kernel."""
 
@@ -51,18 +51,11 @@ class SavedAttention:
             if isinstance(module, Attention):
                 module.forward = self._watched(module.forward)
 
-    def contexts(self) -> tuple[Context, Context]:
+    def contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """The contexts of a forward pass and of its recomputation."""
         kept: Kept = deque()
-        return self._within(_Keep(kept, self._inputs)), self._within(_Return(kept, self._inputs))
-
-    @contextmanager
-    def _within(self, mode: _Keep | _Return) -> Iterator[None]:
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = None
+        keep, give_back = _Keep(kept, self._inputs), _Return(kept, self._inputs)
+        return replaced(self, "_mode", keep), replaced(self, "_mode", give_back)
 
     def _watched(self, plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
@@ -89,8 +82,7 @@ class _AroundKernels(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        is_attention = function is F.scaled_dot_product_attention
-        if not is_attention:
+        if function is not F.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         with self._mode.around_call(), self._mode:
             return function(*args, **(kwargs or {}))
@@ -119,12 +111,6 @@ class KernelOutput:
         assert isinstance(values[0], Tensor)
         return cls(op, values, [None] * len(values), values[0]._version)
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether nobody has overwritten the output on the device."""
-        first = self.values[0]
-        return not isinstance(first, Tensor) or first._version == self.version
-
     def leave(self, inputs: CheckpointInputOffload) -> None:
         """Move the tensors to host memory."""
         for number, value in enumerate(self.values):
@@ -144,12 +130,7 @@ class KernelOutput:
 
 
 class _Keep(TorchDispatchMode):
-    """Keep what attention's kernels return.
-
-    Args:
-        kept: receives it.
-        inputs: moves it to host memory; None: it stays on the device.
-    """
+    """Keep what attention's kernels return."""
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
@@ -158,7 +139,6 @@ class _Keep(TorchDispatchMode):
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """The context of one call of attention."""
         self._output = None
         yield
         if self._output is not None and self._inputs is not None:
@@ -180,12 +160,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Return(TorchDispatchMode):
-    """Return what attention's kernels returned in the forward pass, in the same order.
-
-    Args:
-        kept: what they returned.
-        inputs: brings it back from host memory.
-    """
+    """Return what attention's kernels returned in the forward pass, in the same order."""
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
@@ -194,11 +169,11 @@ class _Return(TorchDispatchMode):
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """The context of one call of attention."""
         if not self._kept:
             raise RuntimeError("cannot run a second backward pass: kept outputs of attention are freed after the first")
         self._output = self._kept.popleft()
-        if self._output is not None and not self._output.is_sound:
+        first = None if self._output is None else self._output.values[0]
+        if self._output is not None and isinstance(first, Tensor) and first._version != self._output.version:
             raise RuntimeError("a kept output of attention was overwritten before its recomputation")
         if self._output is not None and self._inputs is not None:
             self._output.come_back(self._inputs)
