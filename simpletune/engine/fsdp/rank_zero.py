@@ -73,9 +73,9 @@ class RankZeroDriver:
                         break
                     case Command.GATHER_UNIT:
                         unit = self.fsdp.units[number]
-                        unit.unshard()  # type: ignore[operator]
+                        unit.unshard()
                         if number < len(self.fsdp.units) - 1:  # the others stay gathered, as in the first process
-                            unit.reshard()  # type: ignore[operator]
+                            unit.reshard()
                     case Command.GATHER:
                         gather_parameter(shards[number], self.fsdp.group)
                     case Command.SWAP_IN:

@@ -14,7 +14,7 @@ Shapes: b samples, n tokens, d width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +218,7 @@ def _gate_backward_by_torch(grad: Tensor, y: Tensor | None, gate: Tensor) -> lis
 
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
-for _schema, _plain in {
+_OPERATORS: dict[str, Callable[..., object]] = {
     "modulate(Tensor x, Tensor? y, Tensor? gate, Tensor[] scales, Tensor[] shifts, float eps) -> Tensor[]": (
         _modulate_by_torch
     ),
@@ -226,7 +226,8 @@ for _schema, _plain in {
     "Tensor[] statistics, float eps, bool trains) -> Tensor[]": _modulate_backward_by_torch,
     "add_gated(Tensor x, Tensor y, Tensor gate) -> Tensor": _sum_by_torch,
     "gate_backward(Tensor grad, Tensor? y, Tensor gate) -> Tensor[]": _gate_backward_by_torch,
-}.items():
+}
+for _schema, _plain in _OPERATORS.items():
     FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.adaln_kernels")
 
 

@@ -8,6 +8,7 @@ Shapes: b samples, n tokens, h heads, d width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,10 +72,11 @@ def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trai
 
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
-for _schema, _plain in {
+_OPERATORS: dict[str, Callable[..., object]] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": _by_torch,
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]": _backward_by_torch,
-}.items():
+}
+for _schema, _plain in _OPERATORS.items():
     FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.rms_kernels")
 
 

@@ -177,12 +177,7 @@ class Memory(Option):
             )
 
     def model_rules(self, blocks: int, has_modulation: bool) -> Iterator[Problem]:
-        """Report levers that the model does not have, and numbers of blocks beyond its own.
-
-        Args:
-            blocks: the number of the model's units.
-            has_modulation: whether it has modulations to plan.
-        """
+        """Report levers that the model does not have, and numbers of blocks beyond its own."""
         if self.modulation == "plan" and not has_modulation:
             yield Problem("memory.modulation", "plan, but the model has no adaLN modulations. Use auto or resident")
         if isinstance(self.checkpointing, int) and self.checkpointing > blocks:

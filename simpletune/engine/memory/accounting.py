@@ -241,10 +241,11 @@ class Accounting(TorchDispatchMode):
             self.phases.enter(str(args[0]))
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(leaf, Tensor):
-                fakes = leaf.__dict__.get("_fake_device") if type(leaf) is FakeTensor else None  # not by the dispatcher
-                if (leaf.device if fakes is None else fakes).type != "meta":  # meta tensors take no memory
-                    grown |= self._see(leaf.untyped_storage())
+            if not isinstance(leaf, Tensor):
+                continue
+            device = leaf.__dict__.get("_fake_device") if type(leaf) is FakeTensor else None  # not by the dispatcher
+            if (device or leaf.device).type != "meta":  # meta tensors take no memory
+                grown |= self._see(leaf.untyped_storage())
         temporary = self._temporaries.get(id(op))
         if temporary is not None:
             self.look({"workspace": round_to_block(temporary(*args, **kwargs))})

@@ -29,7 +29,8 @@ from simpletune.engine.memory.copy_stream import (
     host_bytes,
     host_like,
 )
-from simpletune.engine.memory.machine_weights import aligned, is_shared, shared_runs
+from simpletune.engine.memory.machine_weights import is_shared, shared_runs
+from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import all_tensors, plain_tensors
 
 SLOTS = 2
@@ -63,7 +64,7 @@ class HostBlock:
                 self._offsets.append(places[first] + tensor.data_ptr() - first)
             else:
                 self._offsets.append(self.nbytes)
-                self.nbytes += aligned(tensor.nbytes)
+                self.nbytes += round_to_block(tensor.nbytes)
         own = host_bytes(self.nbytes - shared, device)
         self._pieces.append((shared, own))
         self.at_home: dict[int, Tensor] = {}

@@ -103,7 +103,7 @@ def _checkpointed(
 
     def forward(*args: object, **kwargs: object) -> object:
         given = (*args, *kwargs.values())
-        first = [] if weights is None else [weights.forward(index)]
+        first: list[AbstractContextManager[object]] = [] if weights is None else [weights.forward(index)]
         if not has_backward_pass(block, given):
             with _all_of(first):
                 return original(*args, **kwargs)

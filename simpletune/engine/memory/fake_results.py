@@ -78,8 +78,9 @@ class FakeResults:
             self.last = None  # of this call, after those within it
             if key is not None and key not in self._known:
                 self._ops[id(op)] = op
+                usual = isinstance(op, OpOverload) and not UNUSUAL & set(op.tags) and op not in LIFTS
                 unchanged = call_key(mode, op, args, kwargs, []) == key
-                self._known[key] = remembered(op, output, tensors) if unchanged else None
+                self._known[key] = several_of(output, tensors) if usual and unchanged else None
             return output
         self.last = known
         if known.wrap is None:
@@ -133,13 +134,6 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
         if not _add(parts, value, mode, tensors):
             return False
     return True
-
-
-def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
-    """What to remember of a call, given the tensors among its arguments; None if it is unusual."""
-    if not isinstance(op, OpOverload) or UNUSUAL & set(op.tags) or op in LIFTS:
-        return None
-    return several_of(output, tensors)
 
 
 def several_of(output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:

@@ -20,19 +20,12 @@ from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, 
 
 @dataclass(eq=False)
 class OffloadedInput:
-    """An offloaded tensor.
+    """An offloaded tensor."""
 
-    Args:
-        host: its values in host memory, once the queue's copies up to here are done.
-        device: its original device.
-        before: the offloaded inputs of the previous block, which the backward pass needs next.
-        spent: whether it has been returned and its host memory reused.
-    """
-
-    host: Tensor
-    device: torch.device
-    before: WeakValueDictionary[int, OffloadedInput]
-    spent: bool = False
+    host: Tensor  # its values, once the queue's copies up to here are done
+    device: torch.device  # its original one
+    before: WeakValueDictionary[int, OffloadedInput]  # of the previous block, which the backward pass needs next
+    spent: bool = False  # whether it has been returned and its host memory reused
 
 
 class CheckpointInputOffload:

@@ -82,7 +82,8 @@ class _AroundKernels(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if function is not F.scaled_dot_product_attention:
+        is_attention = function is F.scaled_dot_product_attention
+        if not is_attention:
             return function(*args, **(kwargs or {}))
         with self._mode.around_call(), self._mode:
             return function(*args, **(kwargs or {}))
@@ -90,19 +91,12 @@ class _AroundKernels(TorchFunctionMode):
 
 @dataclass
 class KernelOutput:
-    """What a kernel returned.
-
-    Args:
-        op: the kernel.
-        values: tensors, possibly moved to host memory, and numbers; the first is the output [b, h, n, d].
-        orders: for each tensor that was moved, the order of its dimensions in memory; otherwise None.
-        version: the output's version counter when it was taken.
-    """
+    """What a kernel returned."""
 
     op: OpOverload
-    values: list[object]
-    orders: list[list[int] | None]
-    version: int
+    values: list[object]  # tensors, possibly moved to host memory, and numbers; the first is the output [b, h, n, d]
+    orders: list[list[int] | None]  # for each tensor that was moved, the order of its dimensions in memory
+    version: int  # the output's version counter when it was taken
 
     @classmethod
     def of(cls, op: OpOverload, returned: Sequence[object]) -> KernelOutput:
