@@ -231,8 +231,11 @@ class Accounting(TorchDispatchMode):
                         self._move(storage, "optimizer")
         mode = fake.active()
         kwargs = kwargs or {}
-        output = op(*args, **kwargs) if mode is None else mode.run(op, args, kwargs)
-        self.last_key = None if mode is None else fake.RESULTS.last
+        if mode is None:
+            output, self.last_key = op(*args, **kwargs), None
+        else:  # past the dispatcher if its result is known
+            output = fake.RESULTS.call(mode, op, args, kwargs, lambda: op(*args, **kwargs))
+            self.last_key = fake.RESULTS.last
         if self._layouts is not None:
             output = self._layouts(op, args, output)
         if self.observer is not None:

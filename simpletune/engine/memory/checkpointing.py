@@ -26,21 +26,17 @@ from simpletune.system.options import UserError
 
 @dataclass(frozen=True)
 class Parts:
-    """How the parts of blocks are recomputed.
-
-    Args:
-        keep_attention: how many of the checkpointed blocks keep what attention returned: the last of them, whose
-            backward passes come first and free it before gradients pile up.
-        feed_forward: the blocks that recompute their feed-forward networks separately: the checkpointed ones, all, or
-            none.
-        tile: the most tokens that pass through a feed-forward network at once; None: all.
-        last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
-    """
+    """How the parts of blocks are recomputed."""
 
     keep_attention: int = 0
+    """How many of the checkpointed blocks keep what attention returned: the last of them, whose backward passes come
+    first and free it before gradients pile up."""
     feed_forward: Literal["checkpointed", "all", "none"] = "none"
+    """The blocks that recompute their feed-forward networks separately."""
     tile: int | None = None
+    """The most tokens that pass through a feed-forward network at once; None: all."""
     last: bool = False
+    """Whether blocks end with their feed-forward networks (see ``FeedForwards``)."""
 
 
 WHOLE = Parts()

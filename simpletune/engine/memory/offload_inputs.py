@@ -33,10 +33,6 @@ class CheckpointInputOffload:
 
     Reuses host buffers. Besides the tensors in use, at most one block's inputs are in transit on the device. Tensors
     with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
-
-    Args:
-        device: where the model runs.
-        copies: the queue of copies; None creates one for the device.
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None):

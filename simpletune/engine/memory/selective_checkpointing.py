@@ -123,13 +123,17 @@ class KernelOutput:
                 self.values[number] = _detached(inputs.unpack(value).permute(inverse))
 
 
-class _Keep(TorchDispatchMode):
-    """Keep what attention's kernels return."""
+class _KernelMode(TorchDispatchMode):
+    """Sees what attention runs in a pass of a block; ``kept`` is what its kernels returned in the forward pass."""
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
         self._kept, self._inputs = kept, inputs
         self._output: KernelOutput | None = None
+
+
+class _Keep(_KernelMode):
+    """Keep what attention's kernels return."""
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
@@ -153,13 +157,8 @@ class _Keep(TorchDispatchMode):
         return output
 
 
-class _Return(TorchDispatchMode):
+class _Return(_KernelMode):
     """Return what attention's kernels returned in the forward pass, in the same order."""
-
-    def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
-        super().__init__()
-        self._kept, self._inputs = kept, inputs
-        self._output: KernelOutput | None = None
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
