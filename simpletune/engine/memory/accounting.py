@@ -311,15 +311,8 @@ class Accounting(TorchDispatchMode):
         return self._bytes[HOST]
 
     def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Assign a kind to tensors, whether or not they have been counted before.
-
-        Args:
-            tensors: wrapper subclasses count by their inner tensors; None is skipped.
-            kind: one of ``KINDS``, or ``HOST``.
-
-        Raises:
-            ValueError: an unknown kind.
-        """
+        """Assign a kind, one of ``KINDS`` or ``HOST``, to tensors, whether or not they have been counted before.
+        Wrapper subclasses count by their inner tensors."""
         require_known(kind)
         for tensor in tensors:
             for plain in plain_tensors(tensor) if tensor is not None else ():

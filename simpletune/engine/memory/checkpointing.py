@@ -68,31 +68,20 @@ def set_passes(
         networks = None
         if parts.feed_forward == "all" or (parts.feed_forward == "checkpointed" and index < checkpointed):
             networks = FeedForwards(block, parts.tile, parts.last, draws_random_numbers(block))
-        if index < checkpointed:
-            block.forward = _checkpointed(block, index, inputs, weights, attention, networks)
-        elif weights is not None:
-            block.forward = _with_weights(block.forward, index, weights)
+        if index < checkpointed or weights is not None:
+            block.forward = _passes(block, index, index < checkpointed, inputs, weights, attention, networks)
 
 
-def _with_weights(plain: Callable[..., object], index: int, weights: BlockOffload) -> Callable[..., object]:
-    """The forward pass of a block that is not checkpointed, with its weights on the device."""
-
-    def forward(*args: object, **kwargs: object) -> object:
-        with weights.forward(index):
-            return plain(*args, **kwargs)
-
-    return forward
-
-
-def _checkpointed(
+def _passes(
     block: nn.Module,
     index: int,
+    checkpointed: bool,
     inputs: CheckpointInputOffload | None,
     weights: BlockOffload | None,
     attention: SavedAttention | None,
     networks: FeedForwards | None,
 ) -> Callable[..., object]:
-    """The forward pass of a checkpointed block; see ``set_passes``."""
+    """The wrapped forward pass of one block; see ``set_passes``."""
     original = block.forward
     signature = inspect.signature(original)
     random = draws_random_numbers(block)
@@ -100,7 +89,7 @@ def _checkpointed(
     def forward(*args: object, **kwargs: object) -> object:
         given = (*args, *kwargs.values())
         first: list[AbstractContextManager[object]] = [] if weights is None else [weights.forward(index)]
-        if not has_backward_pass(block, given):
+        if not (checkpointed and has_backward_pass(block, given)):
             with _all_of(first):
                 return original(*args, **kwargs)
         second: list[AbstractContextManager[object]] = [accounting.recomputing()]
