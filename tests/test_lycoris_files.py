@@ -17,12 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
+from simpletune.adapters.files.attach import fold_lora, load_loras, strengths, wrapping_layer
 from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.factors import resize_update
-from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.updates import LohaUpdate, LokrUpdate, LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.layers import ADAPTER, move_updates, rescale
@@ -253,7 +252,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
         if isinstance(update, LoraUpdate):
             continue
         linear = nn.Linear(update.shape[1], update.shape[0], bias=False)
-        wrapped = update.layer(linear, ADAPTER)
+        wrapped = wrapping_layer(update, linear, ADAPTER)
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
         close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from simpletune.adapters.files.detect_model import MEDIUM_35
 from simpletune.adapters.files.header import open_lora, require_safetensors
 from simpletune.adapters.files.read import updates_of
-from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates
+from simpletune.adapters.files.updates import (
+    DoraUpdate,
+    LohaUpdate,
+    LokrUpdate,
+    LoraUpdate,
+    LoraUpdates,
+    OftUpdate,
+    Update,
+    Updates,
+)
+from simpletune.adapters.methods.dora_layers import DoraLayer, by_norms
 from simpletune.adapters.methods.hypernetwork_layer import put_before
 from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
@@ -26,19 +36,25 @@ from simpletune.adapters.methods.layers import (
     innermost_layer,
     layer_shapes,
     outer_layers,
+    shape_of,
     wrap,
 )
+from simpletune.adapters.methods.loha_layer import LohaLayer
+from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
+from simpletune.adapters.methods.oft_layer import OftLayer
 from simpletune.models.lora_names import title_of
 from simpletune.models.shared.text_layers import split_text
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import read_header
 
+SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
+"""The factor of LoKr's and LoHa's that an update's scale is folded into."""
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """Add a LoRA to a transformer in place, like ``load_loras`` with one file."""
+    """``load_loras`` with one file."""
     load_loras(model, [(file, scale)])
 
 
@@ -78,7 +94,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_output_type(model)
     for name, layer_name, update, scale in structured:  # around PEFT's layers, which cannot wrap these
-        wrapped = update.layer(model.get_submodule(layer_name), name)
+        wrapped = wrapping_layer(update, model.get_submodule(layer_name), name)
         wrapped.scaling[name] = scale
         wrap(model, layer_name, wrapped)
     for name, hypernetwork, scale in reversed(networks):  # the first reads x first; LoRAs update what they feed
@@ -88,6 +104,37 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
                 layer.scaling[name] = scale
     model.requires_grad_(False)
     return names
+
+
+def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer:
+    """Wrap a frozen layer, or a layer that wraps it already, with an update. PEFT wraps those of LoRA.
+
+    Args:
+        adapter: the name by which the wrapping layer's ``scaling`` holds the strength.
+    """
+    if isinstance(update, LokrUpdate | LohaUpdate):
+        named = update.factors.items()
+        factors = {name: f.float() * update.scale if name in SCALED else f.float() for name, f in named}
+        if isinstance(update, LokrUpdate):
+            return LokrLayer(base, factors, adapter, update.skipped)
+        return LohaLayer(base, factors, adapter)
+    if isinstance(update, OftUpdate):
+        shape = shape_of(innermost_layer(base))
+        assert shape is not None
+        return OftLayer(base, update.triangle(shape[1]), adapter)
+    assert isinstance(update, DoraUpdate)
+    layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
+    with torch.no_grad():
+        layer.lora_A.weight.copy_(update.update.down)
+        layer.lora_B.weight.copy_(update.update.up)
+        if update.magnitude is not None:
+            layer.magnitude.copy_(update.magnitude)
+        else:
+            assert update.relative is not None
+            own = layer.magnitude.detach().clone()  # ||W||
+            layer.magnitude.copy_(by_norms(update.relative.to(own.device) * layer.exact_norms(), own))
+    layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
+    return layer
 
 
 def holds_hypernetwork(file: Path) -> bool:
@@ -101,22 +148,13 @@ def holds_hypernetwork(file: Path) -> bool:
 
 
 def updated_layers(file: Path) -> list[str]:
-    """Return the layers whose weights a file updates; a hypernetwork updates none.
-
-    Raises:
-        UserError: ``read_lora`` refuses the file.
-    """
+    """The layers whose weights a file updates; a hypernetwork updates none."""
     return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
 
 
 @contextmanager
 def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
-    """Change the strengths of adapters within this context.
-
-    Args:
-        model: the transformer.
-        scales: strengths by adapter name, as returned by ``load_loras``.
-    """
+    """Change the strengths of adapters, by the names that ``load_loras`` returned, within this context."""
     before = {}
     for layer_name, layer in all_layers(model):
         for name, scale in scales.items():
@@ -131,12 +169,7 @@ def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
 
 
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
-    """Check that a model has every layer of a LoRA, with the same shape.
-
-    Args:
-        place: the location of the LoRA, for messages.
-        updates: its updates.
-        model: the transformer.
+    """Check that a model has every layer of the LoRA at a place, with the same shape.
 
     Raises:
         UserError: layers are missing or have another shape.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from simpletune.adapters.files.module_kind import LOHA_ROLES, LOKR_ROLES
-from simpletune.models.lora_names import LAYOUTS, names_of
+from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
 
 ROLES = {
@@ -78,16 +76,3 @@ def layout_of(modules: list[str]) -> Layout | None:
         common = {""}
     fitting = [layout for layout in known if layout.prefix in common] if modules else []
     return max(fitting, key=lambda layout: sum(bool(layout.layers(m)) for m in modules), default=None)
-
-
-def written(layers: Iterable[str], name: str) -> Layout:
-    """Return the layout of this name for files of the layers' family.
-
-    Args:
-        layers: diffusers' names.
-        name: ``diffusers``, ``kohya`` or ``comfy``.
-
-    Raises:
-        UserError: the layers belong to no family, or to several.
-    """
-    return next(layout for layout in LAYOUTS[names_of(layers)] if layout.name == name)

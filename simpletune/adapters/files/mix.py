@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from simpletune.adapters.files.updates import LoraUpdate, Updates
+from simpletune.adapters.files.updates import LoraUpdate, Updates, require_additive
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError
 from simpletune.system.rng import random_key
@@ -58,7 +58,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]
+        parts = [(require_additive(updates[name]).plain(), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})

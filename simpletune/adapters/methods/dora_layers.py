@@ -159,7 +159,7 @@ class DoraLayer(UpdateLayer):
         """Return m / ||W + s B A|| for every row; 0 for a row of zeros."""
         if self.gain is not None:
             return self.gain
-        return _ratio(self.magnitude, self.norms(dtype))
+        return by_norms(self.magnitude, self.norms(dtype))
 
     @torch.no_grad()
     def exact_norms(self) -> Tensor:  # fp32 [o]
@@ -175,11 +175,7 @@ class DoraLayer(UpdateLayer):
     @torch.no_grad()
     def exact_gains(self) -> Tensor:  # fp32 [o]
         """Return ``gains`` computed with ``exact_norms``."""
-        return _ratio(self.magnitude, self.exact_norms())
-
-    def settle(self) -> None:
-        """Fix the norms, which makes inference as fast as with LoRA; the update must not change afterwards."""
-        self.gain = self.exact_gains()
+        return by_norms(self.magnitude, self.exact_norms())
 
     def saved(self, name: str, layout: Layout) -> dict[str, Tensor]:
         """Return the tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
@@ -212,7 +208,8 @@ class DoraLayer(UpdateLayer):
         return torch.lerp(flat, self.exact_gains()[:, None] * turned, self.strength).view_as(weight)
 
 
-def _ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
+def by_norms(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """Divide by norms; 0 for rows of zeros."""
     return magnitude / torch.where(norms > 0, norms, torch.inf)
 
 
