@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_m
 from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_key, open_lora, require_tensors
 from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.layouts import title
-from simpletune.adapters.files.module_kind import is_whole
+from simpletune.adapters.files.module_kind import DORA, LORA, is_whole
 from simpletune.adapters.files.values import row_norms, scan_values
 from simpletune.adapters.methods.hypernetworks.about import about_hypernetwork, hypernetwork_lines
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
@@ -109,7 +110,7 @@ def _model(header: LoraHeader) -> Json:
 
 
 def _lora(header: LoraHeader, damaged: bool) -> Json:
-    family, shown = header.family
+    (family, shown), settings = header.family, header.settings or {}
     whole = [m for m in header.all_modules if is_whole(m.keys)]
     text = [layer for module in header.text_modules.values() for layer in module.layers]
     refusal = None
@@ -118,19 +119,27 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     except UserError as error:
         refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
     refusal = refusal or ("values are NaN or infinite" if damaged else None)
+    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
+    places = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
+    layout_title = title(header.layout) if header.layout else "unknown layout"
+    if header.layout is None and not header.modules and header.text:
+        style = style_of(header.text[0])
+        layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {
-        "method": ", ".join(header.methods) or _method(header),
+        "method": ", ".join(header.methods) or ("DoRA" if settings.get("use_dora") else " and ".join(header.kinds)),
         "layout": header.layout.name if header.layout else None,
-        "layout_title": _layout_title(header),
+        "layout_title": layout_title,
         "family": family,
         "family_shown_by": shown,
         "modules": len(header.modules),
         "layers": sum(len(module.layers) for module in header.modules.values()),
-        "ranks": _counted(header.rank_words(module) for module in whole),
-        "targets": _targets(header),
+        "ranks": _counted(
+            str(header.rank(m) if m.kind in (LORA, DORA) else header.size(m) or "unknown") for m in whole
+        ),
+        "targets": dict(sorted(Counter(places).items())),
         "alpha": _alpha(header),
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
-        "parameters": sum(_size(header.shapes[key]) for m in whole for key in m.factors.values()),
+        "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": _base(header.metadata),
         "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
         "unmatched": header.unmatched,
@@ -138,17 +147,6 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
     }
-
-
-def _layout_title(header: LoraHeader) -> str:
-    if header.layout is None and not header.modules and header.text:
-        style = style_of(header.text[0])
-        return f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
-    return title(header.layout) if header.layout else "unknown layout"
-
-
-def _method(header: LoraHeader) -> str:
-    return "DoRA" if (header.settings or {}).get("use_dora") else " and ".join(header.kinds)
 
 
 def _base(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -162,9 +160,9 @@ def _base(metadata: Mapping[str, str]) -> dict[str, str]:
 def _values(header: LoraHeader) -> Json:
     found = scan_values(header.file, header.entries)
     return {
-        "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
+        "not_finite": {name: count for name, (count, _) in found.items() if count},
         "zero_updates": sum(
-            any(key in found and found[key].zero for key in module.factors.values()) for module in header.all_modules
+            any(key in found and found[key][1] for key in module.factors.values()) for module in header.all_modules
         ),
     }
 
@@ -188,22 +186,8 @@ def _alpha(header: LoraHeader) -> Json:
     return {"where": " and ".join(where) or "nowhere", "tensors": tensors, "header": settings}
 
 
-def _targets(header: LoraHeader) -> dict[str, int]:
-    """Count layers by name, ignoring which block they are in."""
-    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
-    layers = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
-    return dict(sorted(Counter(layers).items()))
-
-
 def _counted(items: Iterator[str]) -> dict[str, int]:
     return dict(sorted(Counter(items).items(), key=lambda item: natural_sort_key(item[0])))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for side in shape:
-        size *= side
-    return size
 
 
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -75,12 +75,8 @@ def is_lora(names: list[str]) -> bool:
 
 
 def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Return the model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion
-    3``.
-
-    Args:
-        shapes: the shapes of the file's tensors, by key.
-    """
+    """The model that a LoRA is for, and the evidence, from the shapes of the file's tensors, by key. The name of every
+    SD3 model starts with ``Stable Diffusion 3``."""
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key)
@@ -95,11 +91,7 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
 
 
 def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
-    """Return the model that updates are for.
-
-    Args:
-        shapes: (outputs, inputs) of each layer, by diffusers' name.
-    """
+    """The model that updates are for, from (outputs, inputs) of each layer, by diffusers' name."""
     downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
     ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
     return family_of_lora(downs | ups)[0]
@@ -121,7 +113,7 @@ def is_known(family: str) -> bool:
 
 
 def kind_of_model(names: list[str]) -> str | None:
-    """Return the kind of a file that is not a LoRA; None if unknown."""
+    """The kind of a file that is not a LoRA; None if unknown."""
     return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
 
 

@@ -47,7 +47,7 @@ TITLES = {
 
 
 def title(layout: Layout) -> str:
-    """Return a layout's name and the start of its keys."""
+    """A layout's name and the start of its keys."""
     if not layout.prefix:
         return "diffusers' names without a prefix"
     return f"{TITLES.get(layout.name, layout.name)} ({layout.prefix}*)"
@@ -65,7 +65,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def layout_of(modules: list[str]) -> Layout | None:
-    """Return the layout of modules (with prefixes); None if they have no common layout.
+    """The layout of modules (with prefixes); None if they have no common layout.
 
     Families share prefixes, so this is the layout with the prefix that knows most of the modules.
     """

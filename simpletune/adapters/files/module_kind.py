@@ -41,7 +41,7 @@ class UpdateShape(NamedTuple):
 
 
 def module_kind(roles: Collection[str]) -> str:
-    """Return the kind of a module with these roles; LoRA if they do not tell."""
+    """The kind of a module with these roles; LoRA if they do not tell."""
     telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
     return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
 
@@ -61,13 +61,15 @@ def is_whole(roles: Collection[str]) -> bool:
 
 
 def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
-    """Return the size of a complete module's update; None if its shapes do not match.
+    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match.
 
-    Args:
-        shapes: the shapes of its factors by role. Those of a 1x1 convolution may have two more dimensions, of size 1.
+    Those of a 1x1 convolution may have two more dimensions, of size 1.
     """
-    if OFT_BLOCKS in shapes:
-        return _oft(shapes[OFT_BLOCKS])
+    if OFT_BLOCKS in shapes:  # do not tell the inputs, which are set to the outputs
+        blocks = shapes[OFT_BLOCKS]
+        if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
+            return None
+        return UpdateShape(blocks[0] * blocks[1], blocks[0] * blocks[1], None, f"blocks of {blocks[1]}")
     magnitudes = [shapes[role] for role in DORA_ROLES if role in shapes]
     shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
     flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
@@ -81,25 +83,14 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
         return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
-    fits = all(is_by_output(shape, outputs) or is_by_input(shape, inputs) for shape in magnitudes)
+    by_input = [shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]) for shape in magnitudes]
+    fits = all(one or is_by_output(shape, outputs) for one, shape in zip(by_input, magnitudes, strict=True))
     return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
 
 
 def is_by_output(shape: Shape, outputs: int) -> bool:
-    """Whether this is the shape of one DoRA magnitude per output: [o], [o, 1] or [o, 1, 1, 1]."""
+    """Whether DoRA's magnitude is one per output: [o], [o, 1] or [o, 1, 1, 1], rather than one per input: [1, i] ..."""
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
-
-
-def is_by_input(shape: Shape, inputs: int) -> bool:
-    """Whether this is the shape of one DoRA magnitude per input: [1, i] or [1, i, 1, 1]."""
-    return shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:])
-
-
-def _oft(shape: Shape) -> UpdateShape | None:
-    """Return the size of an update from its blocks. They do not tell the inputs, which are set to the outputs."""
-    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        return None
-    return UpdateShape(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
 
 
 def _lokr(shapes: Mapping[str, Shape]) -> UpdateShape | None:
