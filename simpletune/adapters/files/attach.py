@@ -121,7 +121,7 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
     if isinstance(update, OftUpdate):
         shape = shape_of(innermost_layer(base))
         assert shape is not None
-        return OftLayer(base, update.triangle(shape[1]), adapter)
+        return OftLayer(base, {"oft_triangle": update.triangle(shape[1])}, adapter)
     assert isinstance(update, DoraUpdate)
     layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
     with torch.no_grad():

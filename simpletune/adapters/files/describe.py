@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
@@ -15,8 +16,7 @@ from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.layouts import title
 from simpletune.adapters.files.module_kind import DORA, LORA, is_whole
 from simpletune.adapters.files.values import row_norms, scan_values
-from simpletune.adapters.methods.hypernetworks.about import about_hypernetwork, hypernetwork_lines
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.recognise import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
@@ -64,8 +64,7 @@ def describe(file: Path, values: bool = True) -> Json:
         found = _hash(header) if values else {}
         return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
     if is_hypernetwork(header.names):
-        found = about_hypernetwork(file, header.metadata, header.shapes, UNET_BY_TEXT_WIDTH)
-        return about | {"kind": "hypernetwork", **found, "metadata": _short(header.metadata)}
+        return about | {"kind": "hypernetwork", **_hypernetwork(header)}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
     found = _values(header) | _hash(header) if values else {}
@@ -105,6 +104,26 @@ def _model(header: LoraHeader) -> Json:
         "blocks": max(numbers) + 1 if numbers else None,
         "with": included,
         "keys": header.names[:LISTED],
+        "metadata": _short(header.metadata),
+    }
+
+
+def _hypernetwork(header: LoraHeader) -> Json:
+    structure, widths = structure_of(header.file, header.metadata, header.shapes), widths_of(header.shapes)
+    bent = structure.layer_norm and structure.activation != "linear"
+    comfyui = ["wrongly, because it activates the last layer too, where a layer norm follows"] if bent else []
+    exported = "after simpletune export --format a1111"
+    return {
+        "family": next((UNET_BY_TEXT_WIDTH[width] for width in widths if width in UNET_BY_TEXT_WIDTH), "a U-Net"),
+        "widths": widths,
+        "structure": asdict(structure),
+        "parameters": sum(structure.parameters(width) for width in widths),
+        "tools": [
+            {"tool": "A1111", "loads": "no", "notes": [f"{exported}, from models/hypernetworks"]},
+            {"tool": "ComfyUI", "loads": "no", "notes": [f"{exported}, by its node HypernetworkLoader", *comfyui]},
+            {"tool": "diffusers", "loads": "no", "notes": ["has no hypernetworks"]},
+            {"tool": "simpletune", "loads": "yes", "notes": ["at any strength"]},
+        ],
         "metadata": _short(header.metadata),
     }
 
@@ -211,7 +230,7 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
     elif about["kind"] == "embeddings":
         yield from _embedding_lines(about["embeddings"])
     elif about["kind"] == "hypernetwork":
-        yield from hypernetwork_lines(about)
+        yield from _hypernetwork_lines(about)
     else:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
@@ -259,6 +278,18 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
             "zero",
             f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or truncated to zero",
         )
+
+
+def _hypernetwork_lines(about: Json) -> Iterator[tuple[str, str]]:
+    structure = about["structure"]
+    multiples = ", ".join(f"{multiple:g}" for multiple in structure["layer_structure"])
+    parts = [f"hypernetwork of structure {multiples}", f"activation {structure['activation']}"]
+    parts += ["layer norm"] if structure["layer_norm"] else []
+    parts += [f"dropout {structure['dropout']:g} in training"] if structure["dropout"] else []
+    yield "what", f"{', '.join(parts)}, {plural(about['parameters'], 'parameter')}"
+    yield "for", f"{about['family']} (attention inputs of width {', '.join(map(str, about['widths']))})"
+    for verdict in about["tools"]:
+        yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
 
 
 def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ from simpletune.adapters.files.module_kind import (
     module_kind,
     update_shape,
 )
-from simpletune.adapters.methods.hypernetworks.structure import require_updates
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.recognise import DENOISERS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
@@ -267,7 +267,12 @@ def open_lora(file: Path) -> LoraHeader:
     """
     header = LoraHeader(file)
     require_tensors(header)
-    require_updates(file, header.names)
+    if is_hypernetwork(header.names):
+        raise UserError(
+            f"{file} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
+            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
+            "FILE --format a1111"
+        )
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")

@@ -38,11 +38,11 @@ class TrainingMethod(Option):
     """Whether it needs attention layers that read only the picture or only the prompt, like a U-Net's."""
 
     def result(self, denoiser: str) -> str:
-        """Return the file or folder of the result inside the run's folder."""
+        """The file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """Return a sentence on what to do before diffusers loads the result; None if it loads it as it is."""
+        """A sentence on what to do before diffusers loads the result; None if it loads it as it is."""
         return None
 
     def describe(self, shapes: Shapes) -> str:
@@ -62,8 +62,8 @@ class TrainingMethod(Option):
         yield from ()
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the
-        result. Such a module may be removed from the model."""
+        """Whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the result.
+        Such a module may be removed from the model."""
         return False
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -81,7 +81,7 @@ class TrainingMethod(Option):
         return False
 
     def lr_ratio(self, name: str) -> float:
-        """Return the factor on the learning rate of a trained parameter, by its name in the model."""
+        """The factor on the learning rate of a trained parameter, by its name in the model."""
         return 1.0
 
     def constrain(self, model: nn.Module) -> None:
@@ -121,25 +121,19 @@ class NoAdapter(TrainingMethod):
     output_name: ClassVar[str] = "pytorch_lora_weights.safetensors"
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         return "nothing of the denoiser"
 
     def trainable(self, shapes: Shapes) -> int:
-        """Return 0."""
         return 0
 
     def is_untouched(self, module: str) -> bool:
-        """Every module keeps its base weights."""
         return True
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Freeze the model."""
         model.requires_grad_(False)
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The model is the base already."""
         return nullcontext()
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write nothing: the text side is exported separately. Returns where a LoRA of the text encoders goes."""
-        return folder / self.output_name
+        return folder / self.output_name  # writes nothing: a LoRA of the text encoders goes there

@@ -15,7 +15,7 @@ from simpletune.models.shared.lora_names import ALPHA
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from simpletune.adapters.methods.layers import UpdateLayer
+    from simpletune.adapters.methods.layers import FactorLayer
 
 
 class LayerMethod(TargetedMethod):
@@ -27,22 +27,18 @@ class LayerMethod(TargetedMethod):
     output_name: ClassVar[str] = OUTPUT
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """As for ``TrainingMethod``."""
         return (
             f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
             "--format diffusers --rank 32`, which prints what is left out."
         )
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """Return the shapes of the factors of one layer's update, by their names in files."""
+        """The shapes of the factors of one layer's update, by their names in files."""
         raise NotImplementedError
 
-    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Draw the fp32 factors of one layer's update from the global generator; the update is zero at first."""
-        raise NotImplementedError
-
-    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
-        """Wrap a frozen layer."""
+    def layer_class(self) -> type[FactorLayer]:
+        """The class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of factors of
+        given shapes. Imports torch."""
         raise NotImplementedError
 
     @property
@@ -51,7 +47,6 @@ class LayerMethod(TargetedMethod):
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
-        """Sum the sizes of all factors."""
         sides = (shapes[f"{name}.weight"][:2] for name in self.modules(shapes))
         return sum(math.prod(shape) for o, i in sides for shape in self.factor_shapes(o, i).values())
 
@@ -59,23 +54,23 @@ class LayerMethod(TargetedMethod):
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
         from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
 
-        shapes = freeze_for_updates(model, seed)
+        shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
         for name in self.modules(shapes):
-            factors = self.initialised(*shapes[f"{name}.weight"][:2])
+            factors = layer_class.initial_factors(self.factor_shapes(*shapes[f"{name}.weight"][:2]))
             cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
-            wrap(model, name, self.layer(model.get_submodule(name), cast))
+            wrap(model, name, layer_class(model.get_submodule(name), cast))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with the factors as trained, under the keys that ComfyUI reads."""
         import torch
 
-        from simpletune.adapters.methods.layers import UpdateLayer, outer_layers
+        from simpletune.adapters.methods.layers import FactorLayer, outer_layers
         from simpletune.system.safetensors_file import write_safetensors
 
-        layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, UpdateLayer)}
+        layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
         layout = update_layout(layers)
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            state |= {layout.key(name, factor): tensor for factor, tensor in layer.state().items()}
+            state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
             state[layout.key(name, ALPHA)] = torch.tensor(float(self.alpha))
         return write_safetensors(state, folder / OUTPUT, metadata)

@@ -29,17 +29,13 @@ class TargetedMethod(TrainingMethod):
         targets: Targets
 
     def modules(self, shapes: Shapes) -> list[str]:
-        """List the layers that get an update, from the base model's shapes."""
-        return [name for name in _layers(shapes) if self._is_target(name)]
-
-    def _is_target(self, layer: str) -> bool:
-        if isinstance(self.targets, str):
-            return is_target(self.targets, layer)
-        return any(_ends(layer, ending) for ending in self.targets)
+        """The layers that get an update, from the base model's shapes."""
+        return [name for name in _layers(shapes) if not self.is_untouched(name)]
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module gets no update."""
-        return not self._is_target(module)
+        if isinstance(self.targets, str):
+            return not is_target(self.targets, module)
+        return not any(_ends(module, ending) for ending in self.targets)
 
     def counted(self, shapes: Shapes) -> str:
         """Count the layers that get an update, and name the choice, for ``describe``."""
@@ -50,13 +46,11 @@ class TargetedMethod(TrainingMethod):
         return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable the updates within this context, which restores the exact base model."""
         from simpletune.adapters.methods.layers import updates_disabled
 
         return updates_disabled(model)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report named targets that this model lacks, and endings that match no layer."""
         layers = _layers(shapes)
         if isinstance(self.targets, str):
             if not self.modules(shapes):
@@ -72,7 +66,7 @@ class TargetedMethod(TrainingMethod):
 
 
 def _layers(shapes: Shapes) -> list[str]:
-    """Return the names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
+    """The names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
     weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
     return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
 

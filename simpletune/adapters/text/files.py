@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -230,8 +231,13 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 
 
 def embeddings_in(folder: Path) -> list[Path]:
-    """Find a run's own embedding files in its folder or a checkpoint's, by their headers."""
-    return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
+    """A run's own embedding files in its folder or a checkpoint's, by their headers."""
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(UserError):  # a damaged file is reported where it is used
+            if TOKEN in (read_header(file).get("__metadata__") or {}):
+                found.append(file)
+    return found
 
 
 def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
@@ -243,23 +249,9 @@ def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
         return {}
 
 
-def _metadata(file: Path) -> dict[str, str]:
-    """A header's strings; empty for a damaged file, which is reported where it is used."""
-    try:
-        return read_header(file).get("__metadata__") or {}
-    except UserError:
-        return {}
-
-
 def how_to_use(name: str, token: str, place: str, single: bool) -> Iterator[str]:
-    """Sentences on how tools use an embedding file.
-
-    Args:
-        name: the file's name.
-        token: the token as written in simpletune's prompts.
-        place: the place of the vectors.
-        single: whether the model has one text encoder (SD 1.5 and 2).
-    """
+    """Sentences on how tools use an embedding file of this name; ``single``: the model has one text encoder (SD 1.5 and
+    2)."""
     stem = name.removesuffix(".safetensors")
     yield f"simpletune: write {token} into the prompt, with --embedding {name}."
     if place == "output":

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.updates import Update, Updates
+    from simpletune.adapters.files.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,3 @@ def embedding_digest(embedding: EmbeddingFile) -> str:
         digest.update(f"{encoder}{list(vectors.shape)}".encode())
         digest.update(vectors.numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-LayerUpdates: TypeAlias = "dict[str, list[tuple[Update, AppliedText]]]"
-"""The updates of an encoder's layers, by their names in the published checkpoint, each with its source."""

@@ -54,8 +54,10 @@ class TextUpdate(nn.Module):
         for name, encoder in self.encoders.items():
             encoder.requires_grad_(False)
             if self.at_input:
-                self.register_buffer(f"norm_{name}", median_norm(token_table(encoder).weight), persistent=False)
-                token_table(encoder).register_forward_hook(self._hook(name))
+                table = token_table(encoder)
+                norms = torch.linalg.vector_norm(table.weight.detach(), dim=1, dtype=torch.float32)
+                self.register_buffer(f"norm_{name}", norms.median(), persistent=False)
+                table.register_forward_hook(self._hook(name))
 
     def train(self, mode: bool = True) -> TextUpdate:
         """Stay in evaluation mode: the encoders use no dropout."""
@@ -72,15 +74,11 @@ class TextUpdate(nn.Module):
         if option is None:
             return
         reseed_global(seed, NAME)
-        for name in self.with_lora():
+        for name in self.option.with_lora(self.family.clip_encoders):
             names = [each for each, _ in self.encoders[name].named_modules() if each.endswith(TARGETS[option.targets])]
             config = LoraConfig(r=option.rank, lora_alpha=option.scale * option.rank, target_modules=names)
             inject_adapter_in_model(config, self.encoders[name])
             compute_in_output_type(self.encoders[name])
-
-    def with_lora(self) -> list[str]:
-        """The names of the encoders with a LoRA."""
-        return list(self.option.with_lora(self.family.clip_encoders))
 
     def at_step(self, step: int, steps: int) -> None:
         """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
@@ -101,7 +99,7 @@ class TextUpdate(nn.Module):
         if not self.encoders and not self.enabled:
             return prompt_embeds, pooled
         embeds = prompt_embeds.clone()
-        poolings: dict[int, Tensor] = {}
+        poolings: dict[int, Tensor] = {}  # the encoders' new parts, by their first columns
         for name in self.encoders:
             region, found = self.regions[name], self._encoded(name, inputs)
             self._place(embeds, region, found["hidden"].shape[1])[:] = found["hidden"]
@@ -111,21 +109,16 @@ class TextUpdate(nn.Module):
             for name, slots in inputs.slots.items():
                 place = self._place(embeds, self.regions[name], slots.shape[1])
                 place[:] = self._replaced(name, slots, place)
-        return embeds, self._pooled(pooled, poolings)
+        if poolings:
+            pooled = pooled.clone()
+            for column, own in poolings.items():
+                pooled[:, column : column + own.shape[1]] = own
+        return embeds, pooled
 
     def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
         """A view of an encoder's output in the embeddings."""
         rows = slice(embeds.shape[1] - length, None) if region.last else slice(length)
         return embeds[:, rows, region.column : region.column + region.width]
-
-    def _pooled(self, pooled: Tensor, found: Mapping[int, Tensor]) -> Tensor:
-        """The pooled embedding with the encoders' new parts, given by their first columns."""
-        if not found:
-            return pooled
-        result = pooled.clone()
-        for column, own in found.items():
-            result[:, column : column + own.shape[1]] = own
-        return result
 
     def _replaced(self, name: str, slots: Tensor, otherwise: Tensor) -> Tensor:  # [b, L, width]
         """Insert the vectors at their positions, in the tensor's type."""
@@ -163,11 +156,6 @@ def token_table(encoder: nn.Module) -> nn.Embedding:
     """The table of a CLIP encoder's token embeddings."""
     table: nn.Embedding = encoder.get_input_embeddings()  # type: ignore[operator]
     return table
-
-
-def median_norm(table: Tensor) -> Tensor:  # [n, width] -> fp32 []
-    """The median norm of a table's rows."""
-    return torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float32).median()
 
 
 def trained_text(model: nn.Module) -> TextUpdate | None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from simpletune.models.shared.model_config import Shape
@@ -53,7 +53,7 @@ class Structure:
     dropout: float = 0.0
 
     def stages(self, width: int) -> list[NetworkLayer]:
-        """Return the layers for an input of a given width, in order."""
+        """The layers for an input of a given width, in order."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
         found, last = list[NetworkLayer](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -67,7 +67,7 @@ class Structure:
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:
-        """Return the shapes of a network's parameters by name, such as ``linear.0.weight``."""
+        """The shapes of a network's parameters by name, such as ``linear.0.weight``."""
         found: dict[str, Shape] = {}
         for number, (kind, inputs, outputs) in enumerate(self.stages(width)):
             if kind in ("linear", "norm"):
@@ -79,46 +79,19 @@ class Structure:
         """Count the parameters of both networks of a width."""
         return len(SIDES) * sum(math.prod(shape) for shape in self.shapes(width).values())
 
-    def header(self) -> dict[str, str]:
-        """Return the header field of a file."""
-        return {MARK: json.dumps(asdict(self))}
-
 
 def is_hypernetwork(names: Iterable[str]) -> bool:
     """Whether any of these names is that of a tensor in a hypernetwork file."""
     return any(KEY.fullmatch(name) for name in names)
 
 
-def require_updates(place: object, names: Iterable[str]) -> None:
-    """Refuse a hypernetwork where updates of weights are needed.
-
-    Args:
-        place: the file, for messages.
-        names: names of its tensors.
-
-    Raises:
-        UserError: the file is a hypernetwork.
-    """
-    if is_hypernetwork(names):
-        raise UserError(
-            f"{place} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
-            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
-            "FILE --format a1111"
-        )
-
-
 def widths_of(names: Iterable[str]) -> list[int]:
-    """Return the widths of a file's networks."""
+    """The widths of a file's networks."""
     return sorted({int(found[1]) for name in names if (found := KEY.fullmatch(name))})
 
 
 def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> Structure:
-    """Read the structure of a file and compare it with its tensors.
-
-    Args:
-        place: the file, for messages.
-        metadata: the strings of its header.
-        shapes: the shapes of its tensors.
+    """Read the structure in the header of a file (``place``) and compare it with its tensors' shapes.
 
     Raises:
         UserError: the header has no structure or a damaged one, or tensors are missing, superfluous or of other shapes.
