@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
 from simpletune.adapters.methods.layers import (
     ADAPTER,
     UpdateLayer,
-    all_layers,
     innermost_layer,
     layer_shapes,
     outer_layers,
@@ -69,7 +67,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
 
     Returns:
-        The names of the adapters, in the order of the files, for ``strengths``.
+        The names of the adapters, in the order of the files, by which the layers' ``scaling`` holds the strengths.
 
     Raises:
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
@@ -150,22 +148,6 @@ def holds_hypernetwork(file: Path) -> bool:
 def updated_layers(file: Path) -> list[str]:
     """The layers whose weights a file updates; a hypernetwork updates none."""
     return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
-
-
-@contextmanager
-def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
-    """Change the strengths of adapters, by the names that ``load_loras`` returned, within this context."""
-    before = {}
-    for layer_name, layer in all_layers(model):
-        for name, scale in scales.items():
-            if name in layer.scaling:
-                before[layer_name, name] = layer.scaling[name]
-                layer.scaling[name] = scale
-    try:
-        yield
-    finally:
-        for layer_name, layer in all_layers(model):
-            layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
 
 
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:

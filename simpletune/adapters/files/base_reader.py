@@ -50,38 +50,34 @@ class BaseReader:
     """
 
     def __init__(self, name: str):
+        from simpletune.models.shared.weights import open_tensors
+
         self.name = name
         self.part: Part | None = None
         if (Path(name) / KEPT).is_file():
-            self.file = None
+            self.file: Path | None = None
             self.tensors: TensorReader = (kept := QuantisedBaseReader(Path(name)))
             self.family, self.config, self.shapes = kept.family, kept.config, kept.shapes
             self.kinds = {tensor: kept.kind(tensor) for tensor in self.shapes}
-        else:
-            self.family, self.part = locate_denoiser(name)
-            self._open_part(self.part)
-
-    def _open_part(self, part: Part) -> None:
-        from simpletune.models.shared.weights import open_tensors
-
-        self.file = part.file
-        self.tensors = open_tensors(part)
-        if part.file is None:
-            assert part.folder is not None
-            self.config = part.config()
-            entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
+            return
+        self.family, self.part = locate_denoiser(name)
+        self.file, self.tensors = self.part.file, open_tensors(self.part)
+        if self.file is None:
+            assert self.part.folder is not None
+            self.config = self.part.config()
+            entries = {k: v for file in weight_files(self.part.folder) for k, v in read_header(file).items()}
             self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
             self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
             return
-        single = part.single_file()
+        single = self.part.single_file()
         self.config = single.denoiser_config
-        found, origins = single.tensors_of(part.name), single.layout.origins(self.config)
-        self.shapes = {}
-        for name, origin in origins.items():
-            first, *others = found[origin.name]["shape"]
-            self.shapes[name] = (first if origin.third is None else first // 3, *others)
-        self.kinds = {k: found[origins[k].name]["dtype"] for k in self.shapes}
-        self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
+        found, origins = single.tensors_of(self.part.name), single.layout.origins(self.config)
+        self.shapes, self.kinds = {}, {}
+        for tensor, origin in origins.items():
+            entry = found[origin.name]
+            first, *others = entry["shape"]
+            self.shapes[tensor] = (first if origin.third is None else first // 3, *others)
+            self.kinds[tensor] = "BF16" if entry["dtype"] in FP8 else entry["dtype"]
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU in its type on disk; dequantises a quantised one."""
@@ -120,16 +116,16 @@ class QuantisedBaseReader:
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self.family = _family_of(self.config)
         self._model = self.family.empty_model(self.config)
-        self._layers = quantised_layers(self._model, self._precision)
+        self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
         """The type of a tensor as returned by ``get``, by safetensors' name."""
-        return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
+        return "F32" if name in self._quantised else KINDS[self._reader.get(name).dtype]
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU; the weight of a quantised layer is dequantised to fp32."""
-        if not self._quantised(name):
+        if name not in self._quantised:
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
         twin = self._precision.convert(owner, self._model.get_submodule(owner))
@@ -137,9 +133,6 @@ class QuantisedBaseReader:
         if isinstance(twin, Int8Linear | Int8Conv2d | Nf4Linear):
             return twin.dequantise()
         return twin.get_parameter("weight").dequantize().float()  # quanto's
-
-    def _quantised(self, name: str) -> bool:
-        return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
 
 
 def locate_denoiser(name: str) -> tuple[Family, Part]:

@@ -109,8 +109,8 @@ def _comfyui_dora(header: LoraHeader) -> ToolSupport:
 
 
 def _diffusers(header: LoraHeader) -> ToolSupport:
-    if other := _not_lora(header):
-        return _refused_by_diffusers(other)
+    if refused := _only_by_rank(header):
+        return refused
     without_lora = [name for name in header.names if "lora" not in name and name not in header.bundled]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
@@ -144,7 +144,7 @@ def _comfyui(header: LoraHeader) -> ToolSupport:
 
 
 def _forge(header: LoraHeader) -> ToolSupport:
-    with_rank = " with --rank" if _not_lora(header) else ""
+    with_rank = " with --rank" if _only_by_rank(header) else ""
     if _layout(header) == "kohya":
         return ToolSupport(FORGE, "partly" if header.unmatched else "yes", _dropped(header))
     if _layout(header) == "comfy":
@@ -155,8 +155,8 @@ def _forge(header: LoraHeader) -> ToolSupport:
 
 
 def _diffusers_unet(header: LoraHeader) -> ToolSupport:
-    if other := _not_lora(header):
-        return _refused_by_diffusers(other)
+    if refused := _only_by_rank(header):
+        return refused
     layout = _layout(header)
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
@@ -196,12 +196,10 @@ def _layout(header: LoraHeader) -> str | None:
     return header.layout.name if header.layout else None
 
 
-def _not_lora(header: LoraHeader) -> str | None:
-    """The kinds of a file's modules besides LoRA."""
-    return " and ".join(kind for kind in header.kinds if kind != LORA) or None
-
-
-def _refused_by_diffusers(kinds: str) -> ToolSupport:
+def _only_by_rank(header: LoraHeader) -> ToolSupport | None:
+    """That diffusers refuses a file with modules other than LoRA; None if it has none."""
+    if not (kinds := " and ".join(kind for kind in header.kinds if kind != LORA)):
+        return None
     note = f"reads no {kinds}: export to diffusers with --rank, which approximates it by a LoRA"
     return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
 

@@ -43,14 +43,8 @@ def find_weight_file(path: Path) -> Path:
 
 
 def describe(file: Path, values: bool = True) -> Json:
-    """Describe a safetensors file.
-
-    Args:
-        file: the file.
-        values: whether to scan a LoRA's values for NaN and for zero factors.
-
-    Returns:
-        Plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or ``model``.
+    """Describe a safetensors file as plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or
+    ``model``. ``values``: scan a LoRA's values for NaN and for zero factors.
 
     Raises:
         UserError: the file is damaged, empty, or a pickle file, which is never opened.
@@ -61,13 +55,19 @@ def describe(file: Path, values: bool = True) -> Json:
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     embeddings = _embeddings(header, values)
     if embeddings and not header.is_lora:
-        found = _hash(header) if values else {}
-        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
+        hashed = _hash(header) if values else {}
+        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **hashed}
     if is_hypernetwork(header.names):
         return about | {"kind": "hypernetwork", **_hypernetwork(header)}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
-    found = _values(header) | _hash(header) if values else {}
+    found: Json = {}
+    if values:
+        scanned = scan_values(header.file, header.entries)
+        found["not_finite"] = {name: count for name, (count, _) in scanned.items() if count}
+        zero = {name for name, (_, is_zero) in scanned.items() if is_zero}
+        found["zero_updates"] = sum(not zero.isdisjoint(module.factors.values()) for module in header.all_modules)
+        found |= _hash(header)
     bundled = {"bundled": embeddings} if embeddings else {}
     return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
 
@@ -140,6 +140,9 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     refusal = refusal or ("values are NaN or infinite" if damaged else None)
     block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
     places = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
+    base = {key: header.metadata[key] for key in BASE_KEYS if key in header.metadata}
+    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', header.metadata.get("simpletune_config", "")):
+        base["simpletune_config"] = match.group(1)
     layout_title = title(header.layout) if header.layout else "unknown layout"
     if header.layout is None and not header.modules and header.text:
         style = style_of(header.text[0])
@@ -159,30 +162,12 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "alpha": _alpha(header),
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
         "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
-        "base": _base(header.metadata),
+        "base": base,
         "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
         "unmatched": header.unmatched,
         "incomplete": header.halves,
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
-    }
-
-
-def _base(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the header's information about the base."""
-    found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
-    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
-        found["simpletune_config"] = match.group(1)
-    return found
-
-
-def _values(header: LoraHeader) -> Json:
-    found = scan_values(header.file, header.entries)
-    return {
-        "not_finite": {name: count for name, (count, _) in found.items() if count},
-        "zero_updates": sum(
-            any(key in found and found[key][1] for key in module.factors.values()) for module in header.all_modules
-        ),
     }
 
 
@@ -226,7 +211,12 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
     types = ", ".join(about["types"])
     yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
     if about["kind"] == "model":
-        yield from _model_lines(about)
+        yield "what", about["family"]
+        if about["blocks"]:
+            yield "blocks", str(about["blocks"])
+        if about["with"]:
+            yield "with", ", ".join(about["with"])
+        yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
     elif about["kind"] == "embeddings":
         yield from _embedding_lines(about["embeddings"])
     elif about["kind"] == "hypernetwork":
@@ -235,15 +225,6 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
         yield "metadata" if number == 0 else "", f"{key}: {value}"
-
-
-def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
-    yield "what", about["family"]
-    if about["blocks"]:
-        yield "blocks", str(about["blocks"])
-    if about["with"]:
-        yield "with", ", ".join(about["with"])
-    yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
 
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:

@@ -83,7 +83,7 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
-    if not _sd3_modules(names):
+    if not _has_sd3_layers(names):
         return "an unknown model", names[0] if names else "no keys"
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
@@ -121,16 +121,13 @@ def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
 
 
-def _sd3_modules(names: list[str]) -> list[str]:
+def _has_sd3_layers(names: list[str]) -> bool:
+    """Whether a module's name is that of a layer of SD3 in any layout; a file may mix layouts."""
     modules = sorted({split[0] for name in names if (split := split_key(name))})
-    groups = [[m for m in modules if m.startswith(p)] for p in ("transformer.", "lora_unet_", "diffusion_model.")]
-    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_", "lycoris_")]
-    groups.append([m for m in modules if not any(m in group for group in groups)])
-    found = []
-    for group in groups:
-        layout = layout_of(group)
-        found += [module for module in group if layout and layout.layers(module)]
-    return found
+    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
+    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
+    groups.append([m for m in modules if not m.startswith(prefixes)])
+    return any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups)
 
 
 def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:

@@ -31,14 +31,8 @@ class LayerResult:
 
 @dataclass
 class ExtractionResult:
-    """The result of an extraction.
-
-    Args:
-        updates: fp32 updates by layer.
-        rows: one result per layer.
-        left_out: tensors that differ but that no LoRA can represent (biases, norms, larger convolutions), with the
-            norm of the difference.
-    """
+    """Updates in fp32 by layer, one result per layer, and tensors that differ but that no LoRA can represent (biases,
+    norms, larger convolutions), with the norm of the difference."""
 
     updates: dict[str, LoraUpdate] = field(default_factory=dict)
     rows: list[LayerResult] = field(default_factory=list)
@@ -68,13 +62,8 @@ def extract(
 ) -> ExtractionResult:
     """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
 
-    Args:
-        base: the checkpoint to which the LoRA will be applied.
-        tuned: the fine-tuned checkpoint.
-        rank: the largest rank of a layer; None does not limit it.
-        energy: the fraction of squared singular values to keep in each layer; None keeps all that ``rank`` allows.
-        device: where to compute the decompositions.
-        done: called after each tensor.
+    ``rank`` is the largest rank of a layer, ``energy`` the fraction of squared singular values to keep in each. Calls
+    ``done`` after each tensor.
 
     Raises:
         UserError: the checkpoints have different architectures, or do not differ.

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, Update, Updates, require_additive
+from simpletune.adapters.files.updates import AdditiveUpdate, LokrUpdate, LoraUpdate, Update, Updates, require_additive
 from simpletune.adapters.methods.lokr_layer import full_factor
 
 
-def _svd(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
+def _svd(update: AdditiveUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
     """U, S, V^T of an update, without forming [o, i].
 
     up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle factor is at most r x r. Those of LoKr
@@ -28,7 +28,7 @@ def _svd(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], 
         s, order = torch.kron(s1, s2).sort(descending=True)
         signed = torch.kron(u1, u2)[:, order] * (-1 if update.scale < 0 else 1)
         return signed, s * abs(update.scale), torch.kron(v1, v2)[order]
-    lora = require_additive(update).plain()
+    lora = update.plain()
     left, small_left = torch.linalg.qr(lora.up.double() * lora.scale)
     right, small_right = torch.linalg.qr(lora.down.double().T)
     u, s, vt = torch.linalg.svd(small_left @ small_right.T, full_matrices=False)
@@ -65,19 +65,13 @@ def resize_all(updates: Updates, rank: int | None, energy: float | None) -> tupl
 
 
 def resize_update(update: Update, rank: int | None, energy: float | None) -> tuple[LoraUpdate, float]:
-    """Change the rank of an update; approximate LoKr or LoHa by a LoRA.
-
-    Args:
-        update: the update.
-        rank: the new rank. A larger rank adds columns of zeros to ``up``, which does not change the product.
-        energy: alternatively, use the smallest rank that keeps this fraction of the squared singular values.
+    """Change the rank of an update; approximate LoKr or LoHa by a LoRA. With ``energy``: the smallest rank that keeps
+    this fraction of the squared singular values.
 
     Returns:
         The fp32 update, and its squared error (Frobenius).
-
-    Raises:
-        UserError: the update depends on the weight.
     """
+    update = require_additive(update)
     u, s, vt = _svd(update)
     kept = rank_for(s, rank, energy)
     smaller = replace(truncate(u, s, vt, kept), pointwise=update.pointwise)

@@ -67,22 +67,16 @@ class Module:
         keys: keys by role.
         layers: diffusers' names of the layers that it updates: one, or three for a fused q, k, v.
         alpha: the value of its own alpha tensor, or None.
+        kind: LoRA, DoRA, LoKr, LoHa or OFT, by its roles.
+        factors: keys by role, without alpha.
     """
 
     name: str
     keys: dict[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     alpha: float | None = None
-
-    @property
-    def kind(self) -> str:
-        """LoRA, DoRA, LoKr, LoHa or OFT, by its roles."""
-        return module_kind(self.keys)
-
-    @property
-    def factors(self) -> dict[str, str]:
-        """Keys by role, without alpha."""
-        return {role: key for role, key in self.keys.items() if role != ALPHA}
+    kind: str = LORA
+    factors: dict[str, str] = field(default_factory=dict)
 
 
 class LoraHeader:
@@ -121,6 +115,9 @@ class LoraHeader:
                 module.keys[split[1]] = key
                 if split[1] == ALPHA:
                     module.alpha = self._scalar(key)
+        for module in found.values():
+            module.kind = module_kind(module.keys)
+            module.factors = {role: key for role, key in module.keys.items() if role != ALPHA}
         found = {name: found[name] for name in sorted(found, key=natural_sort_key)}
         self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}

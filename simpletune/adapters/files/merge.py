@@ -5,7 +5,7 @@ Streams the output with one layer in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,11 +96,7 @@ class Merger:
         return merged
 
     def merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
-        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type.
-
-        Raises:
-            UserError: the weight has another shape or a type that is not supported.
-        """
+        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type."""
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
         if kind not in TYPES or not update.fits(shape):
@@ -167,8 +163,14 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
             writer.write(prefix + original, exchanged_halves(whole) if swapped else whole)
             for _ in parts:
                 done()
-        for name, data in _raw(base.file, others):
-            writer.write_bytes(name, merger.merged_text(text[name], others[name], data) if name in text else data)
+        if base.file is not None:
+            with open(base.file, "rb") as handle:
+                start = 8 + int.from_bytes(handle.read(8), "little")
+                for name, entry in others.items():
+                    begin, end = entry["data_offsets"]
+                    handle.seek(start + begin)
+                    data = handle.read(end - begin)
+                    writer.write_bytes(name, merger.merged_text(text[name], entry, data) if name in text else data)
     return MergeResult(file, len(merger.changed), merger.lost)
 
 
@@ -187,18 +189,6 @@ def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str
             f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
         )
     return found
-
-
-def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:
-    """Read tensors of a file as bytes."""
-    if file is None:
-        return
-    with open(file, "rb") as handle:
-        start = 8 + int.from_bytes(handle.read(8), "little")
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            handle.seek(start + begin)
-            yield name, handle.read(end - begin)
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,10 +44,6 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa are mixed as the equivalent
     LoRA.
 
-    Args:
-        loras: updates with their weights.
-        recipe: how to mix them.
-
     Returns:
         Updates with scale 1 for every layer that any LoRA has.
 

@@ -49,11 +49,6 @@ class Update(ABC):
         """The factor on the product of the factors."""
         return 1.0
 
-    @property
-    def pointwise(self) -> bool:
-        """Whether the layer is a 1x1 convolution, whose factors files store with two more dimensions of size 1."""
-        return False
-
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the layer's weight may have this shape, (o, i) or (o, i, 1, 1)."""
         outputs, inputs = self.shape
@@ -70,6 +65,11 @@ class Update(ABC):
 
 class AdditiveUpdate(Update):
     """An update that adds the same matrix to any weight, which makes it a LoRA, if perhaps of a high rank."""
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the layer is a 1x1 convolution, whose factors files store with two more dimensions of size 1."""
+        return False
 
     @abstractmethod
     def delta(self) -> Tensor:  # fp32 [o, i]
@@ -372,10 +372,6 @@ class DoraUpdate(Update):
     @property
     def scale(self) -> float:
         return self.update.scale
-
-    @property
-    def pointwise(self) -> bool:
-        return self.update.pointwise
 
     def difference(self, weight: Tensor) -> Tensor:
         turned = weight + self.update.delta()

@@ -16,11 +16,11 @@ from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
 from simpletune.adapters.files.updates import (
     AdditiveUpdate,
     DoraUpdate,
+    LohaUpdate,
     LokrUpdate,
     LoraUpdate,
     LoraUpdates,
     OftUpdate,
-    Update,
     Updates,
     fuse,
 )
@@ -67,7 +67,7 @@ def write_lora(
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
-    others = {layer: u for layer, u in updates.items() if not isinstance(u, LoraUpdate | DoraUpdate | OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if isinstance(u, LokrUpdate | LohaUpdate)}
     tensors: dict[str, Tensor] = {}
     if layout == "lycoris":
         for layer in (*low_rank, *dora, *oft):
@@ -79,10 +79,10 @@ def write_lora(
         chosen = next(each for each in LAYOUTS[names_of(updates)] if each.name == layout)
         tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
         tensors |= _magnitudes(dora, chosen)
-        for layer, update in oft.items():  # ComfyUI would rotate the wrong rows under other names
-            if not chosen.alpha or chosen.original != (update.original is not None):
+        for layer, turned in oft.items():  # ComfyUI would rotate the wrong rows under other names
+            if not chosen.alpha or chosen.original != (turned.original is not None):
                 raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
-        tensors |= named_blocks({layer: update.blocks for layer, update in oft.items()}, chosen)
+        tensors |= named_blocks({layer: turned.blocks for layer, turned in oft.items()}, chosen)
     tensors |= text_tensors_of(text, layout, single, kind)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
@@ -100,7 +100,7 @@ def write_lora(
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
-def _needs_rank(layer: str, update: Update) -> UserError:
+def _needs_rank(layer: str, update: AdditiveUpdate) -> UserError:
     return UserError(
         f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
         "smaller one to approximate it, or use --format lycoris"
@@ -153,11 +153,7 @@ def _with_one_alpha(updates: LoraUpdates) -> dict[str, LoraUpdate]:
 
 
 def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraUpdate]:
-    """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ.
-
-    Raises:
-        UserError: the family has no such layer.
-    """
+    """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ."""
     found: dict[str, LoraUpdate] = {}
     thirds: dict[str, list[LoraUpdate | None]] = {}
     for layer, update in updates.items():
@@ -179,9 +175,6 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
 
     ``lora_magnitude_vector`` is for diffusers, which reads only its own layout; ``dora_scale`` is for ComfyUI. A file
     gets both if both are known.
-
-    Raises:
-        UserError: the update lacks what this layout needs, or is only part of a fused q, k, v.
     """
     for layer, update in updates.items():
         if layout.alpha and update.relative is None:
@@ -199,7 +192,7 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
         magnitudes[layer] = exchanged_halves(magnitudes[layer])
     tensors: dict[str, Tensor] = {}
     for module, vector in _by_module(scales, layout).items():
-        sides = (1, 1, 1) if module in updates and updates[module].pointwise else (1,)
+        sides = (1, 1, 1) if module in updates and updates[module].update.pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     return tensors | {layout.key(k, MAGNITUDE): v.float().clone() for k, v in _by_module(magnitudes, layout).items()}
 
@@ -226,17 +219,13 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
     return found
 
 
-def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads.
-
-    Raises:
-        UserError: a layer has only rows of a LoKr that was trained on a fused layer.
-    """
+def _lycoris_tensors(updates: Mapping[str, AdditiveUpdate], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
     layout = update_layout(updates) if updates else None
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
-        assert layout is not None and isinstance(update, AdditiveUpdate)
+        assert layout is not None
         if isinstance(update, LokrUpdate) and not update.is_own:
             raise UserError(
                 f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
@@ -249,13 +238,8 @@ def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, T
 def text_tensors_of(
     text: Updates, layout: str, single: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of text encoders in a file, by key.
-
-    Args:
-        text: updates by ``text_encoder...`` names.
-        layout: ``diffusers``, ``kohya``, ``comfy`` or ``lycoris``.
-        single: whether the model has one text encoder.
-        dtype: None keeps their types.
+    """The tensors of text encoders in a file, by key, from updates by ``text_encoder...`` names. ``single``: the model
+    has one text encoder.
 
     Raises:
         UserError: no tool reads such an update of a text encoder under these keys.

@@ -88,8 +88,11 @@ class TrainingMethod(Option):
         """Bring the trained parameters back within their bounds after an update. Must not read from the device."""
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Restore the exact base model within this context. Only for methods that do not change the base."""
-        raise NotImplementedError
+        """Restore the exact base model within this context, by disabling all updates. Only for methods that do not
+        change the base."""
+        from simpletune.adapters.methods.layers import updates_disabled
+
+        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write the result in a format that other tools read.

@@ -42,9 +42,9 @@ class Dora(Lora):
         from simpletune.adapters.methods.dora_layers import DoraLayer
         from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
 
+        dropouts = self.dropout, self.rank_dropout, self.module_dropout
         for name in self.modules(freeze_for_updates(model, seed)):
-            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype])
-            layer.drop(self.dropout, self.rank_dropout, self.module_dropout)
+            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype], dropouts=dropouts)
             wrap(model, name, layer)
 
     def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -101,6 +101,7 @@ class DoraLayer(UpdateLayer):
         scale: s.
         dtype: type of the factors.
         adapter: name by which ``scaling`` holds the strength.
+        dropouts: probabilities for the update's input, its ranks, and the whole update without its magnitudes.
     """
 
     squares: Tensor
@@ -113,6 +114,7 @@ class DoraLayer(UpdateLayer):
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
         adapter: str = ADAPTER,
+        dropouts: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ):
         super().__init__(base_layer, adapter)
         frozen = innermost_layer(base_layer)
@@ -125,13 +127,9 @@ class DoraLayer(UpdateLayer):
         self.register_buffer("squares", squared_norms(frozen), persistent=False)
         self.register_buffer("gain", None, persistent=False)
         self.magnitude = nn.Parameter(self.squares.sqrt())
-        self.input_dropout: nn.Module = nn.Identity()
-        self.update_dropout: nn.Module = nn.Identity()
-
-    def drop(self, inputs: float, rank: float, module: float) -> None:
-        """Add dropout on the update's input, its ranks and the whole update without its magnitudes."""
+        inputs, *others = dropouts
         self.input_dropout = nn.Dropout(inputs) if inputs else nn.Identity()
-        self.update_dropout = UpdateDropout(rank, module) if rank or module else nn.Identity()
+        self.update_dropout = UpdateDropout(*others) if any(others) else nn.Identity()
 
     @torch.no_grad()
     def norms(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -105,11 +104,6 @@ class Hypernetwork(TrainingMethod):
 
         widths, dtype = self.chosen(freeze_for_updates(model, seed)), FLOATS[self.dtype]
         put_before(model, {width: random_networks(width, self.structure, dtype) for width in widths})
-
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        from simpletune.adapters.methods.layers import updates_disabled
-
-        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with names such as ``768.k.linear.0.weight``, which only simpletune

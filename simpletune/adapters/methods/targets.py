@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -11,9 +10,6 @@ from pydantic import Field
 from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
 from simpletune.models.lora_names import TARGETS, is_target
 from simpletune.system.options import Problem
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Targets = (
     Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
@@ -44,11 +40,6 @@ class TargetedMethod(TrainingMethod):
         pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
         convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
         return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
-
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        from simpletune.adapters.methods.layers import updates_disabled
-
-        return updates_disabled(model)
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         layers = _layers(shapes)

@@ -195,21 +195,17 @@ class TextEncoding:
         layered = LayeredT5(part, self.dtype, device, tensors)
         return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
 
-    def finish(self, encoder: TextEncoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An encoder's output for one prompt, with output embeddings inserted."""
-        found = unpack(parts, self.dtype)
-        for each in self.embeddings:
-            if each.place == "output" and encoder.name in each.vectors and occurs(prompt, each.token):
-                hidden = found["hidden"].clone()
-                for row, number in self.rows(encoder, prompt, each):
-                    hidden[row] = each.vectors[encoder.name][number].to(hidden.dtype)
-                found["hidden"] = hidden
-        return found
-
     def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Embeddings:
-        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name."""
-        by_name = {encoder.name: encoder for encoder in self.prompts.encoders}
-        return self.prompts.assemble({name: self.finish(by_name[name], prompt, each) for name, each in parts.items()})
+        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name, and insert output embeddings."""
+        by_name, outputs = {encoder.name: encoder for encoder in self.prompts.encoders}, {}
+        for name, each in parts.items():
+            outputs[name] = found = unpack(each, self.dtype)
+            for embedding in self.embeddings:
+                if embedding.place == "output" and name in embedding.vectors and occurs(prompt, embedding.token):
+                    found["hidden"] = hidden = found["hidden"].clone()
+                    for row, number in self.rows(by_name[name], prompt, embedding):
+                        hidden[row] = embedding.vectors[name][number].to(hidden.dtype)
+        return self.prompts.assemble(outputs)
 
 
 def encode_prompts(
@@ -220,15 +216,8 @@ def encode_prompts(
     side: TextSide = PLAIN,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Embeddings]:
-    """Encode prompts without a cache, one encoder in memory at a time.
-
-    Args:
-        model: the model, with folders resolved.
-        prompts: prompts with tokens in them; each is encoded alone.
-        device: where the encoders run.
-        dtype: the type of their weights and of the embeddings.
-        side: embeddings and updates.
-        done: called after each encoder, to free memory.
+    """Encode prompts, each alone, without a cache, with one encoder in memory at a time. Calls ``done`` after each
+    encoder, to free memory.
 
     Returns:
         (prompt_embeds, pooled) by prompt, on the CPU.
@@ -274,18 +263,14 @@ class _UpdatedT5Tensors:
     table."""
 
     def __init__(self, tensors: Tensors, updates: LayerUpdates, rows: Sequence[Tensor]):
-        self.tensors, self.updates, self.rows, self.tables = tensors, updates, rows, EMBEDDINGS
+        self.tensors, self.updates, self.rows, self.shapes = tensors, updates, rows, tensors.shapes
         if lost := [layer for layer in updates if f"{layer}.weight" not in tensors.shapes]:
             raise UserError(f"T5 has no layer {join_names(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        return self.tensors.shapes
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the host."""
         tensor = self.tensors.get(name)
-        if name in self.tables and self.rows:
+        if name in EMBEDDINGS and self.rows:
             return torch.cat([tensor, torch.stack(list(self.rows)).to(tensor.dtype)])
         layer = name.removesuffix(".weight")
         return _changed(layer, tensor, self.updates[layer]) if layer in self.updates else tensor

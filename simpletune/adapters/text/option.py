@@ -54,10 +54,6 @@ class Embeddings(Option):
         name = f"`embedding:{file.removesuffix('.safetensors')}`"
         return f"{where} ComfyUI reads them from `models/embeddings`: write {name} for `{self.token}` in prompts."
 
-    def stop_step(self, steps: int) -> int:
-        """The first step, counted from 0, that no longer changes the embeddings."""
-        return max(1, round(self.stop_at * steps))
-
 
 class TextLora(Option):
     """A LoRA on the CLIP text encoders, which then stay on the device."""

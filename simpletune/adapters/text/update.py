@@ -8,8 +8,9 @@ Shapes: b prompts, L tokens of an encoder, t text tokens of the denoiser, e thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class TextUpdate(nn.Module):
                 table = token_table(encoder)
                 norms = torch.linalg.vector_norm(table.weight.detach(), dim=1, dtype=torch.float32)
                 self.register_buffer(f"norm_{name}", norms.median(), persistent=False)
-                table.register_forward_hook(self._hook(name))
+                table.register_forward_hook(partial(self._inserted, name))
 
     def train(self, mode: bool = True) -> TextUpdate:
         """Stay in evaluation mode: the encoders use no dropout."""
@@ -83,7 +84,7 @@ class TextUpdate(nn.Module):
     def at_step(self, step: int, steps: int) -> None:
         """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
         option = self.option.embeddings
-        self.frozen = option is not None and option.stop_at < 1 and step >= option.stop_step(steps)
+        self.frozen = option is not None and option.stop_at < 1 and step >= max(1, round(option.stop_at * steps))
 
     def forward(
         self,
@@ -134,12 +135,10 @@ class TextUpdate(nn.Module):
         finally:
             self._slots = {}
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            slots = self._slots.get(name)
-            return output if slots is None else self._replaced(name, slots, output)
-
-        return replace
+    def _inserted(self, name: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        """Forward hook of an encoder's token table."""
+        slots = self._slots.get(name)
+        return output if slots is None else self._replaced(name, slots, output)
 
     @torch.no_grad()
     def constrain(self) -> None:
@@ -167,15 +166,12 @@ def trained_text(model: nn.Module) -> TextUpdate | None:
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
     """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
-    found = trained_text(model)
-    if found is None:
-        yield
-        return
-    del model._modules[NAME]
+    found = model._modules.pop(NAME, None)
     try:
         yield
     finally:
-        model._modules[NAME] = found
+        if found is not None:
+            model._modules[NAME] = found
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from simpletune.models.shared.model_config import Shape
 from simpletune.system.options import UserError
@@ -26,14 +26,6 @@ MARK = "simpletune_hypernetwork"
 """Header field that contains the structure as JSON."""
 LARGEST_MULTIPLE = 16
 LONGEST = 16
-
-
-class NetworkLayer(NamedTuple):
-    """One layer of a network: its kind, inputs and outputs."""
-
-    kind: Kind
-    inputs: int
-    outputs: int
 
 
 @dataclass(frozen=True)
@@ -52,18 +44,18 @@ class Structure:
     layer_norm: bool = False
     dropout: float = 0.0
 
-    def stages(self, width: int) -> list[NetworkLayer]:
-        """The layers for an input of a given width, in order."""
+    def stages(self, width: int) -> list[tuple[Kind, int, int]]:
+        """The layers for an input of a given width, in order: kind, inputs and outputs."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
-        found, last = list[NetworkLayer](), len(widths) - 2
+        found, last = list[tuple[Kind, int, int]](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
-            found.append(NetworkLayer("linear", inputs, outputs))
+            found.append(("linear", inputs, outputs))
             if self.activation != "linear" and number < last:
-                found.append(NetworkLayer("activation", outputs, outputs))
+                found.append(("activation", outputs, outputs))
             if self.layer_norm:
-                found.append(NetworkLayer("norm", outputs, outputs))
+                found.append(("norm", outputs, outputs))
             if self.dropout and number < last:
-                found.append(NetworkLayer("dropout", outputs, outputs))
+                found.append(("dropout", outputs, outputs))
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:
@@ -102,8 +94,14 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
             f"{place} is a hypernetwork without {MARK} in its header, so its activation is unknown. Use a file that "
             "simpletune wrote"
         )
-    structure = _parsed(metadata[MARK])
-    if structure is None:
+    try:
+        read = json.loads(metadata[MARK])
+        multiples = tuple(float(multiple) for multiple in read["layer_structure"])
+        structure = Structure(multiples, read["activation"], read["layer_norm"] is True, float(read["dropout"]))
+        known = structure.activation in get_args(Activation)
+    except (ValueError, RecursionError, TypeError, KeyError):
+        known = False
+    if not known or not is_layer_structure(multiples) or not 0 <= structure.dropout < 1:
         raise UserError(f"{place}: {MARK} in its header is damaged. {remedy}")
     expected = {
         f"{width}.{side}.{name}": shape
@@ -117,22 +115,6 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
         found, asked = ("nothing" if each.get(name) is None else str(list(each[name])) for each in (shapes, expected))
         raise UserError(f"{place}: {name} is {found}, but its structure requires {asked}. {remedy}")
     return structure
-
-
-def _parsed(text: str) -> Structure | None:
-    """Parse the structure in a header; None if it is damaged."""
-    try:
-        found = json.loads(text)
-        structure = Structure(
-            tuple(float(multiple) for multiple in found["layer_structure"]),
-            found["activation"],
-            found["layer_norm"] is True,
-            float(found["dropout"]),
-        )
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return None
-    fits = is_layer_structure(structure.layer_structure) and 0 <= structure.dropout < 1
-    return structure if fits and structure.activation in get_args(Activation) else None
 
 
 def is_layer_structure(multiples: Iterable[float]) -> bool:
