@@ -99,11 +99,8 @@ class BaseReader:
 
 
 class QuantisedBaseReader:
-    """Reads a cached quantised base, dequantising layers on demand.
-
-    Args:
-        folder: the folder with ``transformer.safetensors`` and ``made_from.json``.
-    """
+    """Reads a cached quantised base, a folder with ``transformer.safetensors`` and ``made_from.json``, and dequantises
+    layers on demand."""
 
     def __init__(self, folder: Path):
         from pydantic import TypeAdapter

@@ -126,7 +126,7 @@ class InPlaceLoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """Return the output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
+        """The output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         dropped = module.lora_dropout[active_adapter](x)
         add = add_update if a.ndim == 2 else add_pointwise_update
@@ -168,10 +168,6 @@ class UpdateDropout(nn.Dropout):
     (stochastic depth, arXiv:1603.09382, as kohya's scripts apply it to LoRA). Draws from the device's global generator,
     which the loop seeds for every step, and which checkpointing restores for the recomputation because this is a
     ``Dropout`` with ``p`` > 0.
-
-    Args:
-        rank: probability of dropping each rank.
-        module: probability of dropping the whole update.
     """
 
     def __init__(self, rank: float, module: float):
@@ -179,7 +175,6 @@ class UpdateDropout(nn.Dropout):
         self.rank, self.module = rank, module
 
     def forward(self, b: Tensor) -> Tensor:  # [o, r] -> [o, r]
-        """Return the factor with zeros in the dropped columns; unchanged in evaluation mode."""
         if not self.training:
             return b
         draws = torch.rand(b.shape[1] + 1, device=b.device)

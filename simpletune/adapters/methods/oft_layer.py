@@ -50,11 +50,8 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
 
     ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
     order and then swap the halves of the difference, which is wrong for layers whose halves are swapped. A fused q, k,
-    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones.
-
-    Args:
-        blocks: [k, d, d] by diffusers' layer name, with halves in the original layout's order.
-        layout: kohya's or ComfyUI's.
+    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones. The blocks [k, d, d], by
+    diffusers' layer name, have halves in the original layout's order.
     """
     if not layout.original:
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}

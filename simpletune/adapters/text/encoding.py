@@ -45,7 +45,6 @@ class TextEncoding:
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        side: embeddings and updates.
 
     Raises:
         UserError: vectors or updates are for other encoders than the model's.
@@ -232,13 +231,8 @@ def encode_prompts(
 
 
 def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
-    """Return the embedding with its vectors under the names of the model's encoders.
-
-    A single-encoder file's vectors go to the encoder with the same width. T5's vectors are ignored if T5 is not in use.
-
-    Raises:
-        UserError: vectors and encoder differ in width, or no encoder has vectors.
-    """
+    """The embedding with its vectors under the names of the model's encoders. A single-encoder file's vectors go to the
+    encoder with the same width; T5's are ignored if T5 is not in use."""
     vectors: dict[str, Tensor] = {}
     for name, each in embedding.vectors.items():
         alike = [name] if name in widths else []

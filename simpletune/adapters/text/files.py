@@ -75,14 +75,8 @@ class EmbeddingFile:
 
 @dataclass(frozen=True)
 class Keys:
-    """The tensors of a file that hold one token's vectors, found from the header alone.
-
-    Args:
-        token: see ``EmbeddingFile``.
-        place: see ``EmbeddingFile``.
-        keys: the tensors' keys by encoder.
-        bundled: whether they are inside a LoRA file.
-    """
+    """The keys, by encoder, of the tensors with one token's vectors, found from the header alone; ``bundled``: they are
+    inside a LoRA file."""
 
     token: str
     place: Place
@@ -160,14 +154,10 @@ def _keys(
 
 
 def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile, ...]:
-    """Read embeddings of any layout in fp32.
+    """Read embeddings of any layout in fp32, one per token; from a LoRA, only the bundled ones.
 
     Args:
-        file: a safetensors file; from a LoRA, reads only the bundled embeddings.
         token: the token to use in prompts; None: the file's own.
-
-    Returns:
-        One embedding per token; empty for a LoRA without embeddings.
 
     Raises:
         UserError: as ``keys_of`` raises it; values are NaN or infinite; or ``token`` is given for several embeddings.
@@ -196,9 +186,7 @@ def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile
 
 
 def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
-    """Write one token's vectors in fp32, atomically.
-
-    The header contains the token, the words that it replaced, and how tools use it.
+    """Write one token's vectors in fp32, atomically, with a header that says how tools use them.
 
     Raises:
         UserError: there are no vectors, or values are NaN or infinite.

@@ -106,11 +106,7 @@ class PromptTokenizer:
 
     @cached_property
     def vectors(self) -> dict[str, int]:
-        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5.
-
-        Raises:
-            UserError: a word is not a single token of CLIP.
-        """
+        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5."""
         return {name: len(self.word_ids(name)) for name in self.with_vectors}
 
     def word_ids(self, name: str) -> list[int]:
