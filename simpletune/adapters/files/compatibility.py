@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from simpletune.adapters.files.detect_model import TEXT_ALONE, is_known, is_sd3, is_unet
 from simpletune.adapters.files.header import LoraHeader
-from simpletune.adapters.files.module_kind import DORA, LORA, OFT
+from simpletune.adapters.files.keys import DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE
 from simpletune.models.shared.text_layers import T5, style_of

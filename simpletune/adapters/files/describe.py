@@ -12,9 +12,8 @@ from pathlib import Path
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
 from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
 from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_key, open_lora, require_tensors
-from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
-from simpletune.adapters.files.layouts import title
-from simpletune.adapters.files.module_kind import DORA, LORA, is_whole
+from simpletune.adapters.files.keys import DORA, LORA, is_whole
+from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.values import row_norms, scan_values
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
@@ -143,8 +142,11 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     base = {key: header.metadata[key] for key in BASE_KEYS if key in header.metadata}
     if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', header.metadata.get("simpletune_config", "")):
         base["simpletune_config"] = match.group(1)
-    layout_title = title(header.layout) if header.layout else "unknown layout"
-    if header.layout is None and not header.modules and header.text:
+    layout_title = "unknown layout"
+    if header.layout is not None:
+        name, prefix = header.layout.name, header.layout.prefix
+        layout_title = f"{LAYOUT_TITLES.get(name, name)} ({prefix}*)" if prefix else "diffusers' names without a prefix"
+    elif not header.modules and header.text:
         style = style_of(header.text[0])
         layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from simpletune.adapters.files.layouts import OTHER_METHODS, layout_of, split_key
+from simpletune.adapters.files.keys import layout_of, split_key
 
 MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
 SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
@@ -35,6 +35,16 @@ UNET_BY_TEXT_WIDTH = {
     1024: SD2,
     2048: "Stable Diffusion XL",
 }
+# Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
+OTHER_METHODS = (
+    (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
+    (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
+    (r"\.lora_mid\.weight$", "LoCon with a middle convolution (lora_mid)"),
+    (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "full weight differences (.diff)"),
+    (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
+    (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
+    (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
+)
 # Whole models: names of tensors.
 MODELS = (
     (r"(^|\.)joint_blocks\.\d+\.x_block\.attn2\.", f"{MEDIUM_35}, in the original layout"),

@@ -20,8 +20,7 @@ from simpletune.adapters.files.detect_model import (
     kind_of_model,
     other_methods,
 )
-from simpletune.adapters.files.layouts import layout_of, split_key
-from simpletune.adapters.files.module_kind import (
+from simpletune.adapters.files.keys import (
     DORA,
     DORA_ROLES,
     LORA,
@@ -29,7 +28,9 @@ from simpletune.adapters.files.module_kind import (
     UpdateShape,
     is_by_output,
     is_whole,
+    layout_of,
     module_kind,
+    split_key,
     update_shape,
 )
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork

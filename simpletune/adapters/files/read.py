@@ -10,7 +10,7 @@ from torch import Tensor
 
 from simpletune.adapters.files.detect_model import SD15
 from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
-from simpletune.adapters.files.module_kind import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.adapters.files.keys import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update, split
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames

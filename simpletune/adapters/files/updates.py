@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.module_kind import DORA, LOHA, LOKR, LORA, OFT
+from simpletune.adapters.files.keys import DORA, LOHA, LOKR, LORA, OFT
 from simpletune.adapters.methods.dora_layers import by_norms
 from simpletune.adapters.methods.loha_layer import low_rank
 from simpletune.adapters.methods.lokr_layer import full_factor

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,8 +177,11 @@ class TextEncoding:
                 layer.weight.copy_(_changed(f"{name} of {encoder.name}", layer.weight, each))
         clip = clip.eval().to(device)
         for prompt, own in zip(ids.split(1), rows, strict=True):
-            with _replaced_rows(clip.get_input_embeddings(), own):
+            hook = clip.get_input_embeddings().register_forward_hook(partial(_with_rows, own))
+            try:
                 yield from clip_outputs(encoder, clip, prompt, device, 1)
+            finally:
+                hook.remove()
 
     def _run_t5(
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
@@ -270,21 +273,12 @@ class _UpdatedT5Tensors:
         return _changed(layer, tensor, self.updates[layer]) if layer in self.updates else tensor
 
 
-@contextmanager
-def _replaced_rows(table: nn.Module, rows: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace rows of a token table's output for one prompt."""
-
-    def replace_rows(module: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
-        changed = output.clone()
-        for row, vector in rows.items():
-            changed[0, row] = vector.to(changed.device, changed.dtype)
-        return changed
-
-    handle = table.register_forward_hook(replace_rows)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _with_rows(rows: Mapping[int, Tensor], table: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
+    """Forward hook of a token table that replaces rows of its output for one prompt."""
+    changed = output.clone()
+    for row, vector in rows.items():
+        changed[0, row] = vector.to(changed.device, changed.dtype)
+    return changed
 
 
 def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, AppliedText]]) -> Tensor:

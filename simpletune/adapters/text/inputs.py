@@ -5,7 +5,7 @@ Shapes: b prompts, L tokens of an encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -137,8 +137,8 @@ class PromptTokenizer:
 def empty_inputs(text: Text, model: Model, lengths: Mapping[str, int], b: int, device: torch.device) -> TextInputs:
     """Inputs of b prompts without values, with the first vector at every position; ``lengths``: L by the encoder's
     name."""
-
-    def zeros(names: Collection[str]) -> dict[str, Tensor]:
-        return {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
-
-    return TextInputs(zeros(encoders_with_vectors(text, model)), zeros(text.resident(model.clip_encoders)))
+    both = (
+        {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
+        for names in (encoders_with_vectors(text, model), text.resident(model.clip_encoders))
+    )
+    return TextInputs(*both)

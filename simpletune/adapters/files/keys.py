@@ -1,5 +1,4 @@
-"""Kind and size of one module of a file, by the roles and shapes of its tensors: LoRA, LoKr, LoHa, DoRA, OFT. Imports
-no torch.
+"""The meaning of a LoRA file's keys: layouts, roles, and each module's kind and size. Imports no torch.
 
 Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
 
@@ -11,13 +10,67 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
 
 LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
 LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
 LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
 DORA_ROLES = (MAGNITUDE, DORA_SCALE)
 Shape = tuple[int, ...]
+ROLES = {
+    "lora_A.weight": DOWN,
+    "lora_B.weight": UP,
+    "lora_A.default.weight": DOWN,
+    "lora_B.default.weight": UP,
+    "lora_down.weight": DOWN,
+    "lora_up.weight": UP,
+    "lora.down.weight": DOWN,
+    "lora.up.weight": UP,
+    "lora_linear_layer.down.weight": DOWN,
+    "lora_linear_layer.up.weight": UP,
+    "alpha": ALPHA,
+    "lora_magnitude_vector": MAGNITUDE,
+    "lora_magnitude_vector.weight": MAGNITUDE,
+    "lora_magnitude_vector.default.weight": MAGNITUDE,
+    "dora_scale": DORA_SCALE,
+    OFT_BLOCKS: OFT_BLOCKS,
+    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
+}
+OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
+TITLES = {
+    "kohya": "kohya",
+    "comfy": "ComfyUI native",
+    "peft": "PEFT",
+    "onetrainer": "OneTrainer",
+    "original": "original names",
+    "lycoris": "LyCORIS",
+}
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Split a key into its module (with prefix) and role; None if it is not a LoRA key."""
+    for ending, role in ROLES.items():
+        if key.endswith("." + ending):
+            return key.removesuffix("." + ending), role
+    for ending, role in OLD_ROLES.items():
+        if key.endswith(ending):
+            return key.removesuffix(ending), role
+    return None
+
+
+def layout_of(modules: list[str]) -> Layout | None:
+    """The layout of modules (with prefixes); None if they have no common layout.
+
+    Families share prefixes, so this is the layout with the prefix that knows most of the modules.
+    """
+    known = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    prefixes = {layout.prefix for layout in known if layout.prefix}
+    common = {prefix for prefix in prefixes if all(module.startswith(prefix) for module in modules)}
+    if not common and not any(module.startswith(tuple(prefixes)) for module in modules):
+        common = {""}
+    fitting = [layout for layout in known if layout.prefix in common] if modules else []
+    return max(fitting, key=lambda layout: sum(bool(layout.layers(m)) for m in modules), default=None)
 
 
 class UpdateShape(NamedTuple):
