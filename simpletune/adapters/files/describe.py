@@ -15,6 +15,7 @@ from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_ke
 from simpletune.adapters.files.keys import DORA, LORA, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.values import row_norms, scan_values
+from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.recognise import denoiser_in
@@ -34,8 +35,6 @@ def find_weight_file(path: Path) -> Path:
     """Find the weight file at a path: the path itself, or a run's result or a model's weights inside a folder."""
     if not path.is_dir():
         return path
-    from simpletune.adapters.methods.lora import OUTPUT
-
     if (path / OUTPUT).is_file():
         return path / OUTPUT
     return weight_files(denoiser_in(path) or path)[0]

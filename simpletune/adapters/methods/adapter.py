@@ -12,6 +12,8 @@ from simpletune.system.options import Option, Problem
 if TYPE_CHECKING:
     from torch import nn
 
+OUTPUT = "pytorch_lora_weights.safetensors"
+"""The result of methods that do not change the base, by diffusers' name."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a model's parameters by name."""
 
@@ -75,11 +77,6 @@ class TrainingMethod(Option):
         """
         raise NotImplementedError
 
-    @property
-    def has_lr_ratios(self) -> bool:
-        """Whether ``lr_ratio`` differs between parameters."""
-        return False
-
     def lr_ratio(self, name: str) -> float:
         """The factor on the learning rate of a trained parameter, by its name in the model."""
         return 1.0
@@ -121,7 +118,7 @@ class NoAdapter(TrainingMethod):
 
     trains: ClassVar[bool] = False
     holds_lora: ClassVar[bool] = True
-    output_name: ClassVar[str] = "pytorch_lora_weights.safetensors"
+    output_name: ClassVar[str] = OUTPUT
 
     def describe(self, shapes: Shapes) -> str:
         return "nothing of the denoiser"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.lora import OUTPUT, Lora
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
+from simpletune.adapters.methods.lora import Lora
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import DORA_MARK
 

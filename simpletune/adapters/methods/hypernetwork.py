@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
 from simpletune.adapters.methods.hypernetworks.structure import (
     LARGEST_MULTIPLE,
     LONGEST,
@@ -16,7 +16,6 @@ from simpletune.adapters.methods.hypernetworks.structure import (
     Structure,
     is_layer_structure,
 )
-from simpletune.adapters.methods.lora import OUTPUT
 from simpletune.models.lora_names import context_widths
 from simpletune.system.options import Problem
 

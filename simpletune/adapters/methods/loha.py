@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.layer_method import LayerMethod
-from simpletune.adapters.methods.targets import Targets
+from simpletune.adapters.methods.targets import LayerMethod, Targets
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer

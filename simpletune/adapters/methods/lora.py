@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import TargetedMethod, Targets
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-OUTPUT = "pytorch_lora_weights.safetensors"
 
 
 class Lora(TargetedMethod):
@@ -87,10 +85,6 @@ class Lora(TargetedMethod):
         if self.rank_dropout or self.module_dropout:
             for _, layer in lora_layers(model):
                 layer.update_dropout = UpdateDropout(self.rank_dropout, self.module_dropout)
-
-    @property
-    def has_lr_ratios(self) -> bool:
-        return self.b_lr_ratio != 1
 
     def lr_ratio(self, name: str) -> float:
         return self.b_lr_ratio if ".lora_B." in name else 1.0

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.layer_method import LayerMethod
-from simpletune.adapters.methods.lora import OUTPUT
-from simpletune.adapters.methods.targets import Targets
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
+from simpletune.adapters.methods.targets import LayerMethod, Targets
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
-from simpletune.models.lora_names import TARGETS, is_target
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
+from simpletune.models.lora_names import TARGETS, is_target, update_layout
+from simpletune.models.shared.lora_names import ALPHA
 from simpletune.system.options import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from simpletune.adapters.methods.layers import FactorLayer
 
 Targets = (
     Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
@@ -64,3 +72,61 @@ def _layers(shapes: Shapes) -> list[str]:
 
 def _ends(layer: str, ending: str) -> bool:
     return layer == ending or layer.endswith("." + ending)
+
+
+class LayerMethod(TargetedMethod):
+    """Wrap each chosen layer in one of this package's own, with trained factors. Members also declare ``dtype``."""
+
+    if TYPE_CHECKING:
+        dtype: Literal["fp32", "bf16"]
+
+    output_name: ClassVar[str] = OUTPUT
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        return (
+            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
+            "--format diffusers --rank 32`, which prints what is left out."
+        )
+
+    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+        """The shapes of the factors of one layer's update, by their names in files."""
+        raise NotImplementedError
+
+    def layer_class(self) -> type[FactorLayer]:
+        """The class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of factors of
+        given shapes. Imports torch."""
+        raise NotImplementedError
+
+    @property
+    def alpha(self) -> float:
+        """Alpha of every module in a file. Equal to the number that readers divide it by, so that the scale is 1."""
+        raise NotImplementedError
+
+    def trainable(self, shapes: Shapes) -> int:
+        sides = (shapes[f"{name}.weight"][:2] for name in self.modules(shapes))
+        return sum(math.prod(shape) for o, i in sides for shape in self.factor_shapes(o, i).values())
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
+
+        shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
+        for name in self.modules(shapes):
+            factors = layer_class.initial_factors(self.factor_shapes(*shapes[f"{name}.weight"][:2]))
+            cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
+            wrap(model, name, layer_class(model.get_submodule(name), cast))
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors with the factors as trained, under the keys that ComfyUI reads."""
+        import torch
+
+        from simpletune.adapters.methods.layers import FactorLayer, outer_layers
+        from simpletune.system.safetensors_file import write_safetensors
+
+        layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
+        layout = update_layout(layers)
+        state: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
+            state[layout.key(name, ALPHA)] = torch.tensor(float(self.alpha))
+        return write_safetensors(state, folder / OUTPUT, metadata)
