@@ -36,11 +36,7 @@ class TrainingObjective(Option):
         yield from ()
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
-        """Check whether the objective fits the model.
-
-        Args:
-            scheduler: returns the model's ``scheduler_config.json``.
-        """
+        """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
 
     def shift_at(self, resolution: int) -> float:
@@ -56,19 +52,11 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
-        """Draw a sample's noise, normal in fp32.
-
-        Args:
-            stream: seeded by the sample's key.
-            shape: (c, h, w).
-        """
+        """Draw a sample's noise of shape (c, h, w), normal in fp32, from a stream that its key seeds."""
         return stream.standard_normal(tuple(shape), dtype="float32")
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
-        """Build the noising process.
-
-        Args:
-            scheduler: returns the model's ``scheduler_config.json``.
+        """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``.
 
         Raises:
             ConfigError: the objective does not fit the model.
@@ -115,6 +103,3 @@ class NoisingProcess(Protocol):
 
     def time(self, level: Tensor) -> Tensor:
         """The timestep [b] that the network receives."""
-
-    def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
-        """Estimate z_0 [b, c, h, w] from a prediction at z_t."""

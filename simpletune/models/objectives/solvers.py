@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from simpletune.models.objectives.flow_process import FlowProcess, interpolate
+from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.shared.model_config import ModelConfig
 
 
@@ -37,12 +37,12 @@ class Euler:
 
     def __init__(self, sigmas: Tensor):
         self.sigmas, self.levels = sigmas, sigmas[:-1]
-        self.times = FlowProcess().time(self.levels)
+        self._process = FlowProcess()
+        self.times = self._process.time(self.levels)
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
-        """Return the noise, or (1 - sigma) z_0 + sigma noise at the first sigma."""
         sigma = self.sigmas[:1].to(noise.device)
-        return noise if z_0 is None else interpolate(z_0, noise, sigma)
+        return noise if z_0 is None else self._process.noised(z_0, noise, sigma)
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
         """z + (sigma_next - sigma) velocity."""
@@ -50,7 +50,7 @@ class Euler:
 
 
 class DpmSolver:
-    """DPM-Solver++ (2M) of diffusers: second order, without noise (arXiv:2211.01095, alg. 2).
+    """DPM-Solver++ (2M) of diffusers: second order after the first step, without noise (arXiv:2211.01095, alg. 2).
 
     Args:
         config: the model's scheduler config.
@@ -69,11 +69,9 @@ class DpmSolver:
         self.levels = self.times.float()
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
-        """Return the noise, or sqrt(abar) z_0 + sqrt(1 - abar) noise at the first timestep."""
         if z_0 is None:
             return noise * self._scheduler.init_noise_sigma
         return self._scheduler.add_noise(z_0, noise, self.times[:1].expand(len(z_0)))
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
-        """Take one multistep update; the first one is of first order."""
         return self._scheduler.step(prediction, self.times[index], z, return_dict=False)[0]
