@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from simpletune.models.recognise import DENOISERS
+from simpletune.models.families import DENOISERS
 from simpletune.system.options import Json, UserError
 
 LONGEST_PATTERN = 200  # characters

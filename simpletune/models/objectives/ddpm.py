@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from simpletune.models.objectives.solvers import DpmSolver
-
 TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
 DIFFUSERS = {ours: theirs for theirs, ours in PREDICTIONS.items()}
@@ -127,8 +125,6 @@ class Ddpm(TrainingObjective):
         return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma, self.huber)
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
-        from simpletune.models.objectives.solvers import DpmSolver
-
         self._require(scheduler)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
@@ -231,3 +227,31 @@ class DdpmProcess:
         if level.device not in self._tables:
             self._tables[level.device] = torch.tensor(self._rows, dtype=torch.float32, device=level.device)
         return self._tables[level.device][:, level.long()].view(3, -1, 1, 1, 1).unbind()
+
+
+class DpmSolver:
+    """DPM-Solver++ (2M) of diffusers: second order after the first step, without noise (arXiv:2211.01095, alg. 2).
+
+    Args:
+        config: the model's scheduler config.
+        steps: number of steps.
+        skipped: how many of the first, noisiest steps to leave out.
+    """
+
+    def __init__(self, config: ModelConfig, steps: int, skipped: int = 0):
+        from diffusers import DPMSolverMultistepScheduler
+
+        chosen = {"algorithm_type": "dpmsolver++", "solver_order": 2}
+        self._scheduler = DPMSolverMultistepScheduler.from_config(dict(config), **chosen)
+        self._scheduler.set_timesteps(steps)
+        self._scheduler.set_begin_index(skipped)
+        self.times = self._scheduler.timesteps[skipped:]
+        self.levels = self.times.float()
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
+        if z_0 is None:
+            return noise * self._scheduler.init_noise_sigma
+        return self._scheduler.add_noise(z_0, noise, self.times[:1].expand(len(z_0)))
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
+        return self._scheduler.step(prediction, self.times[index], z, return_dict=False)[0]

@@ -1,5 +1,5 @@
 """Rectified flow, the objective of Stable Diffusion 3 (arXiv:2403.03206): its options and noise levels, and
-noising, target and loss on tensors.
+noising, target, loss and solver on tensors.
 
 Shapes: b samples, c = 16 latent channels, h and w are the latent's height and width (an eighth of the picture's).
 """
@@ -21,8 +21,6 @@ from simpletune.system.options import Problem
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-    from simpletune.models.objectives.solvers import Euler
 
 
 RAREST = 1e-6
@@ -118,8 +116,6 @@ class Flow(TrainingObjective):
         import torch
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        from simpletune.models.objectives.solvers import Euler
-
         levels = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
         levels.set_timesteps(steps)
         return Euler(levels.sigmas.to(torch.float32)[skipped:])
@@ -148,6 +144,27 @@ class FlowProcess:
     def time(self, level: Tensor) -> Tensor:
         """1000 sigma."""
         return 1000.0 * level
+
+
+class Euler:
+    """Integrates dz/dsigma = velocity by Euler's method (arXiv:2206.00364, alg. 1).
+
+    Args:
+        sigmas: [s + 1], fp32, on the CPU: the noise levels of the steps, followed by 0.
+    """
+
+    def __init__(self, sigmas: Tensor):
+        self.sigmas, self.levels = sigmas, sigmas[:-1]
+        self._process = FlowProcess()
+        self.times = self._process.time(self.levels)
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
+        sigma = self.sigmas[:1].to(noise.device)
+        return noise if z_0 is None else self._process.noised(z_0, noise, sigma)
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
+        """z + (sigma_next - sigma) velocity."""
+        return z + (self.sigmas[index + 1] - self.sigmas[index]).to(z.device) * prediction
 
 
 def shift_sigma(sigma: float, shift: float) -> float:

@@ -1,6 +1,6 @@
-"""The base class of objectives, and the protocol of their noising processes.
+"""The base class of objectives, and the protocols of their noising processes and of the solvers that draw with them.
 
-Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's).
+Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's), s steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from simpletune.system.options import Option, Problem
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-    from simpletune.models.objectives.solvers import Solver
 
 
 class TrainingObjective(Option):
@@ -103,3 +101,18 @@ class NoisingProcess(Protocol):
 
     def time(self, level: Tensor) -> Tensor:
         """The timestep [b] that the network receives."""
+
+
+class Solver(Protocol):
+    """The steps of one drawing. Make a new solver for each: it may keep earlier predictions."""
+
+    levels: Tensor
+    """[s], fp32, on the CPU: the noise level of each step, in the objective's terms."""
+    times: Tensor
+    """[s], on the CPU: what the network receives as its timestep."""
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:  # [b, c, h, w] each
+        """Return the first z: the noise, or a starting picture's latents noised to the first level."""
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:  # [b, c, h, w] each, fp32
+        """Return the next z from the network's prediction at step ``index``; steps are taken in order."""

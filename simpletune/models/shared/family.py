@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.engine.quant.precision import WeightPrecision
-    from simpletune.models.objectives.objective import TrainingObjective
-    from simpletune.models.objectives.solvers import Solver
+    from simpletune.models.objectives.objective import Solver, TrainingObjective
     from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.weights import TensorSource
 
@@ -54,12 +53,12 @@ class Family(FamilyFacts):
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
     def bundled_config(self, hub_name: str | None, part: str | None = None) -> ModelConfig | None:
-        """The ``config.json`` of a part (the trained model) for a Hub name whose configurations ship; None for another."""
+        """A part's (default: the trained model's) ``config.json`` for a Hub name whose configurations ship, or None."""
         version = self.hub_names.get(hub_name or "")
         return None if version is None else self.bundled_configs()[version].get(part or self.denoiser)
 
     def fetch(self) -> None:
-        """Download every part that comes from the Hub. UserError: they do not fit on the disk, or the download fails."""
+        """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
         fetch(sources.hub_parts(self))
 
     @property
@@ -140,11 +139,10 @@ class Family(FamilyFacts):
         import diffusers
         from accelerate import init_empty_weights
 
-        from simpletune.models.shared.denoiser import set_units
-
         with init_empty_weights(include_buffers=True):
             model: Denoiser = getattr(diffusers, self.diffusers.model).from_config(config)
-        return set_units(model, self.units_among(self.shapes_of(config)), self.after_units)
+        model.units, model.after_units = self.units_among(self.shapes_of(config)), self.after_units
+        return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
         """Random weights, a function of the seed and each tensor's name (see ``random_weight``, ``starts_small``).

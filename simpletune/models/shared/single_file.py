@@ -104,16 +104,11 @@ class SingleFile:
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
         self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
-            seems = f"It seems to be {kind}" if (kind := self._kind()) else f"Its first tensors: {self._first_names()}"
+            kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
+            first = ", ".join(list(self.header)[:3]) or "nothing"
+            seems = f"It seems to be {kind}" if (kind := next(kinds, None)) else f"Its first tensors: {first}"
             block = layout.marker.partition(".")[0]
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
-
-    def _kind(self) -> str | None:
-        found = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
-        return next(found, None)
-
-    def _first_names(self) -> str:
-        return ", ".join(list(self.header)[:3]) or "nothing"
 
     def has(self, part: str) -> bool:
         """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
@@ -123,11 +118,7 @@ class SingleFile:
         return part in prefixes and any(name.startswith(prefixes[part]) for name in self.header)
 
     def tensors_of(self, part: str) -> ModelConfig:
-        """Header entries of a part, by the name without its prefix.
-
-        Raises:
-            UserError: they have an unsupported type.
-        """
+        """Header entries of a part, by the name without its prefix. UserError: they have an unsupported type."""
         prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
         others = () if prefix else tuple(self.layout.prefixes.values())
         named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
@@ -145,32 +136,21 @@ class SingleFile:
 
     @cached_property
     def denoiser_config(self) -> ModelConfig:
-        """The denoiser's configuration, inferred from its tensors' shapes.
-
-        Raises:
-            UserError: tensors are missing or have impossible shapes.
-        """
+        """The denoiser's configuration, inferred from its tensors' shapes. UserError: they do not make one."""
         part = self.layout.denoiser
-        found = self.tensors_of(part)
+        found, incomplete = self.tensors_of(part), f"{self.path} is not a complete {self.layout.family} {part}"
         try:
             config = self.layout.infer({name: entry["shape"] for name, entry in found.items()})
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"{self._incomplete()}: {error} is missing or invalid. Download it again") from None
+            raise UserError(f"{incomplete}: {error} is missing or invalid. Download it again") from None
         require_sizes(config, part, str(self.path))
         wanted = {origin.name for origin in self.layout.origins(config).values()}
         if missing := sorted(wanted - set(found)):
-            raise UserError(f"{self._incomplete()}; missing: {join_names(missing)}. Download it again")
+            raise UserError(f"{incomplete}; missing: {join_names(missing)}. Download it again")
         return config
 
-    def _incomplete(self) -> str:
-        return f"{self.path} is not a complete {self.layout.family} {self.layout.denoiser}"
-
     def check(self, part: str) -> None:
-        """Check that a part can be read.
-
-        Raises:
-            UserError: tensors are missing, or have an unsupported type.
-        """
+        """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""
         _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
     def fingerprint(self, part: str) -> str:

@@ -117,8 +117,8 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
     provided = [(part, *provider(model, part)) for part in model.part_names()]
     for field, value in dict.fromkeys((field, value) for _, field, value in provided):
         if value is not None and f"model.{field}" not in named and Path(value).is_dir():
-            entries = [*model.part_names(), "config.json"]
-            if not any((Path(value) / name).exists() for name in entries):
+            parts = any((Path(value) / part).is_dir() for part in model.part_names())
+            if not parts and not (Path(value) / "config.json").exists():
                 yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
                 named.add(f"model.{field}")
     for part, field, value in provided:
@@ -149,7 +149,7 @@ def _problems_of_part(model: FamilyFacts, field: str, value: str, part: str) -> 
         folder = Path(value)
         own = field == part and (folder / "config.json").exists()
         if not own and not (folder / part).is_dir():
-            yield Problem(f"model.{field}", _without_folder(value, part))
+            yield Problem(f"model.{field}", _without_folder(str(folder), part))
         elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
             Part(part, folder if own else folder / part).config()
     except UserError as error:

@@ -36,23 +36,16 @@ class TensorSource(Protocol):
 
 
 class MadeTensors:
-    """Tensors made from their names and shapes.
-
-    Args:
-        shapes: the shapes of all tensors, by name.
-        make: makes one fp32 tensor on the CPU from its name and shape.
-    """
+    """Tensors that ``make`` makes, in fp32 on the CPU, from their names and shapes."""
 
     def __init__(self, shapes: Mapping[str, Shape], make: Callable[[str, Shape], Tensor]):
         self._shapes, self._make = shapes, make
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
         return set(self._shapes)
 
     def get(self, name: str) -> Tensor:
-        """Make one fp32 tensor on the CPU."""
         return self._make(name, self._shapes[name])
 
 
@@ -109,7 +102,7 @@ def fill_model(
 
 
 def open_tensors(part: Part) -> TensorSource:
-    """Open a part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
+    """A part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
     if part.file is not None:
         assert part.layout is not None
         return OriginalReader(part.file, part.layout)
