@@ -129,7 +129,7 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def too_large(size: int, limit: int) -> str:
-    """Return the reason to reject a file or a text of more than ``limit`` bytes."""
+    """The reason to reject a file or a text of more than ``limit`` bytes."""
     return f"has {size:,} bytes; the limit is {limit:,}"
 
 
@@ -152,9 +152,8 @@ def printable_name(name: str) -> str:
     shorten a very long one in the middle."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 + 3 :]}"
     return "".join(
-        character.encode("unicode_escape").decode() if _unsafe(character) else character for character in cut
+        character.encode("unicode_escape").decode()
+        if character in BIDIRECTIONAL or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+        else character
+        for character in cut
     )
-
-
-def _unsafe(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL

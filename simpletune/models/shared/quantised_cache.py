@@ -96,7 +96,7 @@ class QuantisedBase:
         return model
 
     def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Denoiser]) -> Denoiser:
-        """Quantise the transformer (``fresh``) and cache it. Of several runs, the first does, the others wait and load."""
+        """Quantise the transformer (``fresh``) and cache it. Of several runs the first does, the others wait."""
         if not is_first_process():  # only the first process writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
