@@ -18,7 +18,7 @@ from simpletune.adapters.files.layouts import written
 from simpletune.adapters.files.lokr_loha import LokrUpdate
 from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates, fuse
 from simpletune.adapters.methods.layers import FLOATS
-from simpletune.models.lora_names import names_of, update_layout
+from simpletune.models.lora_names import names_of, result_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
@@ -183,7 +183,7 @@ def structured_tensors_of(updates: Updates, dtype: torch.dtype | None = None) ->
     Raises:
         UserError: a layer has only rows of a LoKr that was trained on a fused layer.
     """
-    layout = update_layout(updates)
+    layout = result_layout(updates, "lycoris")
     tensors: dict[str, Tensor] = {}
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]

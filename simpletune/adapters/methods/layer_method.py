@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.lora import OUTPUT
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.models.lora_names import update_layout
+from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import ALPHA
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LayerMethod(TargetedMethod):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, UpdateLayer)}
-        layout = update_layout(layers)
+        layout = result_layout(layers, "lycoris")
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             state |= {layout.key(name, factor): tensor for factor, tensor in layer.state().items()}

@@ -92,11 +92,11 @@ class Oft(LayerMethod):
         of SD3 correctly; without alpha, which it would take for a limit on the rotation."""
         from simpletune.adapters.methods.layers import outer_layers
         from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks
-        from simpletune.models.lora_names import kohya_layout
+        from simpletune.models.lora_names import result_layout
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
-        layout, blocks = kohya_layout(layers), {}
+        layout, blocks = result_layout(layers, "kohya"), {}
         for name, layer in layers.items():
             swapped = layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2])
             blocks[name] = layer.saved(swapped)

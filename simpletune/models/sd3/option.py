@@ -90,10 +90,10 @@ class SD3(Family):
     ends_with_feed_forward: ClassVar[bool] = True
     supports_fsdp: ClassVar[bool] = True
 
-    bundled_configs = staticmethod(files.bundled_configs)
-    shapes_of = staticmethod(parameter_shapes)
-    units_among = staticmethod(shapes.unit_names)
-    is_conditioning = staticmethod(shapes.is_conditioning)
+    bundled_configs: ClassVar = staticmethod(files.bundled_configs)
+    shapes_of: ClassVar = staticmethod(parameter_shapes)
+    units_among: ClassVar = staticmethod(shapes.unit_names)
+    is_conditioning: ClassVar = staticmethod(shapes.is_conditioning)
 
     def file_version(self) -> str:
         return "sd3_medium"  # whose parts other than the transformer SD3.5 shares

@@ -242,10 +242,6 @@ class Family(FamilyFacts):
             use_tiles(vae, tile)
         return vae
 
-    def vae_fingerprint(self) -> str:
-        """A short hash of the autoencoder's content."""
-        return self.part("vae").fingerprint()
-
     def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """Encode pictures [b, 3, 8h, 8w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, shifted, scaled.
 

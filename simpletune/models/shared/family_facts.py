@@ -231,11 +231,6 @@ class FamilyFacts(Option):
         return ["scheduler", self.denoiser, "vae", *text]
 
     @property
-    def part_titles(self) -> dict[str, str]:
-        """The names of text encoders and autoencoder for messages, by part."""
-        return {encoder.model: encoder.title for encoder in self.encoders()} | {"vae": "autoencoder (VAE)"}
-
-    @property
     def clip_encoders(self) -> tuple[str, ...]:
         """The names of its CLIP text encoders."""
         return tuple(encoder.name for encoder in self.clip)

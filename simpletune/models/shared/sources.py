@@ -66,7 +66,7 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
         return Part(part, Path(value))
     folder = Path(value) / part
     if not folder.is_dir():
-        raise UserError(f"model.{field}: {_without_folder(value, part)}")
+        raise UserError(f"model.{field}: {Path(value)} has no {part}/ folder. Give {PIPELINE}")
     return Part(part, folder)
 
 
@@ -88,12 +88,8 @@ def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
         else "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
         f"(such as {model.text_example}; only missing parts are downloaded)"
     )
-    return f"{file} contains no {', '.join(model.part_titles.get(part, part) for part in parts)}. {remedy}"
-
-
-def _without_folder(folder: str, part: str) -> str:
-    """The message for a pipeline's folder without a part."""
-    return f"{folder} has no {part}/ folder. Give {PIPELINE}"
+    titles = {encoder.model: encoder.title for encoder in model.encoders()} | {"vae": "autoencoder (VAE)"}
+    return f"{file} contains no {', '.join(titles.get(part, part) for part in parts)}. {remedy}"
 
 
 def _hub_part(model: FamilyFacts, part: str, field: str, value: str) -> HubPart:
@@ -121,39 +117,26 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
             if not parts and not (Path(value) / "config.json").exists():
                 yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
                 named.add(f"model.{field}")
+    lacking = []  # parts of the text side that the single file lacks, and no other option provides
     for part, field, value in provided:
-        if value is not None and not is_hub_name(value) and f"model.{field}" not in named:
-            yield from _problems_of_part(model, field, value, part)
-    lacking = [  # text encoders that the single file lacks, and no other option provides
-        part
-        for part, _, value in provided
-        if part.startswith("text_encoder") and value is not None and is_single_file(value)
-        if not open_file(Path(value), model.layout).has(part)
-    ]
+        if value is None or is_hub_name(value) or f"model.{field}" in named:
+            continue
+        if part.startswith("text_encoder") and is_single_file(value):
+            if not open_file(Path(value), model.layout).has(part):
+                lacking.append(part)
+                continue
+        try:
+            located = locate_part(model, part)
+            if located.file is not None:
+                located.single_file().check(part)
+            elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
+                located.config()
+        except UserError as error:
+            yield Problem(f"model.{field}", str(error).removeprefix(f"model.{field}: "))
     if any(part.startswith("tokenizer") and value is None for part, _, value in provided):
         lacking.append("tokenizers")
     if lacking:
         yield Problem("model.pretrained", _lacks(model, model.pretrained, *lacking))
-
-
-def _problems_of_part(model: FamilyFacts, field: str, value: str, part: str) -> Iterator[Problem]:
-    """Check that a local folder or file contains a readable part."""
-    try:
-        if is_single_file(value):
-            file = open_file(Path(value), model.layout)
-            if file.has(part):
-                file.check(part)
-            elif not part.startswith("text_encoder"):
-                yield Problem(f"model.{field}", _lacks(model, value, part))
-            return
-        folder = Path(value)
-        own = field == part and (folder / "config.json").exists()
-        if not own and not (folder / part).is_dir():
-            yield Problem(f"model.{field}", _without_folder(str(folder), part))
-        elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
-            Part(part, folder if own else folder / part).config()
-    except UserError as error:
-        yield Problem(f"model.{field}", str(error))
 
 
 def _unusable_names(model: FamilyFacts) -> Iterator[Problem]:
