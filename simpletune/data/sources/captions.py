@@ -63,8 +63,9 @@ def cell_captions(value: object, what: str) -> list[str]:
     Raises:
         UnusablePicture: there is none, or one cannot be used.
     """
-    texts = value if isinstance(value, list) and value else [value]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+    values = value if isinstance(value, list) and value else [value]
+    texts = [text for text in values if isinstance(text, str) and text.strip()]
+    if len(texts) < len(values):
         raise UnusablePicture(f"{what} is empty or not a string")
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_BYTES:

@@ -56,6 +56,10 @@ class MultiSource(Option):
         return prompts.pop() if len(prompts) == 1 else None
 
 
+Data = Annotated[Folder | Table | Stream | MultiSource, Field(discriminator="source")]
+"""The type of ``data``. A new source takes one file here and a line in this union, and in ``One`` if it may be mixed."""
+
+
 def subjects(data: Source | MultiSource) -> list[Source]:
     """The sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]

@@ -46,13 +46,9 @@ OUTSIDE = "is a symbolic link to a target outside the data folder. Copy the targ
 
 
 def walk(root: Path, links: Links) -> FoundFiles:
-    """Find the picture files below a folder, skipping hidden files and folders.
+    """Find the picture files below the data folder ``root``, skipping hidden files and folders.
 
     Enters linked folders only with ``anywhere``, after all others, and each real folder once, so cycles terminate.
-
-    Args:
-        root: the data folder.
-        links: which symbolic links may be followed.
     """
     found, seen = FoundFiles(), set[str]()
     waiting, linked = [os.fspath(root)], list[str]()
@@ -63,10 +59,17 @@ def walk(root: Path, links: Links) -> FoundFiles:
             continue
         seen.add(real)
         for entry in _entries(folder, root, found):
+            suffix = os.path.splitext(entry.name)[1].lower()
             if _is_folder(entry):
                 (linked if entry.is_symlink() else waiting).append(entry.path)
+            elif suffix in OTHER_PICTURES:
+                found.left_alone[suffix] += 1
+            elif suffix not in SUFFIXES:
+                continue
+            elif links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
+                found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
             else:
-                _take_file(entry, root, links, found)
+                found.pictures.append(Path(entry.path))
         if links == "inside":
             outside = [path for path in linked if is_outside(path, root)]
             found.rejected += [RejectedEntry(_relative(path, root), OUTSIDE, "folder") for path in outside]
@@ -90,18 +93,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself: reading it reports the error
         return False
-
-
-def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: FoundFiles) -> None:
-    suffix = os.path.splitext(entry.name)[1].lower()
-    if suffix in OTHER_PICTURES:
-        found.left_alone[suffix] += 1
-    if suffix not in SUFFIXES:
-        return
-    if links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
-        found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
-    else:
-        found.pictures.append(Path(entry.path))
 
 
 def _relative(path: str, root: Path) -> str:

@@ -29,7 +29,7 @@ def sd3_flops(
     for number in range(layers):
         before = count.flops.forward
         name, last = f"transformer_blocks.{number}", number == layers - 1
-        x, y = _joint_block(count, name, b, image, text, x, y, condition, last, dual=number in dual)
+        x, y = _joint_block(count, name, (b, image, text), (x, y, condition), last, number in dual)
         if number < checkpointed:
             count.flops.recomputed += count.flops.forward - before
     x |= count.linear("norm_out.linear", b, condition)
@@ -38,21 +38,18 @@ def sd3_flops(
 
 
 def _joint_block(
-    count: Count,
-    name: str,
-    batch: int,
-    image: int,
-    text: int,
-    x: bool,
-    y: bool,
-    condition: bool,
-    last: bool,
-    dual: bool,
+    count: Count, name: str, sizes: tuple[int, int, int], grads: tuple[bool, bool, bool], last: bool, dual: bool
 ) -> tuple[bool, bool]:
     """Count a joint block (arXiv:2403.03206, figure 2b), as diffusers implements it.
 
-    Takes and returns whether image and text tokens (x, y) carry gradients.
+    Args:
+        sizes: samples, and image and text tokens of each.
+        grads: whether image tokens, text tokens and their conditioning carry gradients.
+
+    Returns:
+        Whether image and text tokens carry gradients after it.
     """
+    (batch, image, text), (x, y, condition) = sizes, grads
     n, t, width = batch * image, batch * text, count.shapes[f"{name}.attn.to_q.weight"][0]
 
     def linear(layer: str, rows: int, grad: bool) -> bool:

@@ -103,8 +103,9 @@ class Fp16Blocks:
                 self.wide = training | self.drawn_wide
                 self.clear()
                 result = compute()
-                known = self._flags is not None and not isinstance(self._flags, FakeTensor)
-                new = frozenset(flagged_blocks(self._flags.tolist()) if known else ()) - self.wide
+                flags = self._flags
+                found = () if flags is None or isinstance(flags, FakeTensor) else flagged_blocks(flags.tolist())
+                new = frozenset(found) - self.wide
                 if not new:
                     return result
                 self.drawn_wide |= new

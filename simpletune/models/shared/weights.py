@@ -81,7 +81,14 @@ def fill_model(
     Raises:
         UserError: tensors are missing, unexpected, or have the wrong shape.
     """
-    _compare(model, tensors, place)
+    wanted, complaints = set(model.state_dict()), []
+    for title, names in (("missing", wanted - tensors.names), ("unexpected", tensors.names - wanted)):
+        if names:
+            complaints.append(f"{title}: {join_names(sorted(names))}")
+    if complaints:
+        raise UserError(
+            f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
+        )
     quantised = quantised_layers(model, precision)
     for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
         module = model.get_submodule(name)
@@ -114,16 +121,3 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule of that name."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
-
-
-def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
-    """Compare the names of the tensors with those in the model."""
-    expected = set(model.state_dict())
-    complaints = []
-    for title, names in (("missing", expected - tensors.names), ("unexpected", tensors.names - expected)):
-        if names:
-            complaints.append(f"{title}: {join_names(sorted(names))}")
-    if complaints:
-        raise UserError(
-            f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
-        )
