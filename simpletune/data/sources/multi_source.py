@@ -57,7 +57,7 @@ class MultiSource(Option):
 
 
 Data = Annotated[Folder | Table | Stream | MultiSource, Field(discriminator="source")]
-"""The type of ``data``. A new source takes one file here and a line in this union, and in ``One`` if it may be mixed."""
+"""The type of ``data``. A new source takes a file here and a line in this union, and in ``One`` if it may be mixed."""
 
 
 def subjects(data: Source | MultiSource) -> list[Source]:
