@@ -21,17 +21,11 @@ class ChangedCaption(UserError):
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """Caption file of a picture.
+    """Caption file of a picture."""
 
-    Args:
-        file: NAME.txt or NAME.caption, which need not exist.
-        text: the caption with its line breaks; empty if there is none.
-        digest: SHA-256 of the file's bytes; empty if it does not exist.
-    """
-
-    file: Path
-    text: str = ""
-    digest: str = ""
+    file: Path  # NAME.txt or NAME.caption, which need not exist
+    text: str = ""  # the caption with its line breaks; empty if there is none
+    digest: str = ""  # SHA-256 of the file's bytes; empty if it does not exist
 
 
 def caption_file(root: Path, picture: Path) -> CaptionFile:

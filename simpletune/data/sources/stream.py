@@ -103,12 +103,9 @@ class Stream(Source):
         """
         from simpletune.data.storage.dataset import Form, open_rows
 
-        return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
-
-    @property
-    def columns(self) -> Columns:
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
-        return Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
+        columns = Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
+        return open_rows(self.path, columns, Form(self.format, self.split, self.local_gib), local)
 
     @property
     def captions_from(self) -> str:

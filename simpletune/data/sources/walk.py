@@ -24,17 +24,13 @@ Links = Literal["inside", "anywhere"]
 
 @dataclass
 class FoundFiles:
-    """The result of walking a data folder.
-
-    Args:
-        pictures: files with a picture's extension, sorted by relative name; may include dangling links.
-        rejected: links that are not followed, and folders that cannot be read.
-        left_alone: pictures of unsupported formats, counted by extension.
-    """
+    """The result of walking a data folder."""
 
     pictures: list[Path] = field(default_factory=list)
+    """Files with a picture's extension, sorted by relative name; may include dangling links."""
     rejected: list[RejectedEntry] = field(default_factory=list)
-    left_alone: Counter[str] = field(default_factory=Counter)
+    """Links that are not followed, and folders that cannot be read."""
+    left_alone: Counter[str] = field(default_factory=Counter)  # pictures of unsupported formats, counted by extension
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:

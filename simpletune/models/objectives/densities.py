@@ -57,13 +57,9 @@ class LogitNormal:
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): favours the middle without making any level rare.
+    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): favours the middle without making any level rare."""
 
-    Args:
-        scale: s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured.
-    """
-
-    scale: float
+    scale: float  # s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured
 
     def quantile(self, q: float) -> float:
         """f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u) at u = 1 - q."""

@@ -110,7 +110,7 @@ class JointAttention:
             of_text = [_normed(attn, layer(text), norm) for layer, norm in layers]
             query, key, value = (torch.cat(pair, dim=1) for pair in zip((query, key, value), of_text, strict=True))
             del of_text
-        query, key, value = (_heads(attn, x).transpose(1, 2) for x in (query, key, value))
+        query, key, value = (x.view(*x.shape[:2], attn.heads, -1).transpose(1, 2) for x in (query, key, value))
         attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.0, is_causal=False)
         attended = attended.transpose(1, 2).flatten(2).to(query.dtype)
         linear, dropout = attn.to_out
@@ -121,9 +121,5 @@ class JointAttention:
         return dropout(linear(image)), rest
 
 
-def _heads(attn: Attention, x: Tensor) -> Tensor:  # [b, n, d] -> [b, n, h, d / h]
-    return x.view(*x.shape[:2], attn.heads, -1)
-
-
 def _normed(attn: Attention, x: Tensor, norm: nn.Module | None) -> Tensor:  # [b, n, d]
-    return x if norm is None else normed(_heads(attn, x), norm).flatten(2)
+    return x if norm is None else normed(x.view(*x.shape[:2], attn.heads, -1), norm).flatten(2)  # of each head

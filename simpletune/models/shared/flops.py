@@ -39,18 +39,13 @@ class Flops:
 
 
 class UpdateProducts(NamedTuple):
-    """The products of a layer's update, in order, as multiply-adds for each row of the layer's input.
+    """The products of a layer's update, in order, as multiply-adds for each row of the layer's input."""
 
-    Args:
-        products: the forward pass's products; those between factors alone are not counted.
-        recomputed: the products that the backward pass repeats.
-        constant: multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the
-            gradient of OFT's rotations.
-    """
-
-    products: tuple[int, ...]
-    recomputed: int = 0
+    products: tuple[int, ...]  # the forward pass's products; those between factors alone are not counted
+    recomputed: int = 0  # the products that the backward pass repeats
     constant: tuple[int, int] = (0, 0)
+    """Multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the gradient of
+    OFT's rotations."""
 
 
 @dataclass(frozen=True)

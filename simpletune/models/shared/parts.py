@@ -26,21 +26,13 @@ LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
 
 @dataclass(frozen=True)
 class Part:
-    """The location of a part's configuration and weights.
+    """The location of a part's configuration and weights."""
 
-    Args:
-        name: ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
-        folder: the folder of its files; None uses the bundled configuration.
-        file: the single file with the weights; None if they are in the folder.
-        layout: the layout of that file.
-        bundled: the configuration of a part without a folder, which ships with this package.
-    """
-
-    name: str
-    folder: Path | None
-    file: Path | None = None
+    name: str  # ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
+    folder: Path | None  # the folder of its files; None uses the bundled configuration
+    file: Path | None = None  # the single file with the weights; None if they are in the folder
     layout: FileLayout | None = None
-    bundled: ModelConfig | None = None
+    bundled: ModelConfig | None = None  # the configuration of a part without a folder, which ships with this package
 
     @property
     def place(self) -> str:
@@ -77,29 +69,18 @@ class Part:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder with the names of its parts in a pipeline's folder.
+    """A text encoder with the names of its parts in a pipeline's folder."""
 
-    Args:
-        name: names its cache.
-        tokenizer: the part with its tokenizer.
-        model: the part with its weights.
-        title: its name in messages.
-        length: tokens of a padded prompt; None: the tokenizer's maximum.
-        is_t5: whether it is a T5 encoder rather than a CLIP one.
-        packed: whether its hidden states are cached in int8.
-        projected: whether it is CLIP with a projection, whose pooled output is used.
-        penultimate: whether CLIP's penultimate hidden state is used, rather than the last one after the final norm.
-    """
-
-    name: str
-    tokenizer: str
-    model: str
-    title: str
-    length: int | None = None
-    is_t5: bool = False
-    packed: bool = False
-    projected: bool = False
+    name: str  # names its cache
+    tokenizer: str  # the part with its tokenizer
+    model: str  # the part with its weights
+    title: str  # its name in messages
+    length: int | None = None  # tokens of a padded prompt; None: the tokenizer's maximum
+    is_t5: bool = False  # whether it is a T5 encoder rather than a CLIP one
+    packed: bool = False  # whether its hidden states are cached in int8
+    projected: bool = False  # whether it is CLIP with a projection, whose pooled output is used
     penultimate: bool = False
+    """Whether CLIP's penultimate hidden state is used, rather than the last one after the final norm."""
 
 
 def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:

@@ -171,8 +171,10 @@ class QuantisedBase:
             raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {join_names(odd, 4)}")
         tensors = {}
         for name, shaped in expected.items():
-            value = reader.get(name)
-            tensors[name] = host_copy(value) if on_host(_owner(name, names)) else to_device(value, self._device)
+            value, owner = reader.get(name), name
+            while owner not in names:  # the tensor's own name may contain dots (quanto's weight._data)
+                owner = owner.rpartition(".")[0]
+            tensors[name] = host_copy(value) if on_host(owner) else to_device(value, self._device)
             if tensors[name].shape != shaped.shape:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)
@@ -197,13 +199,6 @@ def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
     for file in [part.file] if part.file else weight_files(part.folder or Path()):
         stat = file.stat()
         yield file.name, stat.st_size, stat.st_mtime_ns
-
-
-def _owner(tensor: str, modules: set[str]) -> str:
-    """The module that owns a tensor. The tensor's own name may contain dots (quanto's ``weight._data``)."""
-    while tensor not in modules:
-        tensor = tensor.rpartition(".")[0]
-    return tensor
 
 
 @lru_cache(maxsize=32)

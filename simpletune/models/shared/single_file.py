@@ -47,41 +47,29 @@ FOREIGN = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of one of diffusers' tensors in the original layout.
+    """The source of one of diffusers' tensors in the original layout."""
 
-    Args:
-        name: the original tensor's name, without the prefix.
-        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
-        swapped: whether to swap the two halves along the first axis.
-    """
-
-    name: str
+    name: str  # the original tensor's name, without the prefix
     third: int | None = None
-    swapped: bool = False
+    """Which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor."""
+    swapped: bool = False  # whether to swap the two halves along the first axis
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each family has one
 class FileLayout:
-    """How a family's single files are laid out.
+    """How a family's single files are laid out."""
 
-    Args:
-        family: the family's name for messages, such as SD3.
-        denoiser: the name of the part that is trained: ``transformer`` or ``unet``.
-        marker: a tensor that every file with that part contains, without its prefix.
-        prefixes: the prefix of every other part's tensors, by the part's name.
-        infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
-        origins: returns the source of each of the denoiser's tensors, by diffusers' name.
-        text: returns a text encoder's tensors under transformers' names, by their names in the file without the prefix
-            and the encoder's ``config.json``; None if the file has these names.
-    """
-
-    family: str
-    denoiser: str
-    marker: str
-    prefixes: Mapping[str, str]
+    family: str  # the family's name for messages, such as SD3
+    denoiser: str  # the name of the part that is trained: ``transformer`` or ``unet``
+    marker: str  # a tensor that every file with that part contains, without its prefix
+    prefixes: Mapping[str, str]  # the prefix of every other part's tensors, by the part's name
     infer: Callable[[Mapping[str, list[int]]], ModelConfig]
+    """Derives the denoiser's ``config.json`` from its tensors' shapes, by original names."""
     origins: Callable[[ModelConfig], Mapping[str, Origin]]
+    """Returns the source of each of the denoiser's tensors, by diffusers' name."""
     text: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]] | None = None
+    """Returns a text encoder's tensors under transformers' names, by their names in the file without the prefix and the
+    encoder's ``config.json``; None if the file has these names."""
 
 
 class SingleFile:
@@ -187,12 +175,7 @@ def _open(path: Path, layout: FileLayout, _changed: int) -> SingleFile:
 
 
 class OriginalReader:
-    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names.
-
-    Args:
-        path: the file.
-        layout: the family's layout.
-    """
+    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names."""
 
     def __init__(self, path: Path, layout: FileLayout):
         from safetensors import safe_open
@@ -200,13 +183,10 @@ class OriginalReader:
         file = open_file(path, layout)
         self._prefix = file.prefix
         self._origins = layout.origins(file.denoiser_config)
-        self._unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
+        unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
+        self.names = set(self._origins) | unknown
+        """Diffusers' names, and the original names of unknown tensors."""
         self._file = safe_open(path, framework="pt")
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors: diffusers' names, or the original names of unknown tensors."""
-        return set(self._origins) | self._unknown
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU in its type on disk, except that fp8 is converted to bf16, which is exact."""

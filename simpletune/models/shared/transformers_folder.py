@@ -28,17 +28,11 @@ CONFIG_BYTES, CONFIG_VALUES = 2**22, 200_000  # some list each of 20,000 labels
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder in transformers' layout.
+    """A folder in transformers' layout."""
 
-    Args:
-        folder: where its files are.
-        option: the command-line option that named it, for messages.
-        what: what the user calls the model, such as ``encoder``.
-    """
-
-    folder: Path
-    option: str
-    what: str
+    folder: Path  # where its files are
+    option: str  # the command-line option that named it, for messages
+    what: str  # what the user calls the model, such as ``encoder``
 
     def damaged(self, reason: str) -> UserError:
         return UserError(f"{self.option}: {self.folder} {reason}. Download it again, or name another {self.what}")

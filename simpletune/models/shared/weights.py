@@ -39,11 +39,7 @@ class MadeTensors:
     """Tensors that ``make`` makes, in fp32 on the CPU, from their names and shapes."""
 
     def __init__(self, shapes: Mapping[str, Shape], make: Callable[[str, Shape], Tensor]):
-        self._shapes, self._make = shapes, make
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._shapes)
+        self._shapes, self._make, self.names = shapes, make, set(shapes)
 
     def get(self, name: str) -> Tensor:
         return self._make(name, self._shapes[name])
