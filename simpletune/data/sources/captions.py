@@ -78,28 +78,26 @@ def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
     files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
     if not files:
         raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
-    captions = [_read_text(root, links, text_file) for text_file in files]
-    if len(set(captions)) > 1:
+    captions = set()
+    for text_file in files:
+        what = f"its caption {text_file.name}"
+        if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
+            raise UnusablePicture(f"{what} {OUTSIDE}")
+        try:
+            caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
+        except UnusablePicture as reason:
+            raise UnusablePicture(f"{what} {reason}") from None
+        except UnicodeDecodeError:
+            raise UnusablePicture(f"{what} is not UTF-8 text") from None
+        captions.add(validate_caption(caption.replace("\r\n", "\n"), what))
+    if len(captions) > 1:
         raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
-    return (captions[0],)
+    return tuple(captions)
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
     """The extensions of caption files beside pictures."""
     return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
-
-
-def _read_text(root: Path, links: Links, text_file: Path) -> str:
-    what = f"its caption {text_file.name}"
-    if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
-        raise UnusablePicture(f"{what} {OUTSIDE}")
-    try:
-        caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
-    except UnusablePicture as reason:
-        raise UnusablePicture(f"{what} {reason}") from None
-    except UnicodeDecodeError:
-        raise UnusablePicture(f"{what} is not UTF-8 text") from None
-    return validate_caption(caption.replace("\r\n", "\n"), what)
 
 
 def filename_caption(file: Path) -> tuple[str, ...]:

@@ -117,22 +117,22 @@ class Table(Source):
     def _picture(
         self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
     ) -> Picture:
-        first, *more = [caption] if isinstance(caption, str) else self._texts(caption)
+        what = f"its {self.caption_column}"
+        if isinstance(caption, str):
+            captions = [caption]
+        elif (length := _text_bytes(caption)) > MAX_BYTES:
+            raise UnusablePicture(f"{what} {too_large(length, MAX_BYTES)}")
+        else:
+            try:
+                captions = cell_captions(caption.as_py(), what)
+            except UnicodeDecodeError:
+                raise UnusablePicture(f"{what} is not UTF-8 text") from None
+        first, *more = captions
         data = _bytes_of(image.as_py(), file)
         read, digest = partial(_read_again, file, number, self.image_column, row), hashlib.sha256(data).hexdigest()
         size = picture_size(data)
         mask = alpha_mask(data, digest, read) if self.mask == "alpha" else None
         return Picture(name, first, size, digest, read, more=tuple(more), mask=mask)
-
-    def _texts(self, cell: pyarrow.Scalar) -> list[str]:
-        what = f"its {self.caption_column}"
-        size = _text_bytes(cell)
-        if size > MAX_BYTES:
-            raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
-        try:
-            return cell_captions(cell.as_py(), what)
-        except UnicodeDecodeError:
-            raise UnusablePicture(f"{what} is not UTF-8 text") from None
 
 
 def _table_files(path: Path, split: str = "") -> list[Path]:
