@@ -27,8 +27,8 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.objectives.ddpm import Ddpm
-from simpletune.models.objectives.objective import TrainingObjective
-from simpletune.models.objectives.solvers import Euler, Solver
+from simpletune.models.objectives.flow import Euler
+from simpletune.models.objectives.objective import Solver, TrainingObjective
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.runs.weights import BASE

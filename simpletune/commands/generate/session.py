@@ -20,7 +20,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant import Precision
-from simpletune.models.recognise import family_of
+from simpletune.models.families import family_of
 from simpletune.runs.folder import newest_run
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of

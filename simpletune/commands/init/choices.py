@@ -30,8 +30,7 @@ from simpletune.config.load import read_json
 from simpletune.config.schema import DEMO
 from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
-from simpletune.models.families import FAMILIES
-from simpletune.models.recognise import family_of
+from simpletune.models.families import FAMILIES, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
