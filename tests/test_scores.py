@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.statistics import mean_over_prompts, over_sets, resamples
+from simpletune.commands.evaluate.scores import mean_over_prompts, over_sets, resamples
 from tests.reference import scores as reference
 
 SIZES = [(2, 2, 3), (7, 5, 16), (12, 3, 40)]  # generated, real, width

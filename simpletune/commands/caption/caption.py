@@ -39,35 +39,20 @@ OUT_OF_MEMORY = 5  # exit code
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """What to caption, and how.
+    """What to caption, and how."""
 
-    Args:
-        place: a folder of pictures or a configuration.
-        overrides: ``key.path=value`` overrides of the configuration.
-        model: folder or hub name.
-        prompt: the question, task or beginning; None: the model's default.
-        prefix: text before every caption.
-        trigger: word at the beginning of every caption.
-        rewrite: which captions are written: ``missing``, ``ours`` or ``all``; see ``find_work``.
-        batch: pictures per batch.
-        precision: ``bf16``, ``int8`` or ``fp32``.
-        length: maximum number of tokens in a caption.
-        device: ``auto``, ``cuda`` or ``cpu``.
-        only_predict: whether to stop after the prediction.
-    """
-
-    place: Path
-    model: str
-    overrides: tuple[str, ...] = ()
-    prompt: str | None = None
-    prefix: str = ""
-    trigger: str = ""
-    rewrite: str = "missing"
-    batch: int = 1
-    precision: str = "bf16"
-    length: int = 120
-    device: str = "auto"
-    only_predict: bool = False
+    place: Path  # a folder of pictures or a configuration
+    model: str  # folder or hub name
+    overrides: tuple[str, ...] = ()  # ``key.path=value`` overrides of the configuration
+    prompt: str | None = None  # the question, task or beginning; None: the model's default
+    prefix: str = ""  # text before every caption
+    trigger: str = ""  # word at the beginning of every caption
+    rewrite: str = "missing"  # which captions are written: ``missing``, ``ours`` or ``all``; see ``find_work``
+    batch: int = 1  # pictures per batch
+    precision: str = "bf16"  # ``bf16``, ``int8`` or ``fp32``
+    length: int = 120  # maximum number of tokens in a caption
+    device: str = "auto"  # ``auto``, ``cuda`` or ``cpu``
+    only_predict: bool = False  # whether to stop after the prediction
 
     def settings(self) -> str:
         """Return all that decides a caption besides model and picture, in the form of the record."""
@@ -77,25 +62,15 @@ class CaptionRequest:
 
 @dataclass
 class CaptionOutcome:
-    """What happened.
+    """What happened."""
 
-    Args:
-        written: how many captions.
-        cut: how many were cut off at the maximum length.
-        failed: pictures without a caption, and why.
-    """
-
-    written: int
-    cut: int
-    failed: list[str]
+    written: int  # how many captions
+    cut: int  # how many were cut off at the maximum length
+    failed: list[str]  # pictures without a caption, and why
 
 
 def run(request: CaptionRequest) -> CaptionOutcome:
-    """Caption pictures. Captions already written stay if a later one fails.
-
-    Raises:
-        UserError: the input is wrong, the model is damaged or does not fit, or pictures got no caption.
-    """
+    """Caption pictures. Captions already written stay if a later one fails."""
     sources = sources_of(request.place, list(request.overrides))
     about = find_captioner(request.model)
     work = find_work(sources, request.rewrite, about.digest, request.settings())
@@ -112,11 +87,7 @@ def run(request: CaptionRequest) -> CaptionOutcome:
 
 
 def _device(request: CaptionRequest) -> torch.device:
-    """Choose the device, and print the choice.
-
-    Raises:
-        UserError: there is no card and the CPU was not requested, or the card does not compute in bf16.
-    """
+    """Choose the device, and print the choice."""
     if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
         raise UserError(
             "--device: no NVIDIA GPU was found. Use --device cpu and accept seconds to minutes a picture, or a machine "
@@ -141,11 +112,7 @@ def _say_work(work: CaptionWork) -> None:
 
 
 def _require_room(request: CaptionRequest, prediction: CaptionerMemory, device: torch.device) -> None:
-    """Print the prediction, and refuse a model that does not fit on a card.
-
-    Raises:
-        UserError: it does not fit.
-    """
+    """Print the prediction, and refuse a model that does not fit on a card."""
     batch = f"{plural(request.batch, 'picture')} at a time"
     say(
         f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of "
@@ -197,11 +164,7 @@ def _decoded(
 def _captions(
     captioner: Captioner, batch: Sequence[tuple[UncaptionedPicture, Image.Image]], length: int, failed: list[str]
 ) -> Iterator[tuple[UncaptionedPicture, str, bool]]:
-    """Caption a batch; if the model rejects one of its pictures, caption them one by one.
-
-    Raises:
-        UserError: the device's memory is full.
-    """
+    """Caption a batch; if the model rejects one of its pictures, caption them one by one."""
     if not batch:
         return
     try:
@@ -224,13 +187,7 @@ def _captions(
 
 
 def add_prefixes(caption: str, prefix: str, trigger: str) -> str:
-    """Put prefix and trigger before a caption; empty if the model wrote nothing.
-
-    Args:
-        caption: as the model wrote it.
-        prefix: text before it.
-        trigger: word before both, unless the text has it already.
-    """
+    """Put prefix and trigger before a caption; empty if the model wrote nothing."""
     text = plain_line(caption)
     if not text:
         return ""
@@ -256,11 +213,7 @@ def _write(
 
 
 def _ended(outcome: CaptionOutcome, work: CaptionWork) -> CaptionOutcome:
-    """Print the outcome.
-
-    Raises:
-        UserError: pictures got no caption.
-    """
+    """Print the outcome."""
     say(f"written {plural(outcome.written, 'caption')}")
     if outcome.cut:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"

@@ -24,23 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionerSizes:
-    """Sizes that decide how much memory a model takes besides its weights.
+    """Sizes that decide how much memory a model takes besides its weights."""
 
-    Args:
-        patches: number of patches of a picture in the vision tower's first layers.
-        vision: largest width of a patch's activations.
-        tokens: tokens of a picture and its prompt in the language model.
-        text: largest width of a token's activations.
-        cached: numbers that the language model keeps for each token.
-        vocabulary: number of tokens in the vocabulary.
-    """
-
-    patches: int
-    vision: int
-    tokens: int
-    text: int
-    cached: int
-    vocabulary: int
+    patches: int  # number of patches of a picture in the vision tower's first layers
+    vision: int  # largest width of a patch's activations
+    tokens: int  # tokens of a picture and its prompt in the language model
+    text: int  # largest width of a token's activations
+    cached: int  # numbers that the language model keeps for each token
+    vocabulary: int  # number of tokens in the vocabulary
 
 
 class Captioner(ABC):
@@ -79,11 +70,7 @@ class Captioner(ABC):
 
     @classmethod
     def processor_of(cls, place: ModelFolder) -> PilBackend:
-        """Load the folder's image processor in the form that needs no torchvision.
-
-        Raises:
-            UserError: the folder has no preprocessor_config.json, or it is damaged.
-        """
+        """Load the folder's image processor in the form that needs no torchvision."""
         import transformers
 
         kind: type[PilBackend] = getattr(transformers, f"{cls.processor_name}ImageProcessorPil")
@@ -101,36 +88,15 @@ class Captioner(ABC):
 
     @abstractmethod
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Prepare a batch: pixels and token ids, on the CPU.
-
-        Raises:
-            ValueError: the model does not accept a picture's shape.
-        """
+        """Prepare a batch: pixels and token ids, on the CPU."""
 
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """Turn what a model generated into text.
-
-        Args:
-            ids: the generated ids.
-            given: the prompt's ids, for the kinds that repeat them.
-        """
+        """Turn what a model generated into text."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     @torch.no_grad()
     def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
-        """Write the most likely caption of each picture. Ignores sampling in the folder's settings.
-
-        Args:
-            pictures: RGB.
-            length: maximum number of tokens in a caption.
-
-        Returns:
-            The captions, and whether each was cut off at ``length``.
-
-        Raises:
-            ValueError: the model does not accept a picture's shape.
-            UserError: prompt and caption together exceed the model's context.
-        """
+        """Write the most likely caption of each picture. Ignores sampling in the folder's settings."""
         device, dtype = self.model.device, self.dtype
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)

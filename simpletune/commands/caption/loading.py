@@ -36,30 +36,20 @@ the next token."""
 
 @dataclass(frozen=True)
 class CaptionerInfo:
-    """Model that is not loaded yet.
+    """Model that is not loaded yet."""
 
-    Args:
-        place: its folder.
-        kind: its captioner class.
-        digest: digest of its configuration and weights.
-    """
-
-    place: ModelFolder
-    kind: type[Captioner]
-    digest: str
+    place: ModelFolder  # its folder
+    kind: type[Captioner]  # its captioner class
+    digest: str  # digest of its configuration and weights
 
 
 @dataclass(frozen=True)
 class CaptionerMemory:
-    """Predicted bytes on the device.
+    """Predicted bytes on the device."""
 
-    Args:
-        weights: the model's weights, exact.
-        work: a batch of the largest pictures, approximate: the widest layer of either tower, the language model's
-            cache, the scores of the next token, and the largest layer while it is read or dequantised.
-    """
-
-    weights: int
+    weights: int  # the model's weights, exact
+    # A batch of the largest pictures, approximate: the widest layer of either tower, the language model's cache, the
+    # scores of the next token, and the largest layer while it is read or dequantised.
     work: int
 
     @property
@@ -69,11 +59,7 @@ class CaptionerMemory:
 
 
 def find_captioner(name: str) -> CaptionerInfo:
-    """Find a model and read its configuration; load no weights.
-
-    Raises:
-        UserError: there is no such model, its kind is unknown, or it has no safetensors.
-    """
+    """Find a model and read its configuration; load no weights."""
     place = find_folder(name, "--model", "model", "florence-community/Florence-2-base")
     found = place.model_type(KINDS, EXAMPLES)
     place.refuse_pickles()
@@ -81,17 +67,7 @@ def find_captioner(name: str) -> CaptionerInfo:
 
 
 def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int, length: int) -> CaptionerMemory:
-    """Predict memory from the configuration alone.
-
-    Args:
-        about: the model.
-        precision: precision of its weights.
-        batch: pictures per batch.
-        length: maximum number of tokens in a caption.
-
-    Raises:
-        UserError: the configuration does not describe such a model.
-    """
+    """Predict memory from the configuration alone."""
     with torch.device("meta"):
         model = about.place.empty(*about.kind.classes(about.place.config()))
     model.tie_weights()
@@ -116,15 +92,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def work_bytes(shape: CaptionerSizes, itemsize: int, batch: int, beams: int, length: int) -> int:
-    """Return the bytes that a batch takes besides the weights: activations of the larger tower, cache and scores.
-
-    Args:
-        shape: sizes of the model.
-        itemsize: bytes per number.
-        batch: pictures per batch.
-        beams: beams of the search for each picture.
-        length: maximum number of tokens in a caption.
-    """
+    """Return the bytes that a batch takes besides the weights: activations of the larger tower, cache and scores."""
     towers = max(shape.patches * shape.vision, shape.tokens * shape.text)
     kept = beams * shape.cached * (shape.tokens + length)
     scores = 2 * beams * shape.vocabulary  # fp32, and a sorted copy
@@ -134,11 +102,7 @@ def work_bytes(shape: CaptionerSizes, itemsize: int, batch: int, beams: int, len
 def load_captioner(
     about: CaptionerInfo, precision: WeightPrecision, device: torch.device, prompt: str | None
 ) -> Captioner:
-    """Load a model layer by layer; quantise each linear layer on the device as soon as it arrives.
-
-    Raises:
-        UserError: the folder is damaged, or the kind does not accept the prompt.
-    """
+    """Load a model layer by layer; quantise each linear layer on the device as soon as it arrives."""
     kind, _ = about.kind.classes(about.place.config())
     model = about.place.model(kind, precision.base_dtype())
     captioner = about.kind(about.place, model, prompt)

@@ -21,48 +21,27 @@ from simpletune.system.options import UserError
 
 @dataclass(frozen=True)
 class UncaptionedPicture:
-    """A picture that gets a caption.
+    """A picture that gets a caption."""
 
-    Args:
-        name: path relative to its data folder.
-        picture: the picture's file.
-        before: its current caption file.
-        record: record of its data folder.
-    """
-
-    name: str
-    picture: Path
-    before: CaptionFile
-    record: Record
+    name: str  # path relative to its data folder
+    picture: Path  # the picture's file
+    before: CaptionFile  # its current caption file
+    record: Record  # record of its data folder
 
 
 @dataclass
 class CaptionWork:
-    """Pictures of all folders, by what happens to them.
+    """Pictures of all folders, by what happens to them."""
 
-    Args:
-        wanted: pictures that get a caption.
-        kept: number of pictures that keep their caption.
-        sharing: pictures that share the caption file of another, such as a.png beside a.jpg.
-        rejected: entries that cannot get a caption, and why.
-    """
-
-    wanted: list[UncaptionedPicture] = field(default_factory=list)
-    kept: int = 0
+    wanted: list[UncaptionedPicture] = field(default_factory=list)  # pictures that get a caption
+    kept: int = 0  # number of pictures that keep their caption
+    # pictures that share the caption file of another, such as a.png beside a.jpg
     sharing: list[str] = field(default_factory=list)
-    rejected: list[RejectedEntry] = field(default_factory=list)
+    rejected: list[RejectedEntry] = field(default_factory=list)  # entries that cannot get a caption, and why
 
 
 def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
-    """List the folders to caption: those of a configuration, or the folder itself.
-
-    Args:
-        place: a folder of pictures, a JSON file or the name of a shipped configuration.
-        overrides: ``key.path=value`` overrides of the configuration.
-
-    Raises:
-        UserError: the configuration is wrong, or has no captions in text files.
-    """
+    """List the folders to caption: those of a configuration, or the folder itself."""
     if place.is_dir():
         if overrides:
             raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
@@ -91,14 +70,7 @@ def require_text_captions(source: Folder, field: str) -> Folder:
 
 
 def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> CaptionWork:
-    """Examine every picture's caption without opening pictures.
-
-    Args:
-        sources: the folders.
-        rewrite: captions to write: ``missing``; ``ours``, also those that a model wrote with other settings; ``all``.
-        model: fingerprint of the model's folder.
-        settings: this run's settings in the form of the record; captions made with them are kept.
-    """
+    """Examine every picture's caption without opening pictures."""
     work = CaptionWork()
     for source in sources:
         root = Path(source.path)

@@ -97,11 +97,7 @@ class Qwen(Captioner):
 
 
 def _template(place: ModelFolder) -> str:
-    """Read the processor's chat template, where older folders keep it.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Read the processor's chat template, where older folders keep it."""
     try:
         found = strict_json.read(place.folder / "chat_template.json")
     except (OSError, strict_json.JsonError):

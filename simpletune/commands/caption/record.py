@@ -25,30 +25,16 @@ MAX_BYTES = 2**28  # of a record; a line takes about 400
 
 @dataclass(frozen=True)
 class WrittenCaption:
-    """Record of one caption that a model wrote.
+    """Record of one caption that a model wrote."""
 
-    Args:
-        file: path of the caption relative to the data folder.
-        sha256: SHA-256 of the caption file.
-        model: fingerprint of the model's folder.
-        settings: prompt, prefix, trigger, precision and length, as JSON.
-    """
-
-    file: str
-    sha256: str
-    model: str
-    settings: str
+    file: str  # path of the caption relative to the data folder
+    sha256: str  # SHA-256 of the caption file
+    model: str  # fingerprint of the model's folder
+    settings: str  # prompt, prefix, trigger, precision and length, as JSON
 
 
 class Record:
-    """Record file beside the pictures of a data folder.
-
-    Args:
-        folder: the data folder.
-
-    Raises:
-        UserError: the record cannot be read.
-    """
+    """Record file beside the pictures of a data folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.place = folder, folder / RECORD
@@ -60,17 +46,7 @@ class Record:
         return made if made is not None and caption.text and made.sha256 == caption.digest else None
 
     def add(self, caption: CaptionFile, digest: str, model: str, settings: str) -> None:
-        """Record a caption that is about to be written.
-
-        Args:
-            caption: the caption file.
-            digest: SHA-256 of the file after writing.
-            model: fingerprint of the model's folder.
-            settings: settings as JSON.
-
-        Raises:
-            DiskFull: the disk is full; a partial line is ignored later.
-        """
+        """Record a caption that is about to be written."""
         made = WrittenCaption(self._name(caption), digest, model, settings)
         with room_for(f"writing {RECORD}", self.folder, None, lambda: None):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW

@@ -24,16 +24,11 @@ SECONDS = 20  # timeout of nvidia-smi
 
 @dataclass
 class Machine:
-    """Answers from this machine.
+    """Answers from this machine."""
 
-    Args:
-        probe: answers what needs torch, in a child process.
-        environment: environment variables.
-        folders: folders that simpletune writes to, by name.
-    """
-
-    probe: ProbeProcess
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    probe: ProbeProcess  # answers what needs torch, in a child process
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables
+    # folders that simpletune writes to, by name
     folders: Mapping[str, Path] = field(default_factory=lambda: written_folders())
 
     def ask(self, question: str) -> Json:
@@ -41,11 +36,7 @@ class Machine:
         return self.probe.ask(question)
 
     def command(self, *words: str) -> tuple[int, str] | None:
-        """Run a command and return its exit code and output; None if it does not exist.
-
-        Raises:
-            TimeoutExpired: the command does not end in time.
-        """
+        """Run a command and return its exit code and output; None if it does not exist."""
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
         except FileNotFoundError:
@@ -87,21 +78,13 @@ class Machine:
         return existing(folder).stat().st_dev, free_disk_bytes(folder)
 
     def require_writable(self, folder: Path) -> None:
-        """Write a file to a folder, or to the existing folder in which it would be created.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
+        """Write a file to a folder, or to the existing folder in which it would be created."""
         with tempfile.TemporaryFile(dir=existing(folder)) as file:
             file.write(b"simpletune doctor")
             file.flush()
 
     def require_port(self, port: int) -> None:
-        """Listen on a port of this machine for a moment.
-
-        Raises:
-            OSError: the port cannot be opened.
-        """
+        """Listen on a port of this machine for a moment."""
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))

@@ -28,12 +28,7 @@ PINNED = 256 * 2**20
 
 
 class ProbeProcess:
-    """Child process that answers questions; started at the first question, and again after it has died.
-
-    Args:
-        command: command line that starts it.
-        seconds: timeout for an answer.
-    """
+    """Child process that answers questions; started at the first question, and again after it has died."""
 
     def __init__(self, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS):
         self.command, self.seconds = command, seconds
@@ -43,11 +38,7 @@ class ProbeProcess:
         self._unread = b""
 
     def ask(self, question: str) -> Json:
-        """Return the answer, cached for each question; it has ``error`` if there is none.
-
-        Args:
-            question: a key of ``QUESTIONS``, or ``steps WEIGHTS COUNT``.
-        """
+        """Return the answer, cached for each question; it has ``error`` if there is none."""
         if question not in self._answers:
             self._answers[question] = self._ask(question)
         return self._answers[question]

@@ -25,27 +25,14 @@ MIB = 2**20
 
 
 def probe_config(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
-    """Return the demo's configuration in one precision.
-
-    Args:
-        weights: ``precision.weights``.
-        capability: compute capability of the card; None on the CPU.
-    """
+    """Return the demo's configuration in one precision."""
     overrides = [f"precision.weights={weights}", "precision.compute=auto"]
     config, _ = read_config(Path("demo"), overrides, needs_data=False)
     return resolve_model_folder(settle_compute(config, capability))
 
 
 def take_steps(weights: str, count: int) -> Json:
-    """Train for some steps.
-
-    Args:
-        weights: ``precision.weights``.
-        count: number of steps, at least 1.
-
-    Returns:
-        Median seconds per step, losses, and peaks in MiB: predicted, and on a card measured and reserved.
-    """
+    """Train for some steps."""
     device = choose_device("auto", "fp32", is_demo=True)[0]
     capability = capability_of(device)
     config = probe_config(weights, capability)

@@ -14,13 +14,7 @@ ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction b
 
 
 def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
-    """Train in one precision.
-
-    Args:
-        machine: the machine to ask.
-        weights: ``precision.weights``.
-        count: number of steps.
-    """
+    """Train in one precision."""
     name = f"{plural(count, 'step')}, {weights} weights"
     answer = machine.ask(f"steps {weights} {count}")
     if "error" in answer:

@@ -46,11 +46,7 @@ PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
 def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> list[Weights]:
-    """Return the base, then the models that the arguments name, or the run's result; each once.
-
-    Raises:
-        UserError: neither a run nor a model is named.
-    """
+    """Return the base, then the models that the arguments name, or the run's result; each once."""
     scales = args.scale or SCALES
     wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
     models = [BASE, *(weights for name in wanted for weights in resolve_weights(name))]
@@ -83,11 +79,7 @@ def first_run(args: argparse.Namespace) -> str | None:
 
 
 def resolve_weights(text: str) -> list[Weights]:
-    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows.
-
-    Raises:
-        UserError: nothing has that name.
-    """
+    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows."""
     if text == "base":
         return [BASE]
     found = find_named(text)
@@ -99,14 +91,7 @@ def resolve_weights(text: str) -> list[Weights]:
 
 
 def compare(args: argparse.Namespace) -> Path:
-    """Draw every request with every model; write single pictures, a grid, a page and the figures.
-
-    Args:
-        args: defined in ``cli.drawing_arguments.add_compare_arguments``.
-
-    Returns:
-        The grid.
-    """
+    """Draw every request with every model; write single pictures, a grid, a page and the figures."""
     args.run = args.run or first_run(args)
     session = open_session(args)
     models = models_to_compare(session, args)

@@ -43,18 +43,7 @@ def write_page(
     figures: Sequence[ModelFigures],
     about: Mapping[str, object],
 ) -> Path:
-    """Write the page: a slider between any two models, a table of all pictures, and the measures.
-
-    Args:
-        file: file to write.
-        columns: one per model, the base first.
-        requests: one per row.
-        figures: figures of each model, as in ``compare.json``.
-        about: ``device``, ``precision`` and ``peak_memory`` of the comparison.
-
-    Returns:
-        The file.
-    """
+    """Write the page: a slider between any two models, a table of all pictures, and the measures."""
     shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
     rows = [
         {
@@ -81,12 +70,7 @@ def write_page(
 
 
 def write_latest(folder: Path, page: Path) -> Path:
-    """Write a page with a fixed name that redirects to the newest comparison of a folder.
-
-    Args:
-        folder: folder of numbered comparisons.
-        page: page of the newest comparison.
-    """
+    """Write a page with a fixed name that redirects to the newest comparison of a folder."""
     newest = page.relative_to(folder).as_posix()
     write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)
     return folder / LATEST

@@ -18,16 +18,7 @@ from simpletune.system.options import UserError
 def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> None:
     """Predict and print the memory of every stage; on the CPU nothing is refused.
 
-    Text encoders, transformer and autoencoder are never in memory together.
-
-    Args:
-        session: the session that draws.
-        models: the weights to draw with.
-        requests: pictures to draw.
-
-    Raises:
-        UserError: a stage does not fit on the card.
-    """
+    Text encoders, transformer and autoencoder are never in memory together."""
     config = session.config
     card, held = card_at_hand(session.device) if session.device.type == "cuda" else (None, 0)
     largest = max(requests, key=lambda request: (request.width * request.height, request.guidance > 1))

@@ -50,11 +50,7 @@ def build_request(session: GenerationSession, args: argparse.Namespace, prompt: 
 def build_requests(
     session: GenerationSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
 ) -> list[PictureRequest]:
-    """Combine every prompt with every seed.
-
-    Args:
-        default: prompts if none are given; None stands for the run's first.
-    """
+    """Combine every prompt with every seed."""
     prompts = args.prompt or default
     first = [build_request(session, args, prompt) for prompt in prompts]
     return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
@@ -75,11 +71,7 @@ def default_prompt(session: GenerationSession) -> str:
 
 
 def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tuple[str, Weights]:
-    """Return the kind of weights that the arguments choose, used in file names, and the weights.
-
-    Raises:
-        UserError: there is no run to take them from.
-    """
+    """Return the kind of weights that the arguments choose, used in file names, and the weights."""
     given = given_embeddings(args)
     if args.base:
         return "base", with_embeddings(BASE, given)
@@ -103,11 +95,7 @@ def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
 
 
 def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weights) -> Weights:
-    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time.
-
-    Raises:
-        UserError: the base is quantised.
-    """
+    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time."""
     if not given_arguments(args, "fuse") or not args.fuse or weights.lora is None:
         return weights
     precision = session.config.precision
@@ -120,14 +108,7 @@ def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weight
 
 
 def generate(args: argparse.Namespace) -> Path:
-    """Draw pictures; print times and peak memory.
-
-    Args:
-        args: defined in ``cli.drawing_arguments.add_arguments``.
-
-    Returns:
-        The first PNG.
-    """
+    """Draw pictures; print times and peak memory."""
     session = open_session(args)
     name, weights = choose_weights(session, args)
     requests = build_requests(session, args)
@@ -156,11 +137,7 @@ def generate(args: argparse.Namespace) -> Path:
 
 
 def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
-    """List the files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
-
-    Raises:
-        UserError: a file exists without ``--overwrite``, or the name does not end in .png.
-    """
+    """List the files of ``--out``: the name itself for one picture, with -000, -001, ... for several."""
     if first.suffix.lower() != ".png":
         raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
     files = [first] if count == 1 else [first.with_stem(f"{first.stem}-{number:03d}") for number in range(count)]

@@ -48,16 +48,7 @@ def latent_distance(a: Tensor, b: Tensor) -> float:
 
 
 class ImageScores:
-    """Cosines between pictures, and between pictures and prompts, by one encoder.
-
-    Args:
-        option: command-line option that names it: ``--clip`` or ``--dino``.
-        name: a folder or a hub name; only safetensors files are read.
-        device: device to load onto.
-
-    Raises:
-        UserError: there is no such encoder, it is of another kind, or its folder is damaged.
-    """
+    """Cosines between pictures, and between pictures and prompts, by one encoder."""
 
     def __init__(self, option: str, name: str, device: torch.device):
         self.encoder = load_encoder(find_encoder(name, option, KINDS[option]), device)
@@ -67,9 +58,5 @@ class ImageScores:
         return F.normalize(self.encoder.of_pictures(pictures), dim=-1)
 
     def of_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], of length 1
-        """Embed prompts.
-
-        Raises:
-            UserError: the encoder reads pictures only.
-        """
+        """Embed prompts."""
         return F.normalize(self.encoder.of_prompts(prompts), dim=-1)

@@ -53,11 +53,7 @@ def _of_one_run(checkpoint_file: Path, denoiser: Path) -> bool:
 
 
 def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bool:
-    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``.
-
-    Args:
-        both: whether ``files`` must not contain other tensors.
-    """
+    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``."""
     whole, some = WeightReader(files), WeightReader(part)
     if not (some.names == whole.names if both else some.names <= whole.names):
         return False

@@ -38,17 +38,11 @@ MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 @dataclass(frozen=True)
 class GenerationSpeed:
-    """Settings that may make drawing faster.
+    """Settings that may make drawing faster."""
 
-    Args:
-        batch_size: pictures per pass through the transformer.
-        reuse_guidance: steps that share one guidance difference; above 1 the pictures change.
-        compiled: compile the transformer's blocks.
-    """
-
-    batch_size: int = 1
-    reuse_guidance: int = 1
-    compiled: bool = False
+    batch_size: int = 1  # pictures per pass through the transformer
+    reuse_guidance: int = 1  # steps that share one guidance difference; above 1 the pictures change
+    compiled: bool = False  # compile the transformer's blocks
 
     def lossy(self) -> dict[str, str]:
         """Describe settings that change the pictures, for their metadata."""
@@ -59,51 +53,29 @@ class GenerationSpeed:
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """The pictures of one model.
+    """The pictures of one model."""
 
-    Args:
-        weights: the weights that drew them.
-        pictures: one for each request.
-        latents: latents of the pictures [1, c, h, w], fp32.
-        denoise: seconds per picture in the transformer.
-        decode: seconds per picture in the autoencoder.
-    """
-
-    weights: Weights
-    pictures: list[Image.Image]
-    latents: list[Tensor]
-    denoise: float
-    decode: float
+    weights: Weights  # the weights that drew them
+    pictures: list[Image.Image]  # one for each request
+    latents: list[Tensor]  # latents of the pictures [1, c, h, w], fp32
+    denoise: float  # seconds per picture in the transformer
+    decode: float  # seconds per picture in the autoencoder
 
 
 @dataclass
 class GenerationSession:
-    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
+    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder."""
 
-    Args:
-        config: configuration of the run, changed by arguments, with folders resolved.
-        run: the run's folder, or None.
-        device: device to draw on.
-        reason: the device and why it was chosen.
-        stages: time and memory so far.
-        speed: settings that may make drawing faster.
-        step: step of the run's checkpoint to use; None: the run's result.
-    """
-
-    config: TrainConfig
-    run: Path | None
-    device: torch.device
-    reason: str
-    stages: StageTimer
-    speed: GenerationSpeed = GenerationSpeed()
-    step: int | None = None
+    config: TrainConfig  # configuration of the run, changed by arguments, with folders resolved
+    run: Path | None  # the run's folder, or None
+    device: torch.device  # device to draw on
+    reason: str  # the device and why it was chosen
+    stages: StageTimer  # time and memory so far
+    speed: GenerationSpeed = GenerationSpeed()  # settings that may make drawing faster
+    step: int | None = None  # step of the run's checkpoint to use; None: the run's result
 
     def draw(self, weights: Weights, requests: Sequence[PictureRequest]) -> tuple[list[Image.Image], float]:
-        """Draw pictures with one model.
-
-        Returns:
-            The pictures, and seconds per picture without loading.
-        """
+        """Draw pictures with one model."""
         (drawn,) = self.draw_all([weights], requests)
         return drawn.pictures, drawn.denoise + drawn.decode
 
@@ -112,9 +84,6 @@ class GenerationSession:
 
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
-
-        Returns:
-            One entry per model, in order.
         """
         config, speed, count = self.config, self.speed, len(requests)
         texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
@@ -192,11 +161,7 @@ class GenerationSession:
 
 
 def open_session(args: argparse.Namespace) -> GenerationSession:
-    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run.
-
-    Raises:
-        UserError: there is no run, or no usable device.
-    """
+    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
         run = find_run(str(args.run), "--run: ")
@@ -267,11 +232,7 @@ def speed_of(args: argparse.Namespace) -> GenerationSpeed:
 
 
 def _require_streamable(config: TrainConfig) -> None:
-    """Check that there are blocks to stream and that their weights can move.
-
-    Raises:
-        UserError: they cannot be offloaded.
-    """
+    """Check that there are blocks to stream and that their weights can move."""
     resident, blocks = config.memory.resident_blocks, config.model.blocks()
     if resident is None:
         return

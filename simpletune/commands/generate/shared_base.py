@@ -23,14 +23,7 @@ class SharedBase:
 
     Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
     computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
-    needed, after the previous ones are freed.
-
-    Args:
-        config: with folders resolved.
-        device: device to load onto.
-        sizes: (width, height) in pixels of every picture that will be drawn.
-        compiled: whether to compile the blocks.
-    """
+    needed, after the previous ones are freed."""
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
         self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled

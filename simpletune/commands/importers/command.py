@@ -16,17 +16,7 @@ from simpletune.system.redact import redact
 
 
 def import_command(file: Path, data: Path | None, out: Path | None, overwrite: bool) -> None:
-    """Translate a configuration.
-
-    Args:
-        file: configuration of SimpleTuner, kohya's scripts or OneTrainer.
-        data: its data sets, if they are not where it says.
-        out: file to write; None prints the configuration, and the report goes to standard error.
-        overwrite: whether to replace an existing file.
-
-    Raises:
-        UserError: a file cannot be read or written, or the result has problems, which it lists.
-    """
+    """Translate a configuration."""
     if out is not None:
         require_new(out, overwrite)
     found = import_file(file, data)

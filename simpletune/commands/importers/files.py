@@ -15,11 +15,7 @@ VALUES = 100_000  # of a JSON file
 
 
 def read_any(file: Path) -> object:
-    """Read a JSON or TOML file.
-
-    Raises:
-        UserError: it cannot be read, is too large, or is neither.
-    """
+    """Read a JSON or TOML file."""
     if not file.exists():
         raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
     if file.is_dir():
@@ -42,11 +38,7 @@ def read_any(file: Path) -> object:
 
 
 def read_beside(folder: Path, name: str) -> Json | None:
-    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing."""
     file = found_beside(folder, name)
     value = None if file is None else read_any(file)
     return value if isinstance(value, dict) else None

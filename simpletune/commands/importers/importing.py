@@ -26,33 +26,17 @@ ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read"
 
 @dataclass(frozen=True)
 class ImportResult:
-    """Another trainer's configuration, translated.
+    """Another trainer's configuration, translated."""
 
-    Args:
-        tool: the trainer that it was for.
-        config: our configuration, as JSON.
-        lines: what became of each key.
-        problems: problems that ``check`` finds in it.
-        missing: files and models that it names but this machine lacks.
-    """
-
-    tool: str
-    config: Json
-    lines: list[KeyOutcome]
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[Problem] = field(default_factory=list)
+    tool: str  # the trainer that it was for
+    config: Json  # our configuration, as JSON
+    lines: list[KeyOutcome]  # what became of each key
+    problems: list[Problem] = field(default_factory=list)  # problems that ``check`` finds in it
+    missing: list[Problem] = field(default_factory=list)  # files and models that it names but this machine lacks
 
 
 def import_file(file: Path, data: Path | None = None) -> ImportResult:
-    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer.
-
-    Args:
-        file: JSON or TOML.
-        data: its data sets, if it does not name them or they are elsewhere.
-
-    Raises:
-        UserError: a file cannot be read, or has none of these formats.
-    """
+    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer."""
     settings = read_any(file)
     if isinstance(settings, list):
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")

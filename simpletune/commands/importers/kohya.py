@@ -37,12 +37,7 @@ def flatten_sections(settings: Json) -> Json:
 
 
 def translate(settings: Json, folder: Path) -> Translation:
-    """Translate all but the data.
-
-    Args:
-        settings: the options, without sections.
-        folder: folder of the file, for sample_prompts.
-    """
+    """Translate all but the data."""
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
     is_sd3 = _family(found)

@@ -77,12 +77,7 @@ ROWS = (
 
 
 def translate(data: Json, general: Translation) -> list[Translation]:
-    """Translate every subset of a data set's TOML file.
-
-    Args:
-        data: the file.
-        general: the translation of the options, whose data options each subset inherits.
-    """
+    """Translate every subset of a data set's TOML file."""
     shared = {**_given(general), **(data.get("general") or {})}
     found: list[Translation] = []
     batches: set[object] = set()

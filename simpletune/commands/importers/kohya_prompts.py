@@ -24,16 +24,7 @@ STEP = 16  # px
 
 
 def take_prompts(found: Translation, key: str, file: Path) -> None:
-    """Take a file's prompts, and size, seed, steps and guidance of the first.
-
-    Args:
-        found: the translation to add to.
-        key: key that names the file.
-        file: .txt, .json or .toml.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """Take a file's prompts, and size, seed, steps and guidance of the first."""
     rows = [row for row in _rows(file) if row.get("prompt")]
     if not rows:
         return found.leave(key, "the file has no prompts")

@@ -7,13 +7,7 @@ from simpletune.system.options import Json
 
 
 def take_lycoris(found: Translation, key: str, own: Json) -> None:
-    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others.
-
-    Args:
-        found: the translation to add to.
-        key: key that contains them.
-        own: arguments by name.
-    """
+    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others."""
     algo = str(own.get("algo", "lora")).lower()
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
     method = methods.get(algo)

@@ -21,12 +21,7 @@ AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_
 
 
 def translate(concepts: list[Json], general: Translation) -> list[Translation]:
-    """Translate each concept.
-
-    Args:
-        concepts: the list.
-        general: the translation of the options, whose resolution, bucketing and masks apply to all concepts.
-    """
+    """Translate each concept."""
     found: list[Translation] = []
     for index, concept in enumerate(concepts):
         section = f"concepts[{index}]."

@@ -61,13 +61,7 @@ def take_optimizer(found: Translation, key: str, name: str) -> str:
 
 
 def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]) -> None:
-    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has.
-
-    Args:
-        found: the translation, with ``optimizer.name`` set.
-        key: key that contains the arguments.
-        arguments: arguments by the names that PyTorch's optimizers use.
-    """
+    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has."""
     fields = _fields(str(found.get("optimizer.name", "adamw")))
     betas = _betas(arguments)
     if betas and "betas" in fields:

@@ -31,12 +31,7 @@ def strip_dashes(settings: Json) -> Json:
 
 
 def translate(settings: Json, folder: Path) -> Translation:
-    """Translate all but the data.
-
-    Args:
-        settings: settings in config.json.
-        folder: folder of the file, for lycoris_config.
-    """
+    """Translate all but the data."""
     settings, tables = strip_dashes(settings), trainer_tables(NAME)
     scheduler = str(settings.get("lr_scheduler", ""))
     flow = (

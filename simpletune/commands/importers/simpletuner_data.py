@@ -22,12 +22,7 @@ CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillat
 
 
 def translate(data: list[Json], general: Translation) -> list[Translation]:
-    """Translate each data set of pictures.
-
-    Args:
-        data: the list.
-        general: the translation of config.json, whose resolution and caption dropout each data set inherits.
-    """
+    """Translate each data set of pictures."""
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
     found: list[Translation] = []
     for index, entry in enumerate(data):

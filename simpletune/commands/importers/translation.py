@@ -27,25 +27,15 @@ DIGITS = 6  # significant digits of a computed number
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """Record of what became of one key.
+    """Record of what became of one key."""
 
-    Args:
-        became: taken unchanged, changed, or left out.
-        key: key of the other trainer, with its section.
-        value: value in the file.
-        path: our field; empty if left out.
-        new: its value.
-        why: the reason for a change, or what a left-out key did.
-        default: whether the value is the trainer's default, because the file does not set it.
-    """
-
-    became: Became
-    key: str
-    value: object
-    path: str = ""
-    new: object = None
-    why: str = ""
-    default: bool = False
+    became: Became  # taken unchanged, changed, or left out
+    key: str  # key of the other trainer, with its section
+    value: object  # value in the file
+    path: str = ""  # our field; empty if left out
+    new: object = None  # its value
+    why: str = ""  # the reason for a change, or what a left-out key did
+    default: bool = False  # whether the value is the trainer's default, because the file does not set it
 
     def __str__(self) -> str:
         source = f"{self.key} {format_value(self.key, self.value)}" + (" (its default)" if self.default else "")
@@ -63,34 +53,19 @@ def format_value(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Row of a table: what a key means here.
+    """Row of a table: what a key means here."""
 
-    Args:
-        key: the other trainer's key.
-        path: our field.
-        kind: converts its value.
-        values: our values by theirs, in lower case; None: use the value itself.
-        why: reasons by their value, for those whose meaning changes; ``*`` is a reason for all.
-        otherwise: our value for one that is not in ``values``, and the reason for it.
-    """
-
-    key: str
-    path: str
-    kind: Kind
-    values: Mapping[str, object] | None = None
+    key: str  # the other trainer's key
+    path: str  # our field
+    kind: Kind  # converts its value
+    values: Mapping[str, object] | None = None  # our values by theirs, in lower case; None: use the value itself
+    # reasons by their value, for those whose meaning changes; ``*`` is a reason for all
     why: Mapping[str, str] = field(default_factory=dict)
-    otherwise: tuple[object, str] | None = None
+    otherwise: tuple[object, str] | None = None  # our value for one that is not in ``values``, and the reason for it
 
 
 class Translation:
-    """Translation of another trainer's settings to ours, in progress.
-
-    Args:
-        settings: settings in its file; empty values are dropped.
-        defaults: the trainer's defaults, where they differ from ours.
-        section: prefix of keys in messages, such as ``datasets[0].``.
-        place: prefix of our paths in messages, such as ``data.sources.0.``.
-    """
+    """Translation of another trainer's settings to ours, in progress."""
 
     def __init__(
         self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
@@ -129,26 +104,14 @@ class Translation:
         self.set(path, value)
 
     def change(self, key: str, path: str, value: object, why: str) -> None:
-        """Take a value with a change.
-
-        Args:
-            key: the other trainer's key.
-            path: our field.
-            value: our value.
-            why: the reason for the change.
-        """
+        """Take a value with a change."""
         self._put(
             KeyOutcome("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key))
         )
         self.set(path, value)
 
     def leave(self, key: str, why: str) -> None:
-        """Leave a key out.
-
-        Args:
-            key: the other trainer's key.
-            why: what it did, or why it cannot be kept.
-        """
+        """Leave a key out."""
         self._read.add(key)
         self._put(KeyOutcome("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
 
@@ -190,11 +153,7 @@ class Translation:
         return self.take(row.key, row.path, new)
 
     def leave_by_table(self, table: Mapping[str, str]) -> None:
-        """Leave out keys that have no counterpart here; a pattern may end in ``*``.
-
-        Args:
-            table: what each key did.
-        """
+        """Leave out keys that have no counterpart here; a pattern may end in ``*``."""
         for key in list(self.settings):
             if key in self._read:
                 continue

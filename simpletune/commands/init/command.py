@@ -25,21 +25,13 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Arguments of the command line.
+    """Arguments of the command line."""
 
-    Args:
-        folder: folder of pictures.
-        out: file to write; None: beside the folder, named after it.
-        device: a card by name or memory, ``cpu``, or None for this machine's.
-        overwrite: whether to replace the file.
-        quiet: whether to ask no questions, even on a terminal.
-    """
-
-    folder: Path
-    out: Path | None = None
-    device: str | None = None
-    overwrite: bool = False
-    quiet: bool = False
+    folder: Path  # folder of pictures
+    out: Path | None = None  # file to write; None: beside the folder, named after it
+    device: str | None = None  # a card by name or memory, ``cpu``, or None for this machine's
+    overwrite: bool = False  # whether to replace the file
+    quiet: bool = False  # whether to ask no questions, even on a terminal
 
 
 def file_for(folder: Path) -> Path:
@@ -49,11 +41,7 @@ def file_for(folder: Path) -> Path:
 
 
 def init_command(wish: InitOptions, answers: Answers) -> Path:
-    """Examine the pictures, ask, suggest, predict, and write the configuration.
-
-    Raises:
-        UserError: no picture can be used, or the file cannot be written.
-    """
+    """Examine the pictures, ask, suggest, predict, and write the configuration."""
     out = wish.out or file_for(wish.folder)
     require_new(out, wish.overwrite)
     card, why_none = _device(wish.device)
@@ -110,11 +98,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
 
 
 def config_for(folder: Path) -> Path:
-    """Return the configuration of a folder: the one beside it, or a new one.
-
-    Raises:
-        UserError: no picture can be used, or the file beside the folder is not a configuration.
-    """
+    """Return the configuration of a folder: the one beside it, or a new one."""
     file = file_for(folder)
     if not file.exists():
         return init_command(InitOptions(folder), Answers())

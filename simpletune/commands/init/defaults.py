@@ -41,32 +41,20 @@ UNASKED = Answers()
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a field has its value.
+    """Why a field has its value."""
 
-    Args:
-        path: path of the field.
-        value: value of the field.
-        why: the reason in words.
-    """
-
-    path: str
-    value: object
-    why: str
+    path: str  # path of the field
+    value: object  # value of the field
+    why: str  # the reason in words
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A configuration and the reasons for its choices.
+    """A configuration and the reasons for its choices."""
 
-    Args:
-        config: configuration as JSON that ``check`` accepts.
-        reasons: reasons in the order of its sections.
-        notes: what the user should know about the pictures or the machine.
-    """
-
-    config: Json
-    reasons: tuple[Reason, ...]
-    notes: tuple[str, ...] = ()
+    config: Json  # configuration as JSON that ``check`` accepts
+    reasons: tuple[Reason, ...]  # reasons in the order of its sections
+    notes: tuple[str, ...] = ()  # what the user should know about the pictures or the machine
 
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:

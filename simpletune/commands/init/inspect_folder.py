@@ -34,21 +34,13 @@ CAMERA = {
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Content of a folder.
+    """Content of a folder."""
 
-    Args:
-        folder: absolute path.
-        captions: where they come from; ``none``: there are none, or too few.
-        uncaptioned: pictures without a caption if others have one.
-        kohya: whether sub-folders are named like ``10_sks dog``.
-        report: report of the scan, without a limit on sizes.
-    """
-
-    folder: Path
-    captions: Captions
-    uncaptioned: int
-    kohya: bool
-    report: DatasetReport
+    folder: Path  # absolute path
+    captions: Captions  # where they come from; ``none``: there are none, or too few
+    uncaptioned: int  # pictures without a caption if others have one
+    kohya: bool  # whether sub-folders are named like ``10_sks dog``
+    report: DatasetReport  # report of the scan, without a limit on sizes
 
     @property
     def pictures(self) -> list[Picture]:
@@ -72,11 +64,7 @@ class FolderContents:
 
 
 def inspect_folder(folder: Path) -> FolderContents:
-    """Scan and decode every picture of a folder, as ``simpletune data`` does.
-
-    Raises:
-        UserError: it is not a folder of pictures, or none of them can be used.
-    """
+    """Scan and decode every picture of a folder, as ``simpletune data`` does."""
     folder = _checked(folder)
     files = _files(folder)
     captions = _captions(folder, files)
@@ -136,13 +124,7 @@ def _lacks_caption(reason: str) -> bool:
 
 
 def source_of(folder: Path, captions: Captions, kohya: bool) -> Json:
-    """Build the ``data`` section for the captions of a folder.
-
-    Args:
-        folder: folder of the pictures.
-        captions: where they come from.
-        kohya: whether folder names give captions and repeats.
-    """
+    """Build the ``data`` section for the captions of a folder."""
     source: Json = {"path": str(folder)}
     if kohya:
         source["folder_names"] = "kohya"

@@ -16,17 +16,7 @@ from simpletune.system.gpus import Card
 def suggest(
     folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: FolderContents | None = None
 ) -> Suggestion:
-    """Suggest a configuration.
-
-    Args:
-        folder: folder of pictures.
-        answers: the user's answers.
-        device: the card to train on; None: there is none.
-        seen: the folder's content, if it was examined already.
-
-    Raises:
-        UserError: no picture can be used, or the model's family is unknown.
-    """
+    """Suggest a configuration."""
     if seen is None:
         with silent():
             seen = inspect_folder(folder)

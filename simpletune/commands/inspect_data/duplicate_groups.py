@@ -19,41 +19,25 @@ LISTED = 200  # further groups listed by name
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures that look alike.
+    """Pictures that look alike."""
 
-    Args:
-        shown: (names, thumbnail as a data URI); the URI is empty if the file has changed since the scan.
-        others: names of the pictures without a thumbnail.
-    """
-
+    # (names, thumbnail as a data URI); the URI is empty if the file has changed since the scan
     shown: list[tuple[str, str]]
-    others: list[str]
+    others: list[str]  # names of the pictures without a thumbnail
 
 
 @dataclass(frozen=True)
 class DuplicateGroups:
-    """All groups of one kind: identical or nearly identical.
+    """All groups of one kind: identical or nearly identical."""
 
-    Args:
-        title: the title of the section.
-        says: explanation of the groups.
-        groups: the groups, those with thumbnails first.
-        more: how many groups are omitted.
-    """
-
-    title: str
-    says: str
-    groups: list[Group]
-    more: int
+    title: str  # the title of the section
+    says: str  # explanation of the groups
+    groups: list[Group]  # the groups, those with thumbnails first
+    more: int  # how many groups are omitted
 
 
 def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> list[DuplicateGroups]:
-    """Group identical and nearly identical pictures. Decodes the shown ones again.
-
-    Args:
-        found: the dataset report.
-        embed: encodes a thumbnail as a data URI.
-    """
+    """Group identical and nearly identical pictures. Decodes the shown ones again."""
     by_name = {seen.picture.name: seen for seen in found.usable}
 
     def group(names: list[str], same: bool, show: bool) -> Group:

@@ -18,15 +18,10 @@ COMPARED = 50_000  # distinct hashes compared with each other; the time grows wi
 
 @dataclass(frozen=True)
 class PictureHash:
-    """The hash by which pictures are compared.
+    """The hash by which pictures are compared."""
 
-    Args:
-        bits: the difference hash.
-        colours: 8 x 8 mean colours, 192 bytes.
-    """
-
-    bits: int
-    colours: bytes
+    bits: int  # the difference hash
+    colours: bytes  # 8 x 8 mean colours, 192 bytes
 
 
 def hash_of(image: Image.Image) -> PictureHash:
@@ -41,15 +36,7 @@ def hash_of(image: Image.Image) -> PictureHash:
 
 
 def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
-    """Group the indices of nearly identical pictures.
-
-    Args:
-        hashes: the hash of each picture.
-
-    Returns:
-        Groups of at least two. Similarity is transitive: two pictures similar to a third share its group. Beyond
-        ``COMPARED`` distinct hashes, only equal ones are grouped.
-    """
+    """Group the indices of nearly identical pictures."""
     places = defaultdict(list)
     for place, each in enumerate(hashes):
         places[each].append(place)

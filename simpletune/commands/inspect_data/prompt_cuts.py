@@ -22,27 +22,16 @@ WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[
 
 @dataclass(frozen=True)
 class Cut:
-    """Where one encoder truncates a caption.
+    """Where one encoder truncates a caption."""
 
-    Args:
-        encoder: ``CLIP`` or ``T5``.
-        tokens: number of tokens of the caption, including those that the tokenizer adds.
-        limit: number of tokens that the encoder sees.
-        place: index of the first character that it does not see.
-    """
-
-    encoder: str
-    tokens: int
-    limit: int
-    place: int
+    encoder: str  # ``CLIP`` or ``T5``
+    tokens: int  # number of tokens of the caption, including those that the tokenizer adds
+    limit: int  # number of tokens that the encoder sees
+    place: int  # index of the first character that it does not see
 
 
 class Cutter:
-    """The locally available tokenizers of a model.
-
-    Args:
-        config: configuration whose model names the folders; nothing is downloaded.
-    """
+    """The locally available tokenizers of a model."""
 
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
@@ -85,11 +74,7 @@ def _loaded(folder: Path, changed: int) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
     if (folder / "tokenizer.json").is_file():

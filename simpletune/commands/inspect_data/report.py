@@ -19,17 +19,7 @@ PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
 
 
 def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
-    """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
-
-    Args:
-        config: the configuration, as the user gave it.
-        out: the folder to write to; None writes nothing.
-        as_figures: print only JSON.
-        shown: how many pictures the sheet and the page show.
-
-    Raises:
-        UserError: no picture is usable, or the folder cannot be written.
-    """
+    """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file."""
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
     if as_figures:

@@ -21,14 +21,7 @@ QUALITY = 80
 
 
 def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
-    """Return a thumbnail of the crop that training sees.
-
-    Args:
-        image: RGB.
-        bucket: size that the picture is cropped to.
-        view: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
-        side: the thumbnail's longer side in pixels.
-    """
+    """Return a thumbnail of the crop that training sees."""
     scale = side / max(bucket)
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
     pixels = crop_to_bucket(image, size, *view)
@@ -45,17 +38,7 @@ def bucket_of_size(size: Size, source: Source, step: int) -> Size:
 def kept_thumbnail(file: Path, source: Source, step: int, folder: Path) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
-    Shows the centre even if training crops at random.
-
-    Args:
-        file: the picture.
-        source: determines the bucket.
-        step: sides of buckets are multiples of this, in pixels.
-        folder: where thumbnails are kept; it may be removed at any time.
-
-    Raises:
-        UnusablePicture: the picture cannot be read.
-    """
+    Shows the centre even if training crops at random."""
     status = file.stat()
     cropped = (source.resolution, source.aspect, source.max_aspect, step, SIDE)
     key = repr((str(file), status.st_mtime_ns, status.st_size, cropped))

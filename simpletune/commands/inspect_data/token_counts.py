@@ -27,12 +27,7 @@ def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | No
 
 
 def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
-    """Find a tokenizer without downloading anything; None if it is not available locally.
-
-    Args:
-        config: configuration whose model names folders or repositories.
-        part: ``tokenizer``, ``tokenizer_2`` or ``tokenizer_3``.
-    """
+    """Find a tokenizer without downloading anything; None if it is not available locally."""
     if config.is_demo:
         if config.model.pretrained not in MODEL_DEMOS:
             return None

@@ -52,11 +52,7 @@ def export(args: argparse.Namespace) -> Path:
 
 
 def approximate_as_lora(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
-    """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
-
-    Raises:
-        UserError: the updates are LoRA already, or the format does not hold LoRA.
-    """
+    """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates."""
     from simpletune.adapters.files.updates import LoraUpdate
 
     require_rank_or_energy(args)
@@ -202,11 +198,7 @@ def ranks_of(updates: Updates) -> str:
 
 
 def base_name(sources: list[NamedLora]) -> str:
-    """Return the base that the first LoRA's run trained on.
-
-    Raises:
-        UserError: the base is unknown or had random weights.
-    """
+    """Return the base that the first LoRA's run trained on."""
     config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
     if config is None:
         raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
@@ -232,11 +224,7 @@ def refuse_unfit_output(out: Path, single: bool) -> None:
 
 
 def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:
-    """Require --rank or --energy, within their ranges.
-
-    Args:
-        both: accept both; the rank is then the maximum.
-    """
+    """Require --rank or --energy, within their ranges."""
     if args.rank is None and args.energy is None:
         raise UserError("give --rank, such as --rank 16, or --energy, such as --energy 0.95")
     if args.rank is not None and args.energy is not None and not both:

@@ -16,11 +16,7 @@ from simpletune.system.options import UserError, plural
 
 
 def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
-    """Write a hypernetwork in the form of AUTOMATIC1111's web UI.
-
-    Raises:
-        UserError: it is a LoRA, or an option or the file's name does not fit.
-    """
+    """Write a hypernetwork in the form of AUTOMATIC1111's web UI."""
     if not holds_hypernetwork(source.file):
         raise UserError(
             f"--format {args.format} writes hypernetworks, and {source.file} is not one. The web UI reads LoRA in "

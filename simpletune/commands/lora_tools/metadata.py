@@ -32,14 +32,7 @@ SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; 
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
-    """Build the header's strings.
-
-    Args:
-        updates: updates by layer, for their ranks and scales.
-        title: title of the file.
-        config: configuration of the run, if known.
-        steps: number of training steps, if known.
-    """
+    """Build the header's strings."""
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -71,14 +64,7 @@ KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase
 
 
 def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
-    """Build the model spec fields that tell people what a file is.
-
-    Args:
-        run: folder of the run that made it, if known.
-        step: step of the run's checkpoint; None for its result.
-        known: header strings of the file to convert.
-        said: fields given by the user: ``title``, ``author``, ``description``, ``tags``.
-    """
+    """Build the model spec fields that tell people what a file is."""
     fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
     if run is not None:
         found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
@@ -87,12 +73,7 @@ def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], 
 
 
 def model_fields(family: str) -> dict[str, str]:
-    """Name the model in sd-scripts' terms.
-
-    Args:
-        family: the model that the updates fit, judged by their layers and widths. They do not reveal which of SD 2's
-            architectures they fit, and some not even which U-Net.
-    """
+    """Name the model in sd-scripts' terms."""
     if is_sd3(family):
         model = SD3_MODELS.get(family, "m")
         return {

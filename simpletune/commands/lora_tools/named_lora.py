@@ -14,19 +14,12 @@ from simpletune.runs.weights_names import find_lora
 
 @dataclass(frozen=True)
 class NamedLora:
-    """Describe a LoRA that a command names.
+    """Describe a LoRA that a command names."""
 
-    Args:
-        file: weights file.
-        run: folder of the run that made it, if the name was a run.
-        weight: strength.
-        step: step of the run's checkpoint; None for the run's result.
-    """
-
-    file: Path
-    run: Path | None
-    weight: float = 1.0
-    step: int | None = None
+    file: Path  # weights file
+    run: Path | None  # folder of the run that made it, if the name was a run
+    weight: float = 1.0  # strength
+    step: int | None = None  # step of the run's checkpoint; None for the run's result
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
         """Return the configuration that made the LoRA, if known."""
@@ -51,15 +44,7 @@ class NamedLora:
 
 
 def named_lora(text: str, strength: bool = False) -> NamedLora:
-    """Find a LoRA by file, run, checkpoint or hub name.
-
-    Args:
-        text: name.
-        strength: accept ``:STRENGTH`` after the name.
-
-    Raises:
-        UserError: no LoRA has that name.
-    """
+    """Find a LoRA by file, run, checkpoint or hub name."""
     remedy = "Extract a LoRA from its difference from the base: simpletune extract BASE TUNED"
     named = find_lora(text, remedy=remedy, strength=strength)
     assert named.lora is not None

@@ -8,8 +8,7 @@ from typing import ClassVar
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
-from simpletune.commands.evaluate.encoders.preprocessing import IMAGENET, normalise, scaled_and_cut
+from simpletune.commands.evaluate.encoders.encoder import IMAGENET, ImageEncoder, normalise, scaled_and_cut
 
 TRAINED, SHORTER = 224, 256
 """Side of the pictures that both papers evaluate on, and length of the shorter side before cropping."""
