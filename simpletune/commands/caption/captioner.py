@@ -70,7 +70,11 @@ class Captioner(ABC):
 
     @classmethod
     def processor_of(cls, place: ModelFolder) -> PilBackend:
-        """Load the folder's image processor in the form that needs no torchvision."""
+        """Load the folder's image processor in the form that needs no torchvision.
+
+        Raises:
+            UserError: the folder has no preprocessor_config.json, or it is damaged.
+        """
         import transformers
 
         kind: type[PilBackend] = getattr(transformers, f"{cls.processor_name}ImageProcessorPil")
@@ -88,38 +92,42 @@ class Captioner(ABC):
 
     @abstractmethod
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Prepare a batch: pixels and token ids, on the CPU."""
+        """Prepare a batch: pixels and token ids, on the CPU.
+
+        Raises:
+            ValueError: the model does not accept a picture's shape.
+        """
 
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """Turn what a model generated into text."""
+        """Turn generated ids into text; the prompt's ids are for the kinds that repeat them."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     @torch.no_grad()
     def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
-        """Write the most likely caption of each picture. Ignores sampling in the folder's settings."""
-        device, dtype = self.model.device, self.dtype
+        """Write the most likely caption of each RGB picture, of at most ``length`` tokens, and whether it was cut off.
+
+        Ignores sampling in the folder's settings.
+
+        Raises:
+            ValueError: the model does not accept a picture's shape.
+            UserError: prompt and caption together exceed the model's context.
+        """
+        device = self.model.device
+        dtype = next(each.dtype for each in self.model.parameters() if each.is_floating_point())
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
             for name, value in self.inputs(pictures).items()
         }
-        self._require_room(inputs["input_ids"].shape[1], length)
+        given = inputs["input_ids"]
+        room = self.model.config.text_config.max_position_embeddings - given.shape[1] * self.continues
+        if length > room:
+            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
         unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with quiet():
             ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
-        new = self.new_ids(ids, inputs["input_ids"])
-        ends = self.ends()
+        new, ends = self.new_ids(ids, given), self.ends()
         cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
-        return self.texts(ids, inputs["input_ids"]), cut
-
-    def _require_room(self, given: int, length: int) -> None:
-        room = self.model.config.text_config.max_position_embeddings - given * self.continues
-        if length > room:
-            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the pixels: that of the first floating-point weight."""
-        return next(each.dtype for each in self.model.parameters() if each.is_floating_point())
+        return self.texts(ids, given), cut
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
         """Return the generated tokens without the prompt."""

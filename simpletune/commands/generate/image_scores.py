@@ -38,12 +38,12 @@ class ModelFigures(TypedDict):
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:
-    """Return the mean absolute difference of two pictures' values, 0 to 1."""
+    """Mean absolute difference of two pictures' values, 0 to 1."""
     return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
 
 
 def latent_distance(a: Tensor, b: Tensor) -> float:
-    """Return the root mean square difference of two latents; latents have a variance of about 1."""
+    """Root mean square difference of two latents; latents have a variance of about 1."""
     return float((a - b).square().mean().sqrt())
 
 
@@ -54,9 +54,7 @@ class ImageScores:
         self.encoder = load_encoder(find_encoder(name, option, KINDS[option]), device)
 
     def of_pictures(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, d], of length 1
-        """Embed pictures."""
         return F.normalize(self.encoder.of_pictures(pictures), dim=-1)
 
     def of_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], of length 1
-        """Embed prompts."""
         return F.normalize(self.encoder.of_prompts(prompts), dim=-1)

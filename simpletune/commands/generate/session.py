@@ -42,7 +42,7 @@ class GenerationSpeed:
 
     batch_size: int = 1  # pictures per pass through the transformer
     reuse_guidance: int = 1  # steps that share one guidance difference; above 1 the pictures change
-    compiled: bool = False  # compile the transformer's blocks
+    compiled: bool = False  # the transformer's blocks
 
     def lossy(self) -> dict[str, str]:
         """Describe settings that change the pictures, for their metadata."""
@@ -55,9 +55,9 @@ class GenerationSpeed:
 class GeneratedImages:
     """The pictures of one model."""
 
-    weights: Weights  # the weights that drew them
+    weights: Weights
     pictures: list[Image.Image]  # one for each request
-    latents: list[Tensor]  # latents of the pictures [1, c, h, w], fp32
+    latents: list[Tensor]  # [1, c, h, w], fp32
     denoise: float  # seconds per picture in the transformer
     decode: float  # seconds per picture in the autoencoder
 
@@ -67,17 +67,12 @@ class GenerationSession:
     """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder."""
 
     config: TrainConfig  # configuration of the run, changed by arguments, with folders resolved
-    run: Path | None  # the run's folder, or None
-    device: torch.device  # device to draw on
+    run: Path | None
+    device: torch.device
     reason: str  # the device and why it was chosen
-    stages: StageTimer  # time and memory so far
-    speed: GenerationSpeed = GenerationSpeed()  # settings that may make drawing faster
+    stages: StageTimer
+    speed: GenerationSpeed = GenerationSpeed()
     step: int | None = None  # step of the run's checkpoint to use; None: the run's result
-
-    def draw(self, weights: Weights, requests: Sequence[PictureRequest]) -> tuple[list[Image.Image], float]:
-        """Draw pictures with one model."""
-        (drawn,) = self.draw_all([weights], requests)
-        return drawn.pictures, drawn.denoise + drawn.decode
 
     def draw_all(self, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> list[GeneratedImages]:
         """Draw the same requests with several models, from the same noise.
@@ -87,7 +82,13 @@ class GenerationSession:
         """
         config, speed, count = self.config, self.speed, len(requests)
         texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
-        starts = self._starts(requests)
+        starts: list[Tensor | None] = [None] * count
+        if any(request.image is not None for request in requests):
+            with self.stages.stage("encode"):
+                vae = self.autoencoder()
+                starts = encode_starts(vae, config.model, requests)
+                del vae
+                free_memory(self.device)
         shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
         for weights in shared.grouped_by_base(dict.fromkeys(models)):
@@ -106,7 +107,17 @@ class GenerationSession:
                 )
             del denoiser, modulation, sampler
         shared.free()
-        return self._decoded(models, latents)
+        with self.stages.stage("load"):
+            vae = self.autoencoder()
+        done: dict[Weights, GeneratedImages] = {}
+        for weights, (z, denoise) in latents.items():
+            with self.stages.stage("decode"):
+                clock = time.perf_counter()
+                pictures = decode(vae, config.model, z)
+            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+        del vae
+        free_memory(self.device)
+        return [done[weights] for weights in models]
 
     def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
@@ -123,33 +134,7 @@ class GenerationSession:
                 found[weights] = stores[side.key]
         return found
 
-    def _starts(self, requests: Sequence[PictureRequest]) -> list[Tensor | None]:
-        if all(request.image is None for request in requests):
-            return [None] * len(requests)
-        with self.stages.stage("encode"):
-            vae = self.autoencoder()
-            starts = encode_starts(vae, self.config.model, requests)
-            del vae
-            free_memory(self.device)
-        return starts
-
-    def _decoded(
-        self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]
-    ) -> list[GeneratedImages]:
-        with self.stages.stage("load"):
-            vae = self.autoencoder()
-        done: dict[Weights, GeneratedImages] = {}
-        for weights, (z, denoise) in latents.items():
-            with self.stages.stage("decode"):
-                clock = time.perf_counter()
-                pictures = decode(vae, self.config.model, z)
-            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
-        del vae
-        free_memory(self.device)
-        return [done[weights] for weights in models]
-
     def autoencoder(self) -> torch.nn.Module:
-        """Load the autoencoder."""
         config = self.config
         return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
 
@@ -179,17 +164,19 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     config = resolve_folders(compute_to_generate(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
     use_threads(threads)
-    session = GenerationSession(
-        config,
-        run.folder if run else None,
-        device,
-        reason,
-        StageTimer(cuda=device.type == "cuda"),
-        speed_of(args),
-        run.step if run else None,
+    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
+        raise UserError(
+            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
+            "one of the two"
+        )
+    _require_streamable(config)
+    speed = GenerationSpeed(
+        **given_arguments(args, "batch_size", "reuse_guidance"), compiled=bool(vars(args).get("compile"))
     )
-    _require_streamable(session.config)
-    return session
+    stages = StageTimer(cuda=device.type == "cuda")
+    if run is None:
+        return GenerationSession(config, None, device, reason, stages, speed)
+    return GenerationSession(config, run.folder, device, reason, stages, speed, run.step)
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -218,17 +205,6 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     if args.device:
         changes["device"] = args.device
     return changes
-
-
-def speed_of(args: argparse.Namespace) -> GenerationSpeed:
-    """Read the speed settings from the arguments."""
-    asked = given_arguments(args, "batch_size", "reuse_guidance")
-    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
-        raise UserError(
-            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
-            "one of the two"
-        )
-    return GenerationSpeed(**asked, compiled=bool(vars(args).get("compile")))
 
 
 def _require_streamable(config: TrainConfig) -> None:
