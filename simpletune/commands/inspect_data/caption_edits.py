@@ -20,32 +20,29 @@ LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture and its caption."""
-
     name: str  # relative to the data folder
-    file: Path  # the picture
-    caption: CaptionFile | None  # its caption file; None if it cannot be read
+    file: Path
+    caption: CaptionFile | None  # None if it cannot be read
     problem: str = ""  # why the caption cannot be read or written
 
     @property
     def text(self) -> str:
-        """The caption; empty without one."""
         return "" if self.caption is None else self.caption.text
 
 
 def read_captions(root: Path, pictures: Iterable[Path]) -> list[CaptionedPicture]:
     """Read the caption of every picture without opening pictures."""
-    return [_entry(root, file) for file in pictures]
-
-
-def _entry(root: Path, file: Path) -> CaptionedPicture:
-    name = file.relative_to(root).as_posix()
-    if not is_text(name):
-        return CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it")
-    try:
-        return CaptionedPicture(name, file, caption_file(root, file))
-    except UnusablePicture as reason:
-        return CaptionedPicture(name, file, None, str(reason))
+    entries = []
+    for file in pictures:
+        name = file.relative_to(root).as_posix()
+        if not is_text(name):
+            entries.append(CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it"))
+            continue
+        try:
+            entries.append(CaptionedPicture(name, file, caption_file(root, file)))
+        except UnusablePicture as reason:
+            entries.append(CaptionedPicture(name, file, None, str(reason)))
+    return entries
 
 
 def picture_files(root: Path, source: Source) -> list[Path]:
@@ -123,7 +120,7 @@ def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
 class EditResult:
     """Outcome of an edit."""
 
-    written: int = 0  # how many captions
+    written: int = 0
     left: list[str] = field(default_factory=list)  # captions that changed during the edit or cannot be written, and why
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
 from simpletune.commands.inspect_data.thumbnails import tile
-from simpletune.commands.inspect_data.token_counts import LIMIT, token_counts
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -38,9 +38,9 @@ LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
 class ScannedImage:
     """A usable picture."""
 
-    picture: Picture  # the picture found by the data source
-    bucket: Size  # the size it is cropped to
-    hash: PictureHash  # used to compare it with others
+    picture: Picture
+    bucket: Size
+    hash: PictureHash
     tile: Image.Image | None = None  # a thumbnail of the crop that training sees; None if it is not shown
 
     @property
@@ -71,10 +71,10 @@ class BucketRow:
 class DatasetReport:
     """The findings about a dataset."""
 
-    path: str  # the path in the configuration
-    captions: str  # a description of where the captions come from
-    usable: list[ScannedImage]  # the usable pictures, sorted by name
-    rejected: list[RejectedEntry]  # the unusable entries, with reasons
+    path: str  # as in the configuration
+    captions: str  # where the captions come from, in words
+    usable: list[ScannedImage]  # sorted by name
+    rejected: list[RejectedEntry]
     left_alone: dict[str, int]  # pictures of unsupported formats, counted by extension
     exact: list[list[str]] = field(default_factory=list)  # groups of names of identical files
     near: list[list[str]] = field(default_factory=list)  # groups of names of nearly identical pictures
@@ -82,7 +82,7 @@ class DatasetReport:
     same_caption: dict[str, list[str]] = field(default_factory=dict)
     long: list[tuple[str, int]] = field(default_factory=list)  # (name, length) of captions that CLIP truncates
     tokens: bool = False  # whether lengths count tokens rather than characters
-    buckets: list[BucketRow] = field(default_factory=list)  # the buckets, largest first
+    buckets: list[BucketRow] = field(default_factory=list)  # largest first
     steps: int = 0  # steps in an epoch
     batch: int = 1  # pictures in a step
     resolution: int = 0
@@ -91,7 +91,7 @@ class DatasetReport:
     # names of pictures that validation.split holds out; buckets and epochs exclude them
     held_out: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
-    sources: list[SourceShare] = field(default_factory=list)  # contribution of each source to an epoch
+    sources: list[SourceShare] = field(default_factory=list)
 
     @property
     def across(self) -> list[list[str]]:
@@ -111,7 +111,7 @@ class DatasetReport:
 
 
 def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
-    """Scan a dataset."""
+    """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan = scan_sources(config.data)
