@@ -19,9 +19,9 @@ PROBLEM: Level = "problem"
 class Finding:
     """One finding of a check."""
 
-    name: str  # name of what was checked
+    name: str
     level: Level  # ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work
-    value: str  # what the check found
+    value: str
     why: str = ""  # why it matters
     remedy: str = ""  # what to do
 

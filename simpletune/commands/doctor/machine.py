@@ -22,14 +22,30 @@ from simpletune.system.options import Json
 SECONDS = 20  # timeout of nvidia-smi
 
 
+def written_folders() -> dict[str, Path]:
+    """The folders that simpletune writes to by default, by name."""
+    from huggingface_hub import constants
+
+    from simpletune.config.output import Output
+
+    output = Output()
+    return {
+        "runs": Path(output.folder),
+        "profiles": Path(output.profiles),
+        "cache": output.cache_folder,
+        "hub cache": Path(constants.HF_HUB_CACHE),
+    }
+
+
 @dataclass
 class Machine:
     """Answers from this machine."""
 
     probe: ProbeProcess  # answers what needs torch, in a child process
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables
-    # folders that simpletune writes to, by name
-    folders: Mapping[str, Path] = field(default_factory=lambda: written_folders())
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folders: Mapping[str, Path] = field(default_factory=written_folders)
+    system: tuple[str, str] = (platform.system(), platform.release())  # name and release
+    python: tuple[int, int, int] = sys.version_info[:3]
 
     def ask(self, question: str) -> Json:
         """Ask the child process; if that fails, the answer has ``error``."""
@@ -48,24 +64,10 @@ class Machine:
         file = Path(path)
         return file.read_text(errors="replace") if file.is_file() else None
 
-    def system(self) -> tuple[str, str]:
-        """Name and release of the operating system."""
-        return platform.system(), platform.release()
-
-    def python(self) -> tuple[int, int, int]:
-        """Python's version."""
-        return sys.version_info[:3]
-
-    def python_header(self) -> Path:
-        """Return the path of Python.h."""
-        return Path(sysconfig.get_paths()["include"]) / "Python.h"
-
-    def exists(self, path: Path) -> bool:
-        """Whether a file exists."""
-        return path.exists()
+    def has_python_header(self) -> bool:
+        return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 
     def which(self, name: str) -> str | None:
-        """Return the path of a program."""
         return shutil.which(name)
 
     def locked_limit(self) -> int | None:
@@ -88,18 +90,3 @@ class Machine:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
-
-
-def written_folders() -> dict[str, Path]:
-    """Return the folders of the default configuration, and the hub's cache."""
-    from huggingface_hub import constants
-
-    from simpletune.config.output import Output
-
-    output = Output()
-    return {
-        "runs": Path(output.folder),
-        "profiles": Path(output.profiles),
-        "cache": output.cache_folder,
-        "hub cache": Path(constants.HF_HUB_CACHE),
-    }

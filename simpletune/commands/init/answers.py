@@ -27,18 +27,18 @@ class Answers:
 
     what: What | None = None  # what the pictures teach
     trigger: str | None = None  # words to name the subject; those after the first are its class, as in ``sks dog``
-    length: Length = "normal"  # length of the run
+    length: Length = "normal"
     model: str | None = None  # hub name, folder or file of the base; None: chosen for the machine
     on_cpu: bool = False  # whether to train on the CPU, whatever the model
 
     @property
     def words(self) -> str | None:
-        """Return the trigger on one line; None if there is none."""
+        """The trigger on one line; None if there is none."""
         return " ".join((self.trigger or "").split())[:LONGEST] or None
 
     @property
     def class_words(self) -> str | None:
-        """Return the class, the trigger's words after the first; None if it has one word."""
+        """The class, the trigger's words after the first; None if it has one word."""
         return (self.words or "").partition(" ")[2] or None
 
 
