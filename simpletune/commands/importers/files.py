@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from simpletune.system import strict_json
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import UserError
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
@@ -37,11 +37,10 @@ def read_any(file: Path) -> object:
         raise UserError(f"{file}: not valid TOML ({error})") from None
 
 
-def read_beside(folder: Path, name: str) -> Json | None:
-    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing."""
-    file = found_beside(folder, name)
-    value = None if file is None else read_any(file)
-    return value if isinstance(value, dict) else None
+def read_named(folder: Path, named: object) -> object:
+    """Read the file that a configuration names, if it is here; otherwise None."""
+    beside = found_beside(folder, named) if isinstance(named, str) else None
+    return None if beside is None else read_any(beside)
 
 
 def found_beside(folder: Path, name: str) -> Path | None:

@@ -29,9 +29,9 @@ DIGITS = 6  # significant digits of a computed number
 class KeyOutcome:
     """Record of what became of one key."""
 
-    became: Became  # taken unchanged, changed, or left out
+    became: Became
     key: str  # key of the other trainer, with its section
-    value: object  # value in the file
+    value: object
     path: str = ""  # our field; empty if left out
     new: object = None  # its value
     why: str = ""  # the reason for a change, or what a left-out key did
@@ -65,7 +65,11 @@ class KeyRule:
 
 
 class Translation:
-    """Translation of another trainer's settings to ours, in progress."""
+    """Translation of another trainer's settings to ours, in progress.
+
+    ``defaults``: the trainer's, where they differ from ours; ``section`` and ``place``: prefixes of its keys and of our
+    paths in messages, such as ``datasets[0].`` and ``data.sources.0.``. Empty values are dropped.
+    """
 
     def __init__(
         self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
@@ -96,24 +100,19 @@ class Translation:
             self.leave(key, f"expected: {kind.__name__.replace('_', ' ')}")
             return None
 
-    def take(self, key: str, path: str, value: object) -> None:
-        """Take a value unchanged."""
-        self._put(
-            KeyOutcome("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key))
-        )
-        self.set(path, value)
-
-    def change(self, key: str, path: str, value: object, why: str) -> None:
-        """Take a value with a change."""
-        self._put(
-            KeyOutcome("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key))
-        )
+    def take(self, key: str, path: str, value: object, why: str = "") -> None:
+        """Take a value for one of our fields: unchanged, or with the reason for a change."""
+        self._add("changed" if why else "taken", key, self.place + path, value, why)
         self.set(path, value)
 
     def leave(self, key: str, why: str) -> None:
-        """Leave a key out."""
+        """Leave a key out: what it did, or why it cannot be kept."""
         self._read.add(key)
-        self._put(KeyOutcome("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
+        self._add("left out", key, why=why)
+
+    def _add(self, became: Became, key: str, path: str = "", new: object = None, why: str = "") -> None:
+        raw = self.settings.get(key, self.defaults.get(key))
+        self.lines.append(KeyOutcome(became, self.section + key, raw, path, new, why, not self.has(key)))
 
     def set(self, path: str, value: object) -> None:
         """Set one of our fields without recording a line."""
@@ -136,21 +135,16 @@ class Translation:
             if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
                 continue
             value = self.read(row.key, row.kind)
-            if value is not None:
-                self._by_row(row, value)
-
-    def _by_row(self, row: KeyRule, value: object) -> None:
-        name = str(value).lower()
-        if row.values is not None and name not in row.values:
-            if row.otherwise is None:
-                known = ", ".join(row.values)
-                return self.leave(row.key, f"simpletune has nothing like it, only {known}")
-            return self.change(row.key, row.path, *row.otherwise)
-        new = value if row.values is None else row.values[name]
-        why = row.why.get(name, row.why.get("*", ""))
-        if why:
-            return self.change(row.key, row.path, new, why)
-        return self.take(row.key, row.path, new)
+            if value is None:
+                continue
+            name = str(value).lower()
+            if row.values is None or name in row.values:
+                new = value if row.values is None else row.values[name]
+                self.take(row.key, row.path, new, row.why.get(name, row.why.get("*", "")))
+            elif row.otherwise is not None:
+                self.take(row.key, row.path, *row.otherwise)
+            else:
+                self.leave(row.key, f"simpletune has nothing like it, only {', '.join(row.values)}")
 
     def leave_by_table(self, table: Mapping[str, str]) -> None:
         """Leave out keys that have no counterpart here; a pattern may end in ``*``."""
@@ -179,12 +173,6 @@ class Translation:
     def seen(self, *keys: str) -> None:
         """Mark keys as understood without recording lines."""
         self._read.update(keys)
-
-    def _put(self, line: KeyOutcome) -> None:
-        self.lines.append(line)
-
-    def _raw(self, key: str) -> object:
-        return self.settings.get(key, self.defaults.get(key))
 
 
 def boolean(value: object) -> bool:
@@ -248,7 +236,6 @@ def trainer_tables(trainer: str) -> Json:
 
 
 def round_digits(value: float) -> float:
-    """Round a computed number to significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
