@@ -81,7 +81,7 @@ def test_copies_are_nearer_than_the_data_is_to_itself() -> None:
     ("call", "message"),
     [
         (lambda: scores.diversity(np.ones((1, 3))), "1 picture: at least 2"),
-        (lambda: scores.own_nearest(np.ones((1, 3))), "1 picture: at least 2"),
+        (lambda: scores.find_copies(np.ones((2, 3)), np.ones((1, 3))), "1 picture: at least 2"),
         (lambda: scores.kid(np.ones((1, 3)), np.ones((5, 3))), "sets of 1 and 5: at least 2"),
         (lambda: scores.unit(np.zeros((2, 3))), "2 of 2 embeddings are zero"),
         (lambda: mean_over_prompts([]), "no prompts"),

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
-from simpletune.commands.evaluate.encoders.loading import class_of, load_encoder
+from simpletune.commands.evaluate.encoders.loading import load_encoder
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
@@ -33,7 +33,7 @@ EMBEDDINGS = "embeddings"
 class PictureEmbeddings:
     """Embeddings of an evaluation by one encoder."""
 
-    about: EncoderInfo  # the encoder
+    about: EncoderInfo
     drawn: Mapping[EvaluatedWeights, Array]  # embeddings by point, one row per shot
     real: Array  # embeddings of the real pictures
     prompts: Array | None  # embeddings of the scored prompts, one row each; None if the encoder reads pictures only
@@ -54,7 +54,7 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
     jobs |= {name: partial(_open_real, picture) for name, picture in zip(real, plan.real, strict=True)}
     texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts]
     missing = store.lacking([*jobs, *texts])
-    reads_prompts = class_of(about).reads_prompts
+    reads_prompts = about.kind.reads_prompts
     encoder: ImageEncoder | None = None
     if any(name in jobs for name in missing) or (missing and reads_prompts):
         with plan.session.stages.stage(f"load {about.title}"):

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
-from simpletune.commands.evaluate.encoders.loading import class_of
 from simpletune.commands.evaluate.plan import EvaluationPlan
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
@@ -107,7 +106,7 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
 
 def encoding(about: EncoderInfo, recorder: Recorder) -> int:
     """Return the peak memory of one picture in an encoder; record the operations."""
-    kind = class_of(about)
+    kind = about.kind
     with fake_tensors(), without_collection(), silent():
         model = kind.empty(about).float()
         side = kind.side(model.config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
-from simpletune.commands.evaluate.encoders.loading import class_of, find_encoder
+from simpletune.commands.evaluate.encoders.loading import find_encoder
 from simpletune.commands.evaluate.estimate import estimate_stages
 from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
@@ -118,9 +118,9 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
     session, first = plan.session, plan.shots[0].request
     known = [
         {
-            "title": about.title, "name": about.name, "kind": about.kind, "digest": about.digest,
-            "parameters": about.parameters, "reads_prompts": class_of(about).reads_prompts,
-            "preprocessing": class_of(about).about_preprocessing,
+            "title": about.title, "name": about.name, "kind": about.kind.name, "digest": about.digest,
+            "parameters": about.parameters, "reads_prompts": about.kind.reads_prompts,
+            "preprocessing": about.kind.about_preprocessing,
         }
         for about in encoders
     ]  # fmt: skip

@@ -60,18 +60,13 @@ def nearest(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n]
     return np.asarray((unit(generated) @ unit(real).T).max(axis=1))
 
 
-def own_nearest(real: Array) -> float:  # [m, d]
-    """Compute the largest cosine of two real pictures: how similar the data is to itself."""
+def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
+    """Whether each generated picture is more similar to a real one than any two real pictures are to each other."""
     if len(real) < 2:
         raise ValueError(f"nearest neighbours of {len(real)} picture: at least 2 are needed")
     cosines = unit(real) @ unit(real).T
     np.fill_diagonal(cosines, -np.inf)
-    return float(cosines.max())
-
-
-def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
-    """Whether each generated picture is more similar to a real one than any two real pictures are to each other."""
-    return np.asarray(nearest(generated, real) > own_nearest(real), dtype=np.float64)
+    return np.asarray(nearest(generated, real) > float(cosines.max()), dtype=np.float64)
 
 
 def cubic(x: Array, y: Array) -> Array:  # [n, d], [m, d] -> [n, m]
@@ -149,7 +144,8 @@ def mean_over_prompts(values: Sequence[float] | Array) -> ScoreInterval:  # one 
 def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
     """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
 
-    A bootstrap would repeat pictures, and duplicates change a distance between sets."""
+    A bootstrap would repeat pictures, and duplicates change a distance between sets.
+    """
     everyone = range(prompts)
     value = statistic(everyone)
     if prompts < 3 or not interval:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch.nn.functional import normalize
 
 from simpletune.commands.generate.compare_page import LATEST, REDIRECT, write_page
 from simpletune.commands.generate.generate import (
@@ -16,7 +17,7 @@ from simpletune.commands.generate.generate import (
     made_with,
     open_session,
 )
-from simpletune.commands.generate.image_scores import ImageScores, ModelFigures, latent_distance, pixel_difference
+from simpletune.commands.generate.image_scores import ModelFigures, latent_distance, open_encoder, pixel_difference
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
@@ -26,15 +27,7 @@ from simpletune.estimate.simulate.simulate_stages import simulate_stage
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.outputs import folder_name, numbered_folder, require_new
 from simpletune.runs.text_side import with_embeddings
-from simpletune.runs.weights import (
-    BASE,
-    Weights,
-    checkpoints_of,
-    find_weights,
-    lora_weights,
-    precision_of,
-    run_result,
-)
+from simpletune.runs.weights import BASE, Weights, checkpoints_of, find_weights, lora_weights, precision_of, run_result
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
@@ -150,7 +143,8 @@ def compare(args: argparse.Namespace) -> Path:
 def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> None:
     """Predict and print the memory of every stage; on the CPU nothing is refused.
 
-    Text encoders, transformer and autoencoder are never in memory together."""
+    Text encoders, transformer and autoencoder are never in memory together.
+    """
     config = session.config
     card, held = card_at_hand(session.device) if session.device.type == "cuda" else (None, 0)
     largest = max(requests, key=lambda request: (request.width * request.height, request.guidance > 1))
@@ -193,9 +187,9 @@ def add_scores(
     """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
-            clip = ImageScores("--clip", args.clip, session.device)
-            prompts = clip.of_prompts([request.prompt for request in requests])
-            seen = [clip.of_pictures(column.pictures) for column in columns]
+            clip = open_encoder("--clip", args.clip, session.device)
+            prompts = normalize(clip.of_prompts([request.prompt for request in requests]), dim=-1)
+            seen = [normalize(clip.of_pictures(column.pictures), dim=-1) for column in columns]
             del clip
             free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):
@@ -203,8 +197,8 @@ def add_scores(
             figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
     if args.dino:
         with session.stages.stage("dino"):
-            dino = ImageScores("--dino", args.dino, session.device)
-            seen = [dino.of_pictures(column.pictures) for column in columns]
+            dino = open_encoder("--dino", args.dino, session.device)
+            seen = [normalize(dino.of_pictures(column.pictures), dim=-1) for column in columns]
             del dino
             free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):

@@ -105,7 +105,7 @@ def _adapter(found: Translation) -> str:
                 as_text,
                 {"float_32": "fp32", "bfloat_16": "bf16"},
                 otherwise=("fp32", "an update trains in fp32 or bf16"),
-            ),
+            )
         ]
     )
     names, preset = found.read("layer_filter", as_text), found.read("layer_filter_preset", as_text) or "full"

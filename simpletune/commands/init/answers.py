@@ -36,11 +36,6 @@ class Answers:
         """The trigger on one line; None if there is none."""
         return " ".join((self.trigger or "").split())[:LONGEST] or None
 
-    @property
-    def class_words(self) -> str | None:
-        """The class, the trigger's words after the first; None if it has one word."""
-        return (self.words or "").partition(" ")[2] or None
-
 
 def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str], str] = input) -> Answers:
     """Ask for the missing answers; Enter and end of input take the default."""

@@ -121,11 +121,7 @@ class Choices:
         range_ = f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")
         self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
         self.reasons.append(
-            Reason(
-                "data.path",
-                str(seen.folder),
-                f"{plural(len(seen.pictures), 'usable picture')} of {range_} px",
-            )
+            Reason("data.path", str(seen.folder), f"{plural(len(seen.pictures), 'usable picture')} of {range_} px")
         )
         if self.tiny:
             side = TINY_SIDE
@@ -221,10 +217,10 @@ class Choices:
             self.set("adapter.rank", 32, "many different subjects need more capacity")
         if not self.tiny and self.what != "subject":
             self.set("data.caption_dropout", 0.05, "helps guidance")
-        noun = self.answers.class_words
+        noun = (self.answers.words or "").partition(" ")[2]  # the class: the trigger's words after the first
         if self.what != "subject":
             return
-        if noun is None:
+        if not noun:
             self.notes.append(
                 "name the class too, as in --trigger 'sks dog', and the base keeps what it knows of it (prior.method)"
             )

@@ -61,8 +61,8 @@ class Edit:
 
     # ``replace``: every occurrence of ``find``; ``prefix``: put ``text`` before captions that lack it
     kind: Literal["replace", "prefix"]
-    find: str  # exact, case-sensitive text
-    text: str  # the new text
+    find: str  # exact, case-sensitive
+    text: str
 
     def __post_init__(self) -> None:
         if self.kind == "replace" and not self.find:

@@ -4,6 +4,7 @@ SigLIP 2 (arXiv:2502.14786)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -15,10 +16,12 @@ from simpletune.commands.evaluate.encoders.encoder import (
     EncoderInfo,
     ImageEncoder,
     normalise,
-    projected,
     scaled_and_cut,
     squashed,
 )
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 FIRST_VOCABULARY = 32_000
 """Tokens of SigLIP; SigLIP 2 has Gemma's 256,000."""
@@ -27,6 +30,7 @@ FIRST_VOCABULARY = 32_000
 class Clip(ImageEncoder):
     """CLIP in transformers' ``CLIPModel``, such as openai/clip-vit-large-patch14."""
 
+    name = "clip"
     reads_prompts = True
     classes = ("CLIPModel", "CLIPConfig")
     about_preprocessing = "shorter side bicubic, centre, CLIP's mean and deviation; prompts cut at 77 tokens"
@@ -37,7 +41,6 @@ class Clip(ImageEncoder):
 
     @staticmethod
     def side(config: object) -> int:
-        """Return s for a model's configuration."""
         return int(config.vision_config.image_size)  # type: ignore[attr-defined]
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
@@ -58,9 +61,15 @@ class Clip(ImageEncoder):
         )
 
 
+def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
+    """Return embeddings, which newer versions of transformers wrap."""
+    return features if isinstance(features, Tensor) else features.pooler_output
+
+
 class Siglip(Clip):
     """SigLIP in transformers' ``SiglipModel``, such as google/siglip2-base-patch16-224."""
 
+    name = "siglip"
     classes = ("SiglipModel", "SiglipConfig")
     about_preprocessing = "squashed to a square, values -1 to 1; prompts in lower case, padded to 64 tokens"
 

@@ -17,6 +17,7 @@ TRAINED, SHORTER = 224, 256
 class Dino(ImageEncoder):
     """DINO in transformers' ``ViTModel``, such as facebook/dino-vits16."""
 
+    name = "dino"
     classes = ("ViTModel", "ViTConfig")
     options: ClassVar[Mapping[str, object]] = {"add_pooling_layer": False}  # DINO did not train the pooler
     about_preprocessing = "shorter side 256 of 224 bicubic, centre, ImageNet's mean and deviation"
@@ -40,6 +41,7 @@ class Dino(ImageEncoder):
 class Dino2(Dino):
     """DINOv2, with or without registers, such as facebook/dinov2-base."""
 
+    name = "dinov2"
     classes = ("AutoModel", "AutoConfig")
     options: ClassVar[Mapping[str, object]] = {}
 

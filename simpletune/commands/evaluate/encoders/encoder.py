@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -21,7 +20,6 @@ from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 Norm = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and standard deviation of red, green and blue."""
@@ -36,21 +34,15 @@ class EncoderInfo:
     """An encoder that is not loaded yet."""
 
     name: str  # the folder or hub name that the user gave
-    folder: Path  # where its files are
-    kind: str  # ``dino``, ``dinov2``, ``clip`` or ``siglip``
-    digest: str  # digest of its configuration and weights
+    place: ModelFolder
+    kind: type[ImageEncoder]
+    digest: str  # of its configuration and weights
     parameters: int  # number of weights in its files
-    option: str = "--encoders"  # the option that named it, for messages
-
-    @property
-    def place(self) -> ModelFolder:
-        """Its folder, with the words for messages."""
-        return ModelFolder(self.folder, self.option, "encoder")
 
     @property
     def title(self) -> str:
         """Name in tables: the last part of the hub name or folder."""
-        return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind
+        return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind.name
 
 
 class ImageEncoder(ABC):
@@ -60,6 +52,7 @@ class ImageEncoder(ABC):
         UserError: weights are missing, have other shapes than the configuration, or cannot be read.
     """
 
+    name: ClassVar[str]
     reads_prompts: ClassVar[bool] = False
     about_preprocessing: ClassVar[str]
     classes: ClassVar[tuple[str, str]]
@@ -97,7 +90,7 @@ class ImageEncoder(ABC):
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Embed prompts, where ``reads_prompts`` is set."""
-        raise UserError(f"{self.about.name} is a {self.about.kind} encoder, which reads no prompts. Use CLIP or SigLIP")
+        raise UserError(f"{self.about.name} is a {self.name} encoder, which reads no prompts. Use CLIP or SigLIP")
 
     @torch.no_grad()
     def of_pictures(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, d], fp32 on the CPU
@@ -121,7 +114,7 @@ class ImageEncoder(ABC):
         found = torch.cat([part.float().cpu() for part in parts])
         if not bool(found.isfinite().all()):
             raise UserError(
-                f"{self.about.folder}: its embeddings are not finite. Its weights are damaged: download it again"
+                f"{self.about.place.folder}: its embeddings are not finite. Its weights are damaged: download it again"
             )
         return found
 
@@ -148,8 +141,3 @@ def normalise(pictures: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, 
     values = torch.from_numpy(np.stack([np.asarray(picture, dtype=np.float32) for picture in pictures]))
     mean, deviation = (torch.tensor(each).view(1, 3, 1, 1) for each in norm)
     return (values.permute(0, 3, 1, 2) / 255 - mean) / deviation
-
-
-def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
-    """Return embeddings, which newer versions of transformers wrap."""
-    return features if isinstance(features, Tensor) else features.pooler_output

@@ -16,21 +16,17 @@ from simpletune.system.model_folder import fingerprint, weight_files
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
 
-KINDS: dict[str, tuple[str, type[ImageEncoder]]] = {
-    "vit": ("dino", Dino),
-    "dinov2": ("dinov2", Dino2),
-    "dinov2_with_registers": ("dinov2", Dino2),
-    "clip": ("clip", Clip),
-    "siglip": ("siglip", Siglip),
-}
-"""The kind and the class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
+KINDS: dict[str, type[ImageEncoder]] = {
+    "vit": Dino, "dinov2": Dino2, "dinov2_with_registers": Dino2, "clip": Clip, "siglip": Siglip,
+}  # fmt: skip
+"""The class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
 EXAMPLES = "facebook/dino-vits16 or openai/clip-vit-large-patch14"
 
 
 def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] = ()) -> EncoderInfo:
     """Find an encoder by folder, hub name or demo name (``demo:tiny-dino``); load no weights.
 
-    Messages name the option, which accepts these kinds of `KINDS`; empty: all.
+    Messages name the option, which accepts encoders of these names; empty: all.
     """
     if name.startswith("demo:"):
         if name not in ENCODERS:
@@ -38,19 +34,15 @@ def find_encoder(name: str, option: str = "--encoders", kinds: Collection[str] =
         place = ModelFolder(ENCODERS[name], option, "encoder")
     else:
         place = find_folder(name, option, "encoder", "facebook/dino-vits16")
-    kind = KINDS[place.model_type(KINDS, EXAMPLES)][0]
-    if kinds and kind not in kinds:
-        raise UserError(f"{option}: {name} is a {kind} model. Use one of {', '.join(kinds)}")
+    kind = KINDS[place.model_type(KINDS, EXAMPLES)]
+    if kinds and kind.name not in kinds:
+        raise UserError(f"{option}: {name} is a {kind.name} model. Use one of {', '.join(kinds)}")
     place.refuse_pickles()
     headers = [read_header(file) for file in weight_files(place.folder)]
     shapes = [entry["shape"] for header in headers for name, entry in header.items() if name != "__metadata__"]
     parameters = sum(math.prod(shape) for shape in shapes)
-    return EncoderInfo(name, place.folder, kind, fingerprint(place.folder), parameters, option)
+    return EncoderInfo(name, place, kind, fingerprint(place.folder), parameters)
 
 
 def load_encoder(about: EncoderInfo, device: torch.device) -> ImageEncoder:
-    return class_of(about)(about, device)
-
-
-def class_of(about: EncoderInfo) -> type[ImageEncoder]:
-    return KINDS[about.place.model_type(KINDS, EXAMPLES)][1]
+    return about.kind(about, device)
