@@ -123,7 +123,6 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
 
 
 def quanto(machine: Machine) -> Iterator[Finding]:
-    """Check whether optimum-quanto imports."""
     answer = machine.ask("optimum-quanto")
     if "error" in answer:
         yield Finding("optimum-quanto", PROBLEM, answer["error"], "precision.weights=int8-quanto needs it",

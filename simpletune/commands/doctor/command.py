@@ -31,7 +31,6 @@ CHECKS = (
 
 
 def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
-    """Examine this machine."""
     probe = ProbeProcess()
     findings = []
     try:
@@ -59,7 +58,6 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
 
 
 def found(machine: Machine, steps: int) -> Iterator[Finding]:
-    """Yield the findings of every check."""
     checks: dict[str, Check] = {check.__name__: partial(check, machine) for check in CHECKS}
     for weights in step_checks.PRECISIONS if steps else ():
         checks[f"steps {weights}"] = partial(step_checks.steps, machine, weights, steps)

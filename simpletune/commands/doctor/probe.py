@@ -44,7 +44,6 @@ class ProbeProcess:
         return self._answers[question]
 
     def close(self) -> None:
-        """Stop the child process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -18,7 +18,6 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def python(machine: Machine) -> Iterator[Finding]:
-    """Check whether Python is new enough."""
     version = machine.python
     value, oldest = ".".join(map(str, version)), ".".join(map(str, OLDEST_PYTHON))
     if version[:2] < OLDEST_PYTHON:
@@ -104,7 +103,6 @@ def disks(machine: Machine) -> Iterator[Finding]:
 
 
 def folders(machine: Machine) -> Iterator[Finding]:
-    """Check whether the folders can be written to."""
     refused = {}
     for name, folder in machine.folders.items():
         try:

@@ -92,7 +92,6 @@ def of_sets(
 
 
 def rows_by_prompt(plan: EvaluationPlan, of_class: bool) -> dict[int, list[int]]:
-    """Return the rows of each prompt's pictures."""
     rows: dict[int, list[int]] = {}
     for row, shot in enumerate(plan.shots):
         if shot.of_class == of_class:

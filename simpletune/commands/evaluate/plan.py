@@ -39,7 +39,6 @@ class EvaluatedWeights:
 
     @property
     def title(self) -> str:
-        """Name in tables."""
         if self.step is None:
             return "base"
         return f"step {self.step}" + ("" if self.strength is None else f" x {self.strength:g}")

@@ -149,7 +149,6 @@ def from_file(file: Path, words: Words) -> PromptSet:
 
 
 def fill_template(template: str, words: Words, source: str) -> Prompt:
-    """Fill in a template."""
     needed = set(_fields(template))
     lacking = [option for option, name, word in (("--token", "token", words.token), ("--class", "class", words.kind))
                if name in needed and not word]  # fmt: skip

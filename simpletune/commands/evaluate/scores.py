@@ -28,7 +28,6 @@ NORMAL = 1.959964
 
 
 def unit(features: Array) -> Array:  # [n, d] -> [n, d]
-    """Scale embeddings to length 1."""
     lengths = np.linalg.norm(features, axis=-1, keepdims=True)
     if not lengths.all():
         raise ValueError(f"{int((lengths == 0).sum())} of {len(features)} embeddings are zero and have no direction")

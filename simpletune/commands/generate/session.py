@@ -139,7 +139,6 @@ class GenerationSession:
         return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
 
     def memory(self) -> str:
-        """Format the peaks so far."""
         peak = self.stages.peak("peak_allocated_gib")
         on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"

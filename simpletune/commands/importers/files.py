@@ -15,7 +15,6 @@ VALUES = 100_000  # of a JSON file
 
 
 def read_any(file: Path) -> object:
-    """Read a JSON or TOML file."""
     if not file.exists():
         raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
     if file.is_dir():

@@ -311,7 +311,6 @@ def _places(found: Translation) -> None:
 
 
 def _concepts(concepts: list[Json], general: Translation) -> list[Translation]:
-    """Translate each concept."""
     found: list[Translation] = []
     for index, concept in enumerate(concepts):
         section = f"concepts[{index}]."

@@ -268,7 +268,6 @@ def _places(found: Translation) -> None:
 
 
 def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
-    """Translate each data set of pictures."""
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
     found: list[Translation] = []
     for index, entry in enumerate(data):

@@ -82,7 +82,6 @@ class Translation:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the file sets a key."""
         return key in self.settings
 
     def read(self, key: str, kind: Callable[[object], T]) -> T | None:
@@ -213,7 +212,6 @@ def as_text(value: object) -> str:
 
 
 def as_text_list(value: object) -> list[str]:
-    """Return a list with one text."""
     return [as_text(value)]
 
 

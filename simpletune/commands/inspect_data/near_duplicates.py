@@ -24,7 +24,6 @@ class PictureHash:
 
 
 def hash_of(image: Image.Image) -> PictureHash:
-    """Hash an RGB picture."""
     import numpy as np
     from PIL import Image
 

@@ -118,10 +118,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
             files = str(folder / "vocab.json"), str(folder / "merges.txt")
             words = models.BPE.from_file(*files, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False)
             tokenizer = Tokenizer(words)
-            ends = [(token, tokenizer.token_to_id(token)) for token in (END, START)]
-            if lacking := [token for token, number in ends if number is None]:
-                raise KeyError(lacking[0])
-            added = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
+            end, start = tokenizer.token_to_id(END), tokenizer.token_to_id(START)
+            if end is None or start is None:
+                raise KeyError(END if end is None else START)
+            added = processors.RobertaProcessing((END, end), (START, start), trim_offsets=False, add_prefix_space=False)
     except Exception as error:  # the library raises this very class
         raise UserError(f"model: the tokenizer in {place} is damaged ({error}). Download it again") from None
     if whole:

@@ -93,7 +93,6 @@ def resized_all(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, L
 
 
 def resize(args: argparse.Namespace) -> Path:
-    """Change the rank of a LoRA."""
     from simpletune.adapters.files.read import updates_of
 
     require_rank_or_energy(args)
@@ -111,7 +110,6 @@ def resize(args: argparse.Namespace) -> Path:
 
 
 def mix(args: argparse.Namespace) -> Path:
-    """Combine several LoRAs into one."""
     from simpletune.adapters.files.mix import PRUNING, Recipe
     from simpletune.adapters.files.mix import mix as mixed
     from simpletune.adapters.files.read import read_lora
@@ -140,7 +138,6 @@ def mix(args: argparse.Namespace) -> Path:
 
 
 def merge(args: argparse.Namespace) -> Path:
-    """Merge LoRAs into the base."""
     from simpletune.adapters.files.base_reader import BaseReader
     from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.adapters.files.read import read_lora
@@ -174,7 +171,6 @@ def merge(args: argparse.Namespace) -> Path:
 
 
 def extract(args: argparse.Namespace) -> Path:
-    """Extract a LoRA from two models."""
     import torch
 
     from simpletune.adapters.files.base_reader import BaseReader
@@ -232,7 +228,6 @@ def base_name(sources: list[NamedLora]) -> str:
 
 
 def refuse_same(out: Path, source: Path) -> None:
-    """Refuse to overwrite the input."""
     if out.resolve() == source.resolve():
         raise UserError(f"--out: {out} is the input file. Choose another name")
 

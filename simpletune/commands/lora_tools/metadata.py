@@ -29,7 +29,6 @@ SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; 
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
-    """Build the header's strings."""
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
