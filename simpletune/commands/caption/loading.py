@@ -62,7 +62,7 @@ def find_captioner(name: str) -> CaptionerInfo:
 
 def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int, length: int) -> CaptionerMemory:
     """Predict memory of captions of at most ``length`` tokens from the configuration alone."""
-    dtype = precision.base_dtype()
+    dtype = precision.compute_dtype()
     with torch.device("meta"):
         model = about.place.empty(*about.kind.classes(about.place.config()))
     model.tie_weights()
@@ -91,7 +91,7 @@ def load_captioner(
 ) -> Captioner:
     """Load a model layer by layer; quantise each linear layer on the device as soon as it arrives."""
     kind, _ = about.kind.classes(about.place.config())
-    model = about.place.model(kind, precision.base_dtype())
+    model = about.place.model(kind, precision.compute_dtype())
     captioner = about.kind(about.place, model, prompt)
     for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
