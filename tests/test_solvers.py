@@ -209,7 +209,7 @@ def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatc
     assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
     resolved = resolve_folders(config)
     session = GenerationSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), GenerationSpeed())
-    session.draw(BASE, [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    session.draw_all([BASE], [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
     assert asked[2:] == [config.objective]
 
 
