@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
@@ -25,13 +26,11 @@ from simpletune.data.sources.table import Table
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import crop_key
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.objectives.flow import Flow
-from simpletune.models.objectives.flow_process import flow_loss
+from simpletune.models.objectives.flow import Flow, FlowProcess
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 
@@ -39,7 +38,10 @@ CPU = torch.device("cpu")
 class Autoencoder:
     """A model whose latents are the means of squares of 8 x 8 pixels."""
 
-    def vae_fingerprint(self) -> str:
+    def part(self, name: str) -> Autoencoder:
+        return self
+
+    def fingerprint(self) -> str:
         return "means"
 
     def load_vae(self, *rest: object) -> None:
@@ -301,7 +303,7 @@ def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path)
 def test_the_loss_ignores_what_a_mask_of_weight_0_covers(tmp_path: Path) -> None:
     (batch,) = batches_of(tmp_path, [picture_of(blob(64, 64))], unmasked_weight=0.0).step(0)
     prediction, target = torch.randn(4, 16, 8, 8, requires_grad=True), torch.randn(4, 16, 8, 8)
-    flow_loss(prediction, target, batch.weight).backward()
+    FlowProcess().loss(prediction, target, batch.level, batch.weight).backward()
     outside = batch.weight == 0
     assert prediction.grad is not None and outside.any()
     assert (prediction.grad[outside.expand(-1, 16, -1, -1)] == 0).all()

@@ -20,6 +20,7 @@ from cached_samples import KEYS, fill, require_all, sample
 from safetensors import safe_open
 from test_run import run_with, saved_weights
 
+from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage import shard_cache, shard_index
@@ -34,7 +35,6 @@ from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import PromptEntries
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
-from simpletune.training.loop import prepare_only
 
 
 @pytest.fixture(autouse=True)

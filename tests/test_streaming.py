@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory import block_offload as streaming
@@ -48,7 +49,6 @@ from simpletune.engine.tensors import plain_tensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
-from simpletune.training.loop import train
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
 
@@ -133,7 +133,7 @@ def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.engine.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
     assert losses[-1] != losses[-1]
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
@@ -44,8 +45,7 @@ from simpletune.models.shared.denoiser import model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
-from simpletune.training import loop
-from simpletune.training.loop import train
+from simpletune.training import trainer
 
 UNITS = len(unet_units(UNETS["sd15"]))
 ALL = tuple(range(UNITS))
@@ -114,7 +114,7 @@ def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.Monkey
 def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.engine.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True), family="sd2")
     assert losses[-1] != losses[-1]
 
@@ -190,7 +190,7 @@ def test_whole_runs_with_every_lever_are_the_plain_ones(
     data = copy.deepcopy(tiny_config | changes | sources)
     results = []
     for name, levers in (("plain", {"checkpointing": "none"}), ("levers", memory)):
-        monkeypatch.setattr(loop, "Prefetcher", partial(prefetcher, name == "levers"))
+        monkeypatch.setattr(trainer, "Prefetcher", partial(prefetcher, name == "levers"))
         run = train(validate(data | {"name": name, "memory": levers}, name))
         weights = load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE)
         results.append(([row["loss"] for row in read_metrics(run)], weights))

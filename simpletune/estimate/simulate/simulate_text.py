@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import CudaLayouts
+from simpletune.engine.memory.attention_workspace import cuda_layouts
 from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.tensors import all_tensors
@@ -70,7 +70,7 @@ def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
 @contextmanager
 def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
     """Make the accounting of a stage without training, where everything allocated counts as activations."""
-    layouts = CudaLayouts("flash").laid_out
+    layouts = cuda_layouts("flash")
     with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         with recorder.watching(accounting) if recorder else nullcontext():

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from simpletune.models.families import Model
+from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import TrainingObjective
-from simpletune.models.objectives.solvers import Euler
 from simpletune.stages.modulation_plan import ModulationSource
 
 

@@ -1,0 +1,162 @@
+"""The meaning of a LoRA file's keys: layouts, roles, and each module's kind and size. Imports no torch.
+
+Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
+
+Shapes: o outputs, i inputs, r rank; LoKr: o = l k, i = m q, W1 [l, m], W2 [k, q].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
+
+LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
+LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
+LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
+DORA_ROLES = (MAGNITUDE, DORA_SCALE)
+Shape = tuple[int, ...]
+ROLES = {
+    "lora_A.weight": DOWN,
+    "lora_B.weight": UP,
+    "lora_A.default.weight": DOWN,
+    "lora_B.default.weight": UP,
+    "lora_down.weight": DOWN,
+    "lora_up.weight": UP,
+    "lora.down.weight": DOWN,
+    "lora.up.weight": UP,
+    "lora_linear_layer.down.weight": DOWN,
+    "lora_linear_layer.up.weight": UP,
+    "alpha": ALPHA,
+    "lora_magnitude_vector": MAGNITUDE,
+    "lora_magnitude_vector.weight": MAGNITUDE,
+    "lora_magnitude_vector.default.weight": MAGNITUDE,
+    "dora_scale": DORA_SCALE,
+    OFT_BLOCKS: OFT_BLOCKS,
+    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
+}
+OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
+TITLES = {
+    "kohya": "kohya",
+    "comfy": "ComfyUI native",
+    "peft": "PEFT",
+    "onetrainer": "OneTrainer",
+    "original": "original names",
+    "lycoris": "LyCORIS",
+}
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Split a key into its module (with prefix) and role; None if it is not a LoRA key."""
+    for ending, role in ROLES.items():
+        if key.endswith("." + ending):
+            return key.removesuffix("." + ending), role
+    for ending, role in OLD_ROLES.items():
+        if key.endswith(ending):
+            return key.removesuffix(ending), role
+    return None
+
+
+def layout_of(modules: list[str]) -> Layout | None:
+    """The layout of modules (with prefixes); None if they have no common layout.
+
+    Families share prefixes, so this is the layout with the prefix that knows most of the modules.
+    """
+    known = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    prefixes = {layout.prefix for layout in known if layout.prefix}
+    common = {prefix for prefix in prefixes if all(module.startswith(prefix) for module in modules)}
+    if not common and not any(module.startswith(tuple(prefixes)) for module in modules):
+        common = {""}
+    fitting = [layout for layout in known if layout.prefix in common] if modules else []
+    return max(fitting, key=lambda layout: sum(bool(layout.layers(m)) for m in modules), default=None)
+
+
+class UpdateShape(NamedTuple):
+    """The size of a module's update.
+
+    Args:
+        outputs: o.
+        inputs: i.
+        rank: what readers divide alpha by; None: they ignore alpha, because both of LoKr's factors are whole.
+        factors: LoKr's factors in words, otherwise empty.
+    """
+
+    outputs: int
+    inputs: int
+    rank: int | None
+    factors: str = ""
+
+    def __str__(self) -> str:
+        rank = "whole" if self.rank is None else str(self.rank)
+        return f"{rank} ({self.factors})" if self.factors else rank
+
+
+def module_kind(roles: Collection[str]) -> str:
+    """The kind of a module with these roles; LoRA if they do not tell."""
+    telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
+    return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
+
+
+def is_whole(roles: Collection[str]) -> bool:
+    """Whether a module has every factor of its kind, and none of another."""
+    found = set(roles) - {ALPHA}
+    kind = module_kind(roles)
+    if kind in (LORA, DORA):
+        return found >= {DOWN, UP}
+    if kind == OFT:
+        return found == {OFT_BLOCKS}
+    if kind == LOHA:
+        return found == set(LOHA_ROLES)
+    ways = [({f"lokr_w{n}"}, {f"lokr_w{n}_a", f"lokr_w{n}_b"}) for n in (1, 2)]
+    return any(found == one | other for one in ways[0] for other in ways[1])
+
+
+def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
+    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match.
+
+    Those of a 1x1 convolution may have two more dimensions, of size 1.
+    """
+    if OFT_BLOCKS in shapes:  # do not tell the inputs, which are set to the outputs
+        blocks = shapes[OFT_BLOCKS]
+        if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
+            return None
+        return UpdateShape(blocks[0] * blocks[1], blocks[0] * blocks[1], None, f"blocks of {blocks[1]}")
+    magnitudes = [shapes[role] for role in DORA_ROLES if role in shapes]
+    shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
+    flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
+    flat = {role: shape for role, shape in flat.items() if len(shape) == 2 and 0 not in shape}
+    if len(flat) != len(shapes):
+        return None
+    kind = module_kind(shapes)
+    if kind == LOKR:
+        return _lokr(flat)
+    if kind == LOHA:
+        (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
+        return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
+    (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
+    by_input = [shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]) for shape in magnitudes]
+    fits = all(one or is_by_output(shape, outputs) for one, shape in zip(by_input, magnitudes, strict=True))
+    return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
+
+
+def is_by_output(shape: Shape, outputs: int) -> bool:
+    """Whether DoRA's magnitude is one per output: [o], [o, 1] or [o, 1, 1, 1], rather than one per input: [1, i] ..."""
+    return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
+
+
+def _lokr(shapes: Mapping[str, Shape]) -> UpdateShape | None:
+    sides: list[Shape] = []
+    rank = None
+    for name in ("lokr_w1", "lokr_w2"):
+        if name in shapes:
+            sides.append(shapes[name])
+            continue
+        (tall, r), (other_r, wide) = shapes[f"{name}_a"], shapes[f"{name}_b"]
+        if r != other_r:
+            return None
+        sides.append((tall, wide))
+        rank = r  # rank of the second factor if both are decomposed, as in ComfyUI and LyCORIS
+    (left, right), (below, beyond) = sides
+    return UpdateShape(left * below, right * beyond, rank, f"{left}x{right} and {below}x{beyond}")

@@ -1,0 +1,218 @@
+"""Draw pictures of a class with the base before training, cache them, and add them to the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from simpletune.config.modulation import settle_modulation
+from simpletune.config.prior import ClassPictures
+from simpletune.config.schema import TrainConfig, cache_of_bases
+from simpletune.data.prompts import prompt_of
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.multi_source import MultiSource, scan_sources, subjects
+from simpletune.data.storage.claims import KeyedFolder, KeyRange
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import model_device, model_units
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_base, modulation_of
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
+from simpletune.stages.step.attention import attention_by
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.atomic import atomic_file, remove_stale, write_text
+from simpletune.system.console import progress, say, silent
+from simpletune.system.locks import Ranges, lock_of
+from simpletune.system.options import plural
+from simpletune.system.stage_timer import StageTimer
+
+STAGE = "class"
+VERSION = 1  # increment when the same settings draw other pictures
+TOGETHER = 4  # pictures claimed together; their latents wait for the autoencoder
+
+
+class ClassFolder(KeyedFolder):
+    """Class pictures by seed. Runs that draw a different number of them, in sibling folders, use the same locks.
+
+    Args:
+        folder: the result of ``folder_of``.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, lock_of(folder.parent))
+
+    def file(self, key: str) -> Path:
+        """The picture with a seed."""
+        return self.folder / f"seed-{int(key):010d}.png"
+
+    def remove_unfinished(self, ranges: Ranges) -> None:
+        """Delete what killed processes were drawing."""
+        remove_stale(self.folder)
+
+
+def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> TrainConfig:
+    """Draw the missing class pictures, and add all of them to the data as a source for regularization. Each process
+    draws its share, then waits for the others. Without ``prior.method: class_pictures``, does nothing.
+
+    Args:
+        config: configuration with folders resolved.
+        accelerator: provides the processes and the device.
+        stages: records the time and memory of the stage ``class``.
+    """
+    prior = config.prior
+    if not isinstance(prior, ClassPictures):
+        return config
+    requests = class_requests(config, prior)
+    folder = ClassFolder(class_folder(config, requests))
+    with accelerator.main_process_first():
+        folder.folder.mkdir(parents=True, exist_ok=True)
+        link_known(folder, requests)
+        missing = [request for request in requests if str(request.seed) not in folder]
+    kept = len(requests) - len(missing)
+    pictures = plural(prior.count, "class picture")
+    say(f"class   {pictures} of {prior.prompt!r}: {kept} kept in {folder.folder}, {len(missing)} to draw")
+    if missing:
+        with stages.stage(STAGE):
+            generate_missing(config, missing, folder, accelerator)
+    return config.model_copy(update={"data": with_source(config, prior, folder.folder)})
+
+
+def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureRequest]:
+    """The pictures to draw: squares at the subject's largest resolution, each with its own seed."""
+    side = max(source.resolution for source in subjects(config.data))
+    negative, prompts = config.validation.negative_prompt, prompts_of_class(config, prior)
+    return [
+        PictureRequest(
+            prompts[(prior.seed + number) % len(prompts)],
+            prior.seed + number,
+            negative,
+            side,
+            side,
+            prior.steps,
+            prior.guidance,
+        )
+        for number in range(prior.count)
+    ]
+
+
+def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
+    """The class prompt, or with a trigger, the class prompts of the subject's captions."""
+    if prior.trigger is None:
+        return [prior.prompt]
+    data = config.data
+    pictures = [picture for picture in scan_sources(data).pictures if not data.members[picture.source].regularization]
+    captions = [prompt_of(picture, data.members[picture.source], config.train.seed, 0) for picture in pictures]
+    return list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or [prior.prompt]
+
+
+def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
+    """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
+    model, precision, first = config.model, config.precision, requests[0]
+    prompts = model.prompts(precision.encoder_dtype())
+    depends = {
+        "base": [
+            model.part(model.denoiser).fingerprint(),
+            model.init,
+            config.train.seed if model.init == "random" else 0,
+        ],
+        "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
+        "vae": model.part("vae").fingerprint(),
+        "weights": precision.weights,
+        "request": [
+            sorted({request.prompt for request in requests}),
+            first.negative_prompt,
+            first.width,
+            first.height,
+            first.steps,
+            first.guidance,
+        ],
+        "version": VERSION,
+    }
+    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+    return config.output.cache_folder / "class" / key / f"{first.seed}-{requests[-1].seed}"
+
+
+def link_known(folder: ClassFolder, requests: Sequence[PictureRequest]) -> None:
+    """Link pictures drawn by runs with another number of them or with other seeds."""
+    for request in requests:
+        place = folder.file(str(request.seed))
+        beside = sorted(folder.folder.parent.iterdir())
+        known = [sibling / place.name for sibling in beside if sibling != folder.folder]
+        drawn = next((file for file in known if file.is_file()), None)
+        if drawn is not None and not place.is_file():
+            for source in (drawn.with_suffix(".txt"), drawn):
+                with atomic_file(place.with_suffix(source.suffix), shared=True) as part:
+                    os.link(source, part)
+
+
+def generate_missing(
+    config: TrainConfig, requests: list[PictureRequest], folder: ClassFolder, accelerator: Accelerator
+) -> None:
+    """Draw pictures with the base, using training's memory levers, then free the base. Each process draws the pictures
+    that it claims, and loads the base only after claiming some."""
+    device, model = accelerator.device, config.model
+    share = KeyRange(accelerator.process_index, accelerator.num_processes)
+    text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
+    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, share)
+    by_key = {str(request.seed): request for request in requests}
+    sampler: Sampler | None = None
+    with progress("class", share.count(len(requests)), "pictures") as advance:
+        for keys in folder.claimed(by_key, share, TOGETHER):
+            link_known(folder, [by_key[key] for key in keys])  # another run has drawn them meanwhile
+            some = [by_key[key] for key in keys if key not in folder]
+            if not some:
+                continue
+            if sampler is None:
+                sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
+                vae = model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+            for picture, request in zip(generate_pictures(sampler, vae, model, some, text.load), some, strict=True):
+                place = folder.file(str(request.seed))
+                write_text(place.with_suffix(".txt"), request.prompt, shared=True)
+                with atomic_file(place, shared=True) as part:
+                    save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
+                advance()
+    if sampler is not None:
+        del sampler, vae
+        free_memory(device)
+
+
+def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
+    """Load the base to draw pictures of these sizes, with training's memory levers."""
+    config = for_generation(config, on_host=device.type == "cpu")
+    denoiser = load_base(config, device, sizes, cache_of_bases(config))
+    modulation = modulation_of(denoiser, config.memory, config.precision, device)
+    config.memory.attach(model_units(denoiser), model_device(denoiser))
+    kernel = partial(attention_by, config.speed.attention)
+    return Sampler(
+        denoiser.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
+    )
+
+
+def for_generation(config: TrainConfig, on_host: bool) -> TrainConfig:
+    """Resolve the ``auto`` values of ``memory`` for use without a backward pass."""
+    with silent():
+        config = settle_modulation(config, on_host)
+    if config.memory.checkpointing != "auto":
+        return config
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
+
+
+def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> MultiSource:
+    """Add the class pictures to the data as another source, for regularization."""
+    side = max(source.resolution for source in subjects(config.data))
+    of_class = Folder(
+        path=str(folder),
+        resolution=side,
+        aspect="square",
+        weight=prior.weight,
+        regularization=True,
+    )
+    before = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
+    return MultiSource(sources=[*before, of_class])

@@ -1,0 +1,248 @@
+"""Set up a training run: device, data, caches, folder and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from simpletune.commands.train.accelerator import make_accelerator, require_processes
+from simpletune.commands.train.class_pictures import with_class_pictures
+from simpletune.commands.train.load import load, with_batch_size
+from simpletune.config.batches import kept_batch, of_process, with_batch
+from simpletune.config.compute import compute_of, settle_compute
+from simpletune.config.modulation import settle_modulation
+from simpletune.config.resolve import checked_folders
+from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.data.plan import Plan
+from simpletune.estimate.disk_needs import require_room
+from simpletune.runs import checkpoint
+from simpletune.runs.attempts import AttemptRecorder, close_killed
+from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.estimate_record import keep
+from simpletune.runs.folder import (
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    chosen_before,
+    clear_unsaved,
+    finished_steps,
+    open_again,
+    open_fresh,
+    put_chosen,
+)
+from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
+from simpletune.runs.resume import check_resumable
+from simpletune.runs.summary import print_data
+from simpletune.stages.encode import encode
+from simpletune.stages.plan_data import plan_data
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.attention import settle_attention
+from simpletune.system.atomic import write_json
+from simpletune.system.console import say
+from simpletune.system.devices import capability_of
+from simpletune.system.environment import describe_machine
+from simpletune.system.options import Json, UserError, plural
+from simpletune.system.stage_timer import StageTimer
+from simpletune.system.threads import choose_threads, use_threads
+from simpletune.training.trainer import Job
+
+if TYPE_CHECKING:
+    from simpletune.estimate.job_estimate import Estimate
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Options of a start that are not part of the configuration.
+
+    Args:
+        attempt: record of this process.
+        resume: ``latest``, ``auto`` or a checkpoint's folder; None starts a new run.
+        force: start even if the run is predicted not to fit on the device or the disk.
+        estimate_first: predict the memory on the CPU too.
+        store: keeps the run's checkpoints, if an object store does.
+    """
+
+    attempt: AttemptRecorder
+    resume: str | None = None
+    force: bool = False
+    estimate_first: bool = False
+    store: CheckpointStore = LocalOnly()
+
+
+def set_up(config: TrainConfig, options: StartOptions) -> Job:
+    """Do everything before the first step: device, settings, data, caches, folder and model.
+
+    Args:
+        config: configuration as the user gave it.
+        options: options of this start.
+
+    Raises:
+        UserError: anything that the user can fix.
+    """
+    accelerator, reason = make_accelerator(config)
+    device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
+    stages = StageTimer(cuda=device.type == "cuda")
+    with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
+        saved = checkpoint.find_checkpoint(options.resume, run_folder(config)) if options.resume else None
+    start, before = (saved.step, saved.config) if saved else (0, None)
+
+    # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
+    config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
+    say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
+    resolved = checked_folders(config)
+    threads = settle_threads(resolved, device, resumed=saved is not None)
+    resolved = with_class_pictures(resolved, accelerator, stages)
+    data = plan_data(resolved)
+    settled, tries_batch = settle_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
+    config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
+    data = with_batch_size(data, settled)
+    if main:
+        require_room(resolved, data.plan, start, options.force)
+    predicted, timed = (
+        estimate_start(of_process(settled, processes), device, data.plan, options) if main else (None, None)
+    )
+
+    attention = settle_attention(resolved, data.plan.sizes(), device)
+    prepared = encode(resolved, data, accelerator, stages, start)
+    print_data(prepared)
+    announce_resume(saved, config, prepared, processes)
+    if main:
+        open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
+        options.attempt.begin(reason, start, stages)
+        put_chosen(resolved, settled, threads)
+    state_bytes = None
+    if tries_batch:  # as known to the first process
+        state_bytes = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
+        state_bytes = max(gather_object([state_bytes])) if processes > 1 else state_bytes
+    with stages.stage("load"):
+        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes)
+    config = config.model_copy(update={"train": core.config.train})
+    if main and tries_batch:
+        write_config(config)
+    return Job(
+        config=config,
+        accelerator=accelerator,
+        device=reason,
+        stages=stages,
+        prepared=prepared,
+        core=core,
+        batches=batches,
+        start=start,
+        attention=attention,
+        attempt=options.attempt,
+        store=options.store,
+        predicted=predicted,
+    )
+
+
+def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
+    """Set the number of CPU threads, and print it if the CPU is the device; a resumed run keeps its number."""
+    earlier = chosen_before(config).get("threads") if resumed else None
+    on_cpu = device.type == "cpu"
+    threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
+    if on_cpu:
+        say(f"threads {threads} ({why})")
+    use_threads(threads)
+    return threads
+
+
+def settle_memory(
+    config: TrainConfig, accelerator: Accelerator, plan: Plan, saved: checkpoint.SavedState | None
+) -> TrainConfig:
+    """Settle the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
+
+    Raises:
+        ConfigError: there are too many processes for a step of this size.
+    """
+    device, processes = accelerator.device, accelerator.num_processes
+    before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
+    config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
+    if config.train.batch_size == "auto":
+        from simpletune.estimate.auto_batch import choose_batch_on
+
+        config = choose_batch_on(config, device, plan.largest(), processes)
+        if processes > 1:
+            config = with_batch(config, min(gather_object([config.train.micro_batch])))
+    require_processes(config, processes)
+    if config.memory.checkpointing != "auto":
+        return config
+    from simpletune.estimate.auto_checkpointing import RecomputeCounts, choose_on
+
+    count = before.get("checkpointed")
+    earlier = None if count is None else RecomputeCounts(count, before.get("keeping_attention", 0))
+    chosen = choose_on(of_process(config, processes), device, plan.largest(), earlier)
+    return chosen.model_copy(update={"train": config.train})
+
+
+def estimate_start(
+    config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions
+) -> tuple[Estimate | None, Json | None]:
+    """Predict the memory and the time of the run on CUDA or on request.
+
+    Raises:
+        UserError: the run does not fit on the device.
+    """
+    if device.type != "cuda" and not options.estimate_first:
+        return None, None
+    from simpletune.estimate.run_estimate import estimate_run, estimate_time
+    from simpletune.estimate.simulate.processes import simulated_processes
+
+    predicted = estimate_run(config, device, plan.largest(), options.force)
+    if config.train.uses_fsdp(simulated_processes()):
+        say("time    not predicted: with train.fsdp full it depends on the link between the processes")
+        return predicted, None
+    return predicted, estimate_time(config, predicted, device, plan)
+
+
+def open_folder(
+    config: TrainConfig, prepared: PreparedData, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
+) -> None:
+    """Create or reopen the run's folder, and record configuration, environment, data and predicted time.
+
+    Args:
+        config: configuration as the user gave it.
+        prepared: plan and caches.
+        saved: checkpoint to continue from, if any.
+        timed: predicted time; a resumed run keeps the prediction of its first start, which covers its whole length.
+        anew: whether to replace an unfinished run without a checkpoint.
+    """
+    if anew or saved:
+        close_killed(run_folder(config))
+    if anew and not saved:
+        clear_unsaved(config)
+    folder = open_again(config, saved.step, best_step) if saved else open_fresh(config)
+    write_config(config)
+    write_json(folder / ENVIRONMENT, describe_machine())
+    write_json(folder / DATA, prepared.data())
+    if timed is not None and saved is None:
+        keep(folder, timed)
+
+
+def write_config(config: TrainConfig) -> None:
+    """Write the complete configuration into the run's folder."""
+    write_json(run_folder(config) / CONFIG, config.model_dump(mode="json", by_alias=True))
+
+
+def announce_resume(
+    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int
+) -> None:
+    """Print the checkpoint that a run continues from, if any, and the changed settings.
+
+    Raises:
+        UserError: the run cannot continue from this checkpoint.
+    """
+    if saved is None:
+        return
+    steps = config.steps(prepared.plan.steps_per_epoch)
+    for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
+        say(f"resume  changed {change}")
+    if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
+        raise UserError(
+            f"--resume: the checkpoint has {plural(saved.step, 'step')} and the configuration asks for {steps}. "
+            "Increase train.steps or train.epochs"
+        )
+    say(f"resume  from {saved.folder}: step {saved.step} of {steps}")
