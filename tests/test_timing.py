@@ -22,11 +22,10 @@ from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
-from simpletune.estimate.time_text import CardRow, card_table, format_duration
+from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
-from simpletune.estimate.timing.constants import Composite, Constants, constants_file, write_constants
+from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.grid import Grid
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -59,7 +58,7 @@ def law(*point: float) -> float:
 
 
 def grid(seconds: Callable[..., float | None] = law, **axes: list[int]) -> Grid:
-    from simpletune.estimate.timing.grid import points
+    from simpletune.estimate.timing.constants import points
 
     return Grid(axes=axes, seconds=[seconds(*point) for point in points(axes)])
 
@@ -321,11 +320,11 @@ def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Use --device cpu" in capsys.readouterr().err
 
 
-def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> CardRow:
+def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> tuple[JobTime, str]:
     step = StepSeconds(seconds, {"products": seconds}, 0.0, 0.0)
-    time = JobTime(find_card(name), step, 3600, None, {"train": 3600 * seconds}, (0.5, 2.0), "stated")
     price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test", currency="USD")
-    return CardRow(time, price, 0, why_not)
+    stages = {"train": 3600 * seconds}
+    return JobTime(find_card(name), step, 3600, None, stages, (0.5, 2.0), "stated", price), why_not
 
 
 def test_the_fastest_and_the_cheapest_card_are_marked() -> None:

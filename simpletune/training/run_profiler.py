@@ -11,7 +11,7 @@ from simpletune.config.schema import Profile, profile_folder
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.engine.tensors import trained_parameters
-from simpletune.estimate.simulate.step_memory import snapshots_of_step
+from simpletune.estimate.simulate.simulate import snapshots_of_step
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.flops import trained_of

@@ -11,12 +11,18 @@ from pathlib import Path
 import torch
 
 from simpletune.estimate.timing.composite import composites
-from simpletune.estimate.timing.constants import VERSION, Composite, Constants, constants_file, write_constants
-from simpletune.estimate.timing.grid import Grid, points
-from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds
-from simpletune.estimate.timing.machine_probes import machine_rates
+from simpletune.estimate.timing.constants import (
+    VERSION,
+    Composite,
+    Constants,
+    Grid,
+    constants_file,
+    points,
+    write_constants,
+)
+from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds, machine_rates
 from simpletune.estimate.timing.probes import TimingProbe, probes_of
-from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch, stopwatch_of
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name, describe_machine
 from simpletune.system.options import UserError
@@ -62,14 +68,8 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     return file
 
 
-def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[TimingProbe], budget: float) -> Constants:
-    """Measure everything that a device can do.
-
-    Args:
-        watch: the device's watch.
-        probes: what to time.
-        budget: seconds after which nothing further is begun.
-    """
+def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> Constants:
+    """Measure everything that a device can do; begin nothing further after ``budget`` seconds."""
     grids: dict[str, Grid] = {}
     failed: dict[str, str] = {}
     started = time.perf_counter()
@@ -111,7 +111,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[TimingProbe], 
     )
 
 
-def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: TimingProbe) -> Grid:
+def grid_of(watch: Stopwatch, probe: TimingProbe) -> Grid:
     """Time the points of a grid, except those that would take too long judging by their smaller neighbours."""
     found: dict[tuple[int, ...], float] = {}
     skipped: list[tuple[int, ...]] = []
@@ -131,7 +131,7 @@ def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
-def describe_device(watch: CpuStopwatch | CudaStopwatch) -> Constants:
+def describe_device(watch: Stopwatch) -> Constants:
     """Describe the device and the versions measured with."""
     cuda = watch.device.type == "cuda"
     properties = torch.cuda.get_device_properties(watch.device) if cuda else None

@@ -55,12 +55,7 @@ def current_cpu_speeds() -> CurrentCpuSpeeds:
 
 
 def time_operation(probe: TimingProbe, point: tuple[int, ...]) -> float:
-    """Time an operation; times a part of a large one and scales the result.
-
-    Args:
-        probe: the operation's probe.
-        point: its extents.
-    """
+    """Time an operation of these extents; times a part of a large one and scales the result."""
     parts, kept = 1.0, [max(1, extent) for extent in point]
     while probe.size(tuple(kept)) > LARGEST or (len(kept) > 1 and math.prod(kept) > MOST_PRODUCTS):
         longest = kept.index(max(kept))

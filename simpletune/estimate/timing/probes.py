@@ -9,46 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from simpletune.engine.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu_rows
-from simpletune.engine.quant.int8_products import int8_product, int8_rows, why_not
-from simpletune.estimate.timing.probe_calls import (
-    ROW,
-    gather_rows,
-    group_norm_gradient,
-    norm_gradient,
-    random_tensor,
-    unpacked_int8,
-    unpacked_nf4,
-    updated_in_8_bits,
-)
+from simpletune.engine.quant.int8_products import dequantise_weight, int8_product, int8_rows, why_not
 from simpletune.estimate.timing.stopwatch import Call
 
 Axes = dict[str, list[int]]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 64  # width of rows in "strided": a head's
+ROW = 1024  # width of rows that norms and reductions work on
+BLOCK = 64  # nf4's weights per scale
 
 
 @dataclass(frozen=True)
 class TimingProbe:
-    """A kind of operation to time at the points of a grid.
-
-    Args:
-        name: the grid's name.
-        axes: extents by name.
-        build: makes the operation of a point, with its own tensors on a device.
-        size: bytes of its operands and results, roughly.
-    """
+    """A kind of operation to time at the points of a grid."""
 
     name: str
+    """The grid's."""
     axes: Axes
+    """Extents by name."""
     build: Callable[[tuple[int, ...]], Call]
+    """Makes the operation of a point, with its own tensors on a device."""
     size: Callable[[tuple[int, ...]], int]
+    """Bytes of its operands and results, roughly."""
 
 
 def probes_of(device: torch.device) -> Iterator[TimingProbe]:
@@ -83,28 +72,24 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Ti
     def matrix(rows: int, columns: int) -> Tensor:
         return random_tensor((rows, columns), dtype, device)
 
-    def tn(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(m, k), matrix(n, k).t())
+    def build(layout: str) -> Callable[[tuple[int, ...]], Call]:
+        def at(point: tuple[int, ...]) -> Call:
+            m, n, k = point
+            a = matrix(k, m).t() if layout == "nt" else matrix(m, k)
+            return partial(torch.mm, a, matrix(n, k).t() if layout == "tn" else matrix(k, n))
 
-    def nn(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(m, k), matrix(k, n))
-
-    def nt(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(k, m).t(), matrix(k, n))
+        return at
 
     def size(point: tuple[int, ...]) -> int:
         m, n, k = point
         return dtype.itemsize * (m * k + n * k + m * n)
 
     axes = {"rows": rows, "outputs": widths, "sum": widths}
-    yield TimingProbe(f"product.{name}", axes, tn, size)
+    yield TimingProbe(f"product.{name}", axes, build("tn"), size)
     small = {"rows": coarse, "outputs": coarse, "sum": coarse}
-    yield TimingProbe(f"product_tn.{name}", small, tn, size)
-    yield TimingProbe(f"product_nn.{name}", small, nn, size)
-    yield TimingProbe(f"product_nt.{name}", small, nt, size)
+    yield TimingProbe(f"product_tn.{name}", small, build("tn"), size)
+    yield TimingProbe(f"product_nn.{name}", small, build("nn"), size)
+    yield TimingProbe(f"product_nt.{name}", small, build("nt"), size)
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -226,7 +211,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
     yield probe("group_norm", 2 * size, with_(rows, lambda x: F.group_norm(x.view(1, 32, -1), 32)))
     yield probe("group_norm_backward", 3 * size, with_(rows, group_norm_gradient))
     yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
-    yield probe("gather", 2 * size, with_(rows, gather_rows))
+    yield probe("gather", 2 * size, with_(rows, lambda x: x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]))
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
     yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
@@ -281,3 +266,67 @@ def int8_products(device: torch.device) -> Iterator[TimingProbe]:
     yield TimingProbe("int8_product.bf16", axes, build(False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
     yield TimingProbe("int8_gradient.bf16", few, build(True), size)
+
+
+# The single operations and their operands
+
+
+def norm_gradient(x: Tensor) -> object:
+    """The gradient of layer norm's input."""
+    mean = x.new_zeros((len(x), 1), dtype=torch.float32)
+    mean = mean if x.device.type == "cuda" else mean.to(x.dtype)
+    return torch.ops.aten.native_layer_norm_backward(x, x, [ROW], mean, mean, None, None, [True, False, False])
+
+
+def group_norm_gradient(x: Tensor) -> object:
+    """The gradient of group norm's input."""
+    means, area = x.new_zeros((1, 32)), x.numel() // 32
+    grad = x.view(1, 32, area)
+    return torch.ops.aten.native_group_norm_backward(
+        grad, grad, means, means, None, 1, 32, area, 32, [True] + [False] * 2
+    )
+
+
+def unpacked_int8(x: Tensor) -> Call:
+    """Dequantise an int8 weight as the frozen int8 layers do."""
+    q, scale = torch.ones_like(x, dtype=torch.int8), torch.ones(len(x), device=x.device)
+    return lambda: dequantise_weight(q, scale, x.dtype)
+
+
+def unpacked_nf4(x: Tensor) -> Call:
+    """Dequantise an nf4 weight."""
+    import bitsandbytes  # noqa: F401 registers the kernels
+
+    packed = torch.zeros((x.numel() // 2, 1), dtype=torch.uint8, device=x.device)
+    scales = torch.ones(x.numel() // BLOCK, device=x.device)
+    unpack = torch.ops.bitsandbytes.dequantize_4bit.default
+    return lambda: unpack(packed, scales, BLOCK, "nf4", tuple(x.shape), x.dtype)
+
+
+def updated_in_8_bits(x: Tensor) -> Call:
+    """An update by bitsandbytes' Adam with 8-bit state."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]
+    maps = [create_dynamic_map(signed).to(x.device) for signed in (True, False)]
+    scales = [torch.ones(-(-x.numel() // 256), device=x.device) for _ in range(2)]
+    update, numbers = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default, (0.9, 0.999, 0.0, 0.0, 1e-8)
+    return lambda: update("adam", x, x, *states, *numbers, 1, 1e-4, *maps, *scales, 0.0, 1.0, False)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fill a tensor with random values: a power-limited card multiplies zeros faster."""
+    count = math.prod(shape)
+    pool = _pool(device, dtype)
+    values = pool.repeat(-(-count // len(pool)))[:count] if count > len(pool) else pool[:count].clone()
+    return values.view(shape)
+
+
+def forget_values() -> None:
+    """Free the values that ``random_tensor`` repeats."""
+    _pool.cache_clear()
+
+
+@cache
+def _pool(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(2**24, device=device).mul_(0.1).to(dtype)
