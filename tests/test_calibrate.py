@@ -29,15 +29,15 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
     probe, (kind, _, dtype) = ALL[name], name.partition(".")
     by_bytes = list(probe.axes) == ["bytes"]
     point = (2**16,) if by_bytes else tuple(values[min(1, len(values) - 1)] for values in probe.axes.values())
-    works = seen(probe.build(point))
+    works = seen(probe.build(*point))
     if not by_bytes:
         last = {"product": "product_tn", "attention_both": "attention_backward"}.get(kind, kind)
         before = [KernelWork("attention", dtype, point)] if kind == "attention_both" else []
-        assert works == [*before, KernelWork(last, dtype, point)] and probe.size(point) > 0
+        assert works == [*before, KernelWork(last, dtype, point)] and probe.size(*point) > 0
         return
     *others, work = works
     own = "fp32" if kind.startswith("int8_") else dtype
-    assert (work.kind, work.dtype, probe.size(point)) == (kind, own, 2**16)
+    assert (work.kind, work.dtype, probe.size(*point)) == (kind, own, 2**16)
     assert work.extents[0] == pytest.approx(2**16, rel=0.13)  # rows are whole; norms read weights, too
     assert sum(other.extents[0] for other in others) < 256 and (not others or kind in SIDE_EFFECTS)
 
@@ -67,10 +67,10 @@ def test_the_8_bit_update_is_adams_by_hand() -> None:
 
 def test_the_int8_products_of_a_probe_are_of_ones() -> None:
     for name, (m, n, k) in {"int8_product.bf16": (64, 256, 64), "int8_gradient.bf16": (256, 256, 1024)}.items():
-        found = ALL[name].build((m, n, k))()
+        found = ALL[name].build(m, n, k)()
         assert isinstance(found, Tensor) and found.shape == (m, n) and found.dtype == torch.bfloat16
         assert found.unique().tolist() == [k]
-        assert ALL[name].size((m, n, k)) == m * k + n * k + 2 * m * n  # bytes
+        assert ALL[name].size(m, n, k) == m * k + n * k + 2 * m * n  # bytes
 
 
 def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,8 @@ def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "empty", empty)
     for probe, name, value in zip(probes.copies(CUDA), ("to_device", "to_host"), (1, 2), strict=True):
-        probe.build((4096,))()
-        assert probe.name == f"{name}.bytes" and probe.size((4096,)) == 4096
+        probe.build(4096)()
+        assert probe.name == f"{name}.bytes" and probe.size(4096) == 4096
         assert made["host"].unique().tolist() == made["device"].unique().tolist() == [value], name
 
 
@@ -327,12 +327,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def a_probe(name: str, error: Exception | None = None) -> TimingProbe:
-    def build(point: tuple[int, ...]) -> Call:
+    def build(size: int) -> Call:
         if error is not None:
             raise error
         return lambda: None
 
-    return TimingProbe(name, {"bytes": [64]}, build, lambda point: point[0])
+    return TimingProbe(name, {"bytes": [64]}, build, int)
 
 
 def on_cpu() -> CpuStopwatch:

@@ -304,9 +304,7 @@ class FakeWatch:
 
 
 def test_calibration_leaves_out_what_takes_too_long() -> None:
-    probe = TimingProbe(
-        "add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda point: lambda: point[0] * 1e-3, lambda p: p[0]
-    )
+    probe = TimingProbe("add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda size: lambda: size * 1e-3, int)
     watch = FakeWatch()
     found = calibrate.grid_of(watch, probe)  # type: ignore[arg-type]
     assert found.seconds == [1e-3, 0.02, None, None]
@@ -349,17 +347,17 @@ def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> 
     """In proportion to what it moves or computes; a small one as it is."""
     built: list[tuple[int, ...]] = []
 
-    def build(point: tuple[int, ...]) -> Call:
+    def build(*point: int) -> Call:
         built.append(point)
         return lambda: None
 
     monkeypatch.setattr(cpu_speed, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
-    traffic = TimingProbe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
+    traffic = TimingProbe("add.fp32", {"bytes": [1]}, build, int)
     for size in (4096, 2**27, 3 * 2**27 + 1):
         assert cpu_speed.time_operation(traffic, (size,)) == pytest.approx(size * 1e-9)
     assert max(point[0] for point in built) <= cpu_speed.LARGEST
     assert built[0] == (4096,) and len(built) == cpu_speed.COPIES + 2, "small operands take turns"
-    products = TimingProbe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
+    products = TimingProbe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda *point: 1)
     assert cpu_speed.time_operation(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
     assert math.prod(built[-1]) <= cpu_speed.MOST_PRODUCTS
 

@@ -58,8 +58,7 @@ def choose_batch(
         config: configuration with demo names and ``memory.modulation`` resolved.
         size: width and height in pixels of the largest bucket.
         processes: number of processes.
-        card: its memory is the budget if ``memory.budget_gib`` is not set.
-        reserved: bytes of the card that other programs use.
+        card: its memory, without the ``reserved`` bytes, is the budget if ``memory.budget_gib`` is not set.
 
     Raises:
         UserError: there is neither a budget nor a card.

@@ -114,8 +114,7 @@ def resolve_checkpointing(
     Args:
         config: configuration with demo names resolved.
         size: width and height in pixels of the largest bucket.
-        card: its memory is the budget if ``memory.budget_gib`` is not set.
-        reserved: bytes of the card that other programs use.
+        card: its memory, without the ``reserved`` bytes, is the budget if ``memory.budget_gib`` is not set.
         before: what this run chose before; reused if it fits.
 
     Raises:

@@ -18,8 +18,8 @@ from simpletune.estimate.auto_checkpointing import resolve_checkpointing
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
+from simpletune.estimate.simulate.simulate import square
 from simpletune.estimate.terminal import as_text, card_table, comparison, comparison_chart, time_lines
-from simpletune.models.shared.buckets import Size
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
@@ -135,11 +135,6 @@ def compare_cards(
     return "\n".join(card_table(read.name, rows))
 
 
-def square(config: TrainConfig) -> Size:
-    """Return the picture size that an estimate without data assumes."""
-    return config.data.resolution, config.data.resolution
-
-
 def unfit(config: TrainConfig, card: Card | None) -> list[str]:
     """Explain why a card cannot run a configuration, apart from its memory."""
     if card is None or card.has_bf16 or config.precision.compute != "bf16":
@@ -154,15 +149,8 @@ def compare_configs(
     picture: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """Return what ``simpletune estimate --compare A B ...`` prints.
-
-    Args:
-        files: the configurations.
-        overrides: ``key.path=value`` overrides of all configurations.
-        device: a card by name or memory, or None.
-        picture: file to draw stacked bars into, ``.svg`` or ``.png``.
-        as_json: return JSON instead of text.
-    """
+    """Return what ``simpletune estimate --compare A B ...`` prints; draw stacked bars into ``picture``, an ``.svg`` or
+    ``.png``."""
     if picture is not None and picture.suffix not in (".svg", ".png"):
         raise UserError(f"--picture: {picture} has the suffix {picture.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None

@@ -77,15 +77,8 @@ def generation_bytes(
     batch: int,
     recorder: Recorder | None = None,
 ) -> int:
-    """Return the peak memory of drawing one batch of pictures with the transformer, without decoding.
-
-    Args:
-        config: supplies the model and the memory options.
-        picture: request of one picture.
-        precision: precision of the weights.
-        batch: pictures drawn together.
-        recorder: records ``SIMULATED`` steps, for the time.
-    """
+    """Return the peak memory of drawing ``batch`` pictures together with the transformer, without decoding; record
+    ``SIMULATED`` steps, for the time."""
     model = config.model
     size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
     request = PictureRequest("", 0, "", *size, steps, picture.guidance)

@@ -21,7 +21,7 @@ from simpletune.engine.memory.attention_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport
+from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
 from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.models.shared.buckets import Size
@@ -173,7 +173,7 @@ def estimate(
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or (config.data.resolution, config.data.resolution)
+    size = size or square(config)
     file = cache_file(config, capability, size)
     cached = read_json_or_none(file)
     if cached is None:
@@ -243,7 +243,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
     Raises:
         OutOfMemory: the step is known to take more than the limit.
     """
-    file = cache_file(config, L4, (config.data.resolution, config.data.resolution), "-step")
+    file = cache_file(config, L4, square(config), "-step")
     cached = read_json_or_none(file) or {}
     if "peak" in cached:
         return _restored_step(cached)

@@ -81,14 +81,8 @@ class JobTime:
 
 
 def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str]:
-    """Find the known speeds of a card.
-
-    Args:
-        card: the card.
-        cache: folder of the cache, with calibrations of this machine.
-
-    Returns:
-        Its speeds, the interval for predictions with them, and their origin.
+    """Return a card's speeds, the interval for predictions with them, and their origin: a calibration of this machine
+    in the cache's folder, or the card's data sheet.
 
     Raises:
         UserError: a calibration cannot be read.
@@ -109,15 +103,8 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
 def job_time(
     config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None, price: Price | None = None
 ) -> JobTime:
-    """Predict the time of a job; only what ``counts`` leaves out is taken to be cached.
-
-    Args:
-        config: configuration of the run.
-        job: simulation of the run.
-        card: card that the job runs on.
-        counts: counts of the data set; None: it was not read, and its stages are left out.
-        price: price per hour of the card, if it is known.
-    """
+    """Predict the time of a job on a card; only what ``counts`` leaves out is taken to be cached. None: the data set
+    was not read, and its stages are left out."""
     speeds, interval, source = speeds_of(card, config.output.cache_folder)
     step = step_seconds(job.train.sections, speeds)
     batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior

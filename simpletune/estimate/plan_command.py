@@ -145,14 +145,7 @@ def plan_on(
     reserved: int = 0,
     count: Callable[[str], object] = lambda last: None,
 ) -> PlanResult:
-    """Find the fastest settings on one card, and the time and price of the job with them.
-
-    Args:
-        config: configuration with demo names resolved.
-        card: the card that the settings must fit on.
-        price: price per hour of the card.
-        reserved: bytes of the card that other programs use.
-        count: called with a description after every prediction.
+    """Find the fastest settings on one card, and the time and price of the job with them; demo names must be resolved.
 
     Raises:
         UserError: nothing fits.
@@ -290,14 +283,8 @@ def _why(step_time: StepSeconds, best: StepSeconds) -> str:
 
 
 def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
-    """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution.
-
-    Args:
-        file: the configuration; its other settings are used as they are.
-        overrides: ``key.path=value`` overrides.
-        devices: cards by name or memory; empty: a list of common cards.
-        as_json: return JSON instead of text.
-    """
+    """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution, for the named
+    cards or else a list of common ones; the configuration's other settings are used as they are."""
     with silent() if as_json else nullcontext():
         config = _read(file, overrides)
     cards = [find_card(name) for name in devices or SHOWN_CARDS]

@@ -215,19 +215,14 @@ class Search:
     def report(self, config: TrainConfig, limit: int | None = None) -> StepReport:
         """Predict the training stage as on an L4, once per configuration.
 
-        Args:
-            config: configuration of the run.
-            limit: live bytes above which the step counts as too large; None: no limit.
-
         Raises:
-            OutOfMemory: the stage takes more than the limit.
+            OutOfMemory: the stage takes more live bytes than the limit.
         """
         key = config.model_dump_json()
 
         def simulated() -> StepReport:
             with fake_tensors(), without_collection():
-                size = config.data.resolution, config.data.resolution
-                trained = train(config, size, recorder=Recorder(cuda=True), limit=limit)
+                trained = train(config, recorder=Recorder(cuda=True), limit=limit)
             alike = attention_of(config, self.card.capability) == attention_of(config, L4)
             if alike and self._has_room(trained.report):
                 self._trained[key] = trained  # the simulation of a whole job on this card can continue from it
@@ -385,11 +380,6 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
     """Return the largest batch of the training step by card and resolution; 0: not even one sample fits.
 
     The peak is assumed linear in the batch; its slope comes from predictions for one and two samples.
-
-    Args:
-        config: configuration with the model's demo name resolved.
-        cards: cards to list.
-        resolutions: resolutions to list, in pixels.
     """
     auto = config.memory.checkpointing == "auto"
     every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # auto ends at all

@@ -32,13 +32,12 @@ Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, print the prediction, and refuse a run that does not fit on the device.
+    """Predict a run, print the prediction, and refuse a run that does not fit on the device (``force``: warn).
 
     Args:
         config: with folders resolved.
         device: where it will run; a run on the CPU is never refused.
         size: width and height in pixels of its largest bucket.
-        force: warn instead of refusing.
 
     Raises:
         UserError: the run does not fit on the device.
@@ -158,12 +157,9 @@ def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
 
 
 def compare_with_measured(estimate: Estimate, measured: Measured) -> Json:
-    """Return the prediction and the measurement in the form of the run's summary.
+    """Return the prediction and the measurement, by stage, in the form of the run's summary.
 
-    Args:
-        estimate: the prediction.
-        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA. A stage that allocated
-            nothing (0.0), because everything was cached, is not compared.
+    A stage without a measured ``peak_allocated_gib`` (None without CUDA, 0.0 if everything was cached) is not compared.
     """
     stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
     for name, stage in stages.items():

@@ -17,14 +17,8 @@ GB = 10**9
 
 
 def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> str:
-    """Return what ``simpletune estimate`` prints about memory and disk.
-
-    Args:
-        name: name of the run.
-        estimate: estimate of the run.
-        card: card that the run should fit on; None: no card was named.
-        reserved: bytes of the card that other programs use.
-    """
+    """Return what ``simpletune estimate`` prints about memory and disk; ``card``: that the run should fit on, if one
+    was named."""
     width, height = estimate.size
     lines = [f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded", ""]
     lines += [*bars(estimate.stages), "", *_verdict(estimate, card, reserved), "", *_needs(estimate)]
@@ -144,12 +138,8 @@ def time_lines(time: JobTime) -> Iterator[str]:
 
 
 def card_table(name: str, rows: Sequence[tuple[JobTime, str]]) -> Iterator[str]:
-    """Tabulate hours and price of a job on several cards; mark the fastest and the cheapest.
-
-    Args:
-        name: name of the run.
-        rows: time of the job on each card, and why the card cannot run it; empty if it can.
-    """
+    """Tabulate hours and price of a job on several cards, each with why it cannot run the job (empty if it can); mark
+    the fastest and the cheapest."""
     able = [time for time, why in rows if not why]
     fastest = min(able, key=lambda time: time.seconds, default=None)
     priced = [time for time in able if time.price is not None]

@@ -88,6 +88,11 @@ class SimulatedTraining:
             yield accounting
 
 
+def square(config: TrainConfig) -> Size:
+    """The picture size that a prediction without data assumes."""
+    return config.data.resolution, config.data.resolution
+
+
 def simulate(
     config: TrainConfig,
     size: Size | None = None,
@@ -138,7 +143,7 @@ def train(
         OutOfMemory: the step takes more than the limit.
         UserError: the model's configuration cannot be read.
     """
-    size = size or (config.data.resolution, config.data.resolution)
+    size = size or square(config)
     if denoiser is None:
         sizes = [size, config.picture_size()]
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
@@ -151,13 +156,7 @@ def snapshots_of_step(
     config: TrainConfig, size: Size, capability: tuple[int, int] | None = None
 ) -> list[MemorySnapshot]:
     """Record device memory after every allocation of a step with optimizer states, for the summaries beside a run's
-    traces. Excludes the CUDA libraries' workspaces.
-
-    Args:
-        config: the run's configuration, demo names and ``checkpointing: auto`` resolved.
-        size: (width, height) in pixels.
-        capability: the CUDA device's compute capability, for its attention; None: an L4's.
-    """
+    traces. Excludes the CUDA libraries' workspaces. ``capability``: of the device's attention; None: an L4's."""
     # Counting every allocation would slow a real step many times over.
     with fake_tensors(), without_collection():
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
@@ -170,13 +169,8 @@ def snapshots_of_step(
 def accounting_like_cuda(
     config: TrainConfig, capability: tuple[int, int] | None = None, keep: bool = False
 ) -> Iterator[Accounting]:
-    """Count bytes as a CUDA device would use them, with its attention, its autocast and its kernels' temporaries.
-
-    Args:
-        config: the run's configuration.
-        capability: the device's compute capability; None: an L4's.
-        keep: see ``Accounting``.
-    """
+    """Count bytes as a CUDA device would use them, with its attention, autocast and kernels' temporaries; None:
+    an L4."""
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
     with autocast, Accounting(temporaries(kernel), keep, CudaLayouts(kernel).laid_out) as accounting:
@@ -215,8 +209,6 @@ def take_steps(
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if core.fsdp is None else counting_gathered():
         accounting.forget_snapshots()
-        if recorder is not None:
-            recorder.begin_step()
         take_step(accounting, core, batches, recorder)
         if average is not None:
             average.update()

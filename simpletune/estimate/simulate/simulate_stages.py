@@ -31,6 +31,7 @@ from simpletune.estimate.simulate.simulate import (
     StepReport,
     accounting_like_cuda,
     simulated_attention,
+    square,
     train,
     with_workspace,
 )
@@ -97,13 +98,13 @@ def simulate_parts(
     Args:
         config: the run's configuration, demo names resolved.
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: the CUDA device's compute capability, see ``simulate``.
+        capability: see ``simulate``.
         trained: the training stage of the same run, if it was simulated before; can be used only once.
 
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or (config.data.resolution, config.data.resolution)
+    size = size or square(config)
     recorders = Recorders()
     with fake_tensors(trained.mode if trained else None), without_collection(), silent():
         vae = empty_autoencoder(config)
@@ -132,24 +133,17 @@ def with_workspaces(job: JobReport, capability: tuple[int, int]) -> JobReport:
 def simulate_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
-    """Predict one of the stages besides training, for the square picture of ``data.resolution``.
-
-    Args:
-        config: the run's configuration.
-        stage: ``text``, ``class``, ``latents`` or ``validate``.
-        capability: see ``simulate``.
-        recorders: recorders of the parts of ``text``.
-    """
-    size = config.data.resolution, config.data.resolution
+    """Predict ``text``, ``class``, ``latents`` or ``validate`` for the square picture of ``data.resolution``;
+    ``recorders`` record the parts of ``text``."""
     with fake_tensors(), without_collection(), silent():
         if stage == "text":
             snapshot = largest(text_snapshots(config, recorders))
         elif stage == "class":
             snapshot = simulate_class_pictures(config, capability)
         elif stage == "latents":
-            snapshot = simulate_encoding(config.model, empty_autoencoder(config), size)
+            snapshot = simulate_encoding(config.model, empty_autoencoder(config), square(config))
         else:
-            found = validation(config, train(config, size, capability))
+            found = validation(config, train(config, capability=capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
     return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
@@ -352,13 +346,8 @@ class ShapesOnlyModel:
 
 
 class WholeWindowModulation:
-    """Compute the modulation of a whole window of sampling steps, and return the part for the few simulated steps.
-
-    Args:
-        modulation: the transformer's modulation.
-        steps: the steps of a validation picture.
-        simulated: the number of simulated steps.
-    """
+    """Compute the modulation of the whole window of a picture of ``steps`` sampling steps, and return the part for the
+    few simulated ones."""
 
     def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
         self.modulation, self.window = modulation, modulation.window

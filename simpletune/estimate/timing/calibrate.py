@@ -33,16 +33,9 @@ LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shape
 
 
 def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECONDS) -> Path:
-    """Measure the device, write its constants, and print a few of them.
+    """Measure the device (cuda or cpu), write its constants to ``out`` or into the cache's ``folder``, and print a few.
 
-    Args:
-        device: cuda or cpu.
-        out: file to write; None: the device's own in the cache.
-        folder: the cache's folder.
-        budget: seconds after which nothing further is begun.
-
-    Returns:
-        The file.
+    Begins nothing further after ``budget`` seconds.
 
     Raises:
         UserError: the device does not exist, or something could not be measured; the rest is written.
@@ -121,8 +114,8 @@ def grid_of(watch: Stopwatch, probe: TimingProbe) -> Grid:
         if longest > LONGEST or any(_is_within(before, point) for before in skipped):
             skipped.append(point)
             continue
-        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(point)))
-        found[point] = watch.device_seconds([probe.build(point) for _ in range(copies)], probe.name)
+        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(*point)))
+        found[point] = watch.device_seconds([probe.build(*point) for _ in range(copies)], probe.name)
     return Grid(axes=probe.axes, seconds=[found.get(point) for point in points(probe.axes)])
 
 

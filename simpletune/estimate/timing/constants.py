@@ -65,11 +65,7 @@ class Grid(Option):
         return (-1, 1) if place == 0 else (index - stride, list(self.axes.values())[axis][place - 1])
 
     def time(self, *point: float) -> float:
-        """Interpolate the seconds at a point.
-
-        Args:
-            point: an extent for each axis, at least 1.
-        """
+        """Interpolate the seconds at a point: an extent for each axis, at least 1."""
         corners, beyond = [], 1.0
         for values, extent in zip(self.axes.values(), point, strict=True):
             corners.append(_weights(values, min(extent, values[-1])))

@@ -34,10 +34,10 @@ class TimingProbe:
     """The grid's."""
     axes: Axes
     """Extents by name."""
-    build: Callable[[tuple[int, ...]], Call]
-    """Makes the operation of a point, with its own tensors on a device."""
-    size: Callable[[tuple[int, ...]], int]
-    """Bytes of its operands and results, roughly."""
+    build: Callable[..., Call]
+    """Makes the operation of a point from its extents, with its own tensors on a device."""
+    size: Callable[..., int]
+    """Bytes of its operands and results, roughly, from the extents."""
 
 
 def probes_of(device: torch.device) -> Iterator[TimingProbe]:
@@ -72,24 +72,18 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Ti
     def matrix(rows: int, columns: int) -> Tensor:
         return random_tensor((rows, columns), dtype, device)
 
-    def build(layout: str) -> Callable[[tuple[int, ...]], Call]:
-        def at(point: tuple[int, ...]) -> Call:
-            m, n, k = point
-            a = matrix(k, m).t() if layout == "nt" else matrix(m, k)
-            return partial(torch.mm, a, matrix(n, k).t() if layout == "tn" else matrix(k, n))
+    def build(layout: str, m: int, n: int, k: int) -> Call:
+        a = matrix(k, m).t() if layout == "nt" else matrix(m, k)
+        return partial(torch.mm, a, matrix(n, k).t() if layout == "tn" else matrix(k, n))
 
-        return at
-
-    def size(point: tuple[int, ...]) -> int:
-        m, n, k = point
+    def size(m: int, n: int, k: int) -> int:
         return dtype.itemsize * (m * k + n * k + m * n)
 
     axes = {"rows": rows, "outputs": widths, "sum": widths}
-    yield TimingProbe(f"product.{name}", axes, build("tn"), size)
+    yield TimingProbe(f"product.{name}", axes, partial(build, "tn"), size)
     small = {"rows": coarse, "outputs": coarse, "sum": coarse}
-    yield TimingProbe(f"product_tn.{name}", small, build("tn"), size)
-    yield TimingProbe(f"product_nn.{name}", small, build("nn"), size)
-    yield TimingProbe(f"product_nt.{name}", small, build("nt"), size)
+    for layout in ("tn", "nn", "nt"):
+        yield TimingProbe(f"product_{layout}.{name}", small, partial(build, layout), size)
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -99,32 +93,24 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
     axes = {"heads": [2, 24] if cuda else [1, 8], "queries": tokens, "keys": tokens}
     axes["width"] = [64, 128] if cuda else [16, 64]
 
-    def tensors(point: tuple[int, ...], grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-        heads, queries, keys, width = point
-        q = random_tensor((1, heads, queries, width), dtype, device)
-        k, v = (random_tensor((1, heads, keys, width), dtype, device) for _ in range(2))
-        return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
-
-    def forward(point: tuple[int, ...]) -> Call:
-        q, k, v = tensors(point, grad=False)
-        return lambda: F.scaled_dot_product_attention(q, k, v)
-
-    def both(point: tuple[int, ...]) -> Call:
-        inputs = tensors(point, grad=True)
+    def build(backward: bool, heads: int, queries: int, keys: int, width: int) -> Call:
+        shapes = [(1, heads, tokens, width) for tokens in (queries, keys, keys)]
+        inputs = [random_tensor(shape, dtype, device).requires_grad_(backward) for shape in shapes]
+        if not backward:
+            return partial(F.scaled_dot_product_attention, *inputs)
         grad = torch.ones_like(inputs[0])
 
-        def call() -> None:
+        def both() -> None:
             with torch.enable_grad():
                 torch.autograd.grad(F.scaled_dot_product_attention(*inputs), inputs, grad)
 
-        return call
+        return both
 
-    def size(point: tuple[int, ...]) -> int:
-        heads, queries, keys, width = point
+    def size(heads: int, queries: int, keys: int, width: int) -> int:
         return 2 * heads * (queries + keys) * width * dtype.itemsize
 
-    yield TimingProbe(f"attention.{name}", axes, forward, size)
-    yield TimingProbe(f"attention_both.{name}", axes, both, size)
+    yield TimingProbe(f"attention.{name}", axes, partial(build, False), size)
+    yield TimingProbe(f"attention_both.{name}", axes, partial(build, True), size)
 
 
 def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -134,36 +120,23 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
     pixels = [64, 1024, 4096, 16384, 262144] if cuda else [64, 1024, 4096]
     axes = {"pixels": pixels, "inputs": channels, "outputs": channels}
 
-    def tensors(point: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        side, inputs, outputs = math.isqrt(point[0]), point[1], point[2]
+    def build(mask: list[bool] | None, pixels: int, inputs: int, outputs: int) -> Call:
+        side = math.isqrt(pixels)
         weight = random_tensor((outputs, inputs, 3, 3), dtype, device)
-        return (
-            random_tensor((1, inputs, side, side), dtype, device),
-            weight,
-            random_tensor((1, outputs, side, side), dtype, device),
-        )
+        x = random_tensor((1, inputs, side, side), dtype, device)
+        if mask is None:
+            return partial(F.conv2d, x, weight, padding=1)
+        grad, one, zero = random_tensor((1, outputs, side, side), dtype, device), [1, 1], [0, 0]
+        backward = torch.ops.aten.convolution_backward.default
+        return partial(backward, grad, x, weight, None, one, one, one, False, zero, 1, mask)
 
-    def forward(point: tuple[int, ...]) -> Call:
-        x, weight, _ = tensors(point)
-        return lambda: F.conv2d(x, weight, padding=1)
-
-    def gradient(of_input: bool) -> Callable[[tuple[int, ...]], Call]:
-        def build(point: tuple[int, ...]) -> Call:
-            x, weight, grad = tensors(point)
-            mask, one, zero = [of_input, not of_input, False], [1, 1], [0, 0]
-            backward = torch.ops.aten.convolution_backward.default
-            return lambda: backward(grad, x, weight, None, one, one, one, False, zero, 1, mask)
-
-        return build
-
-    def size(point: tuple[int, ...]) -> int:
-        pixels, inputs, outputs = point
+    def size(pixels: int, inputs: int, outputs: int) -> int:
         return dtype.itemsize * (pixels * (inputs + outputs) + 9 * inputs * outputs)
 
-    yield TimingProbe(f"convolution.{name}", axes, forward, size)
+    yield TimingProbe(f"convolution.{name}", axes, partial(build, None), size)
     few = {**axes, "pixels": [size for size in pixels if size <= 16384]}
-    yield TimingProbe(f"convolution_input.{name}", few, gradient(True), size)
-    yield TimingProbe(f"convolution_weight.{name}", few, gradient(False), size)
+    yield TimingProbe(f"convolution_input.{name}", few, partial(build, [True, False, False]), size)
+    yield TimingProbe(f"convolution_weight.{name}", few, partial(build, [False, True, False]), size)
 
 
 def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -176,11 +149,10 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
         """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
         possible."""
 
-        def at(point: tuple[int, ...]) -> Call:
-            count = int(point[0] / moved)
-            return build(max(ROW, count // ROW * ROW))
+        def at(total: int) -> Call:
+            return build(max(ROW, int(total / moved) // ROW * ROW))
 
-        return TimingProbe(f"{kind}.{name}", axes, at, lambda point: point[0])
+        return TimingProbe(f"{kind}.{name}", axes, at, int)
 
     def flat(count: int) -> Tensor:
         return random_tensor((count,), dtype, device)
@@ -189,11 +161,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
         return random_tensor((count // ROW, ROW), dtype, device)
 
     def with_(make: Callable[[int], Tensor], call: Callable[[Tensor], object]) -> Callable[[int], Call]:
-        def build(count: int) -> Call:
-            x = make(count)
-            return lambda: call(x)
-
-        return build
+        return lambda count: partial(call, make(count))
 
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     weight = torch.ones(ROW, device=device, dtype=dtype)
@@ -227,17 +195,14 @@ def copies(device: torch.device) -> Iterator[TimingProbe]:
     """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
     axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
 
-    def build(back: bool) -> Callable[[tuple[int, ...]], Call]:
-        def at(point: tuple[int, ...]) -> Call:
-            host = torch.empty(point[0], dtype=torch.uint8, pin_memory=True)
-            there = torch.empty(point[0], dtype=torch.uint8, device=device)
-            target, source = (host, there) if back else (there, host)
-            return lambda: target.copy_(source, non_blocking=True)
+    def build(back: bool, size: int) -> Call:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        target, source = (host, there) if back else (there, host)
+        return partial(target.copy_, source, non_blocking=True)
 
-        return at
-
-    yield TimingProbe("to_device.bytes", axes, build(False), lambda point: point[0])
-    yield TimingProbe("to_host.bytes", axes, build(True), lambda point: point[0])
+    yield TimingProbe("to_device.bytes", axes, partial(build, False), int)
+    yield TimingProbe("to_host.bytes", axes, partial(build, True), int)
 
 
 def int8_products(device: torch.device) -> Iterator[TimingProbe]:
@@ -247,25 +212,19 @@ def int8_products(device: torch.device) -> Iterator[TimingProbe]:
     widths = [320, 1536, 6144] if cuda else [64, 256, 1024]
     axes = {"rows": [256, 1024, 4096, 16384] if cuda else [64, 256, 1024], "outputs": widths, "sum": widths}
 
-    def build(transposed: bool) -> Callable[[tuple[int, ...]], Call]:
-        def at(point: tuple[int, ...]) -> Call:
-            m, n, k = point
-            x, weight = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
-            scale, columns = torch.ones(m, device=device), torch.ones(n, device=device)
-            if transposed:
-                weight = weight.t().contiguous().t()
-                return lambda: int8_product(x, scale, weight, None, None, dtype)
-            return lambda: int8_product(x, scale, weight, columns, None, dtype)
+    def build(transposed: bool, m: int, n: int, k: int) -> Call:
+        x, weight = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+        scale, columns = torch.ones(m, device=device), torch.ones(n, device=device)
+        if transposed:
+            return partial(int8_product, x, scale, weight.t().contiguous().t(), None, None, dtype)
+        return partial(int8_product, x, scale, weight, columns, None, dtype)
 
-        return at
-
-    def size(point: tuple[int, ...]) -> int:
-        m, n, k = point
+    def size(m: int, n: int, k: int) -> int:
         return m * k + n * k + 2 * m * n
 
-    yield TimingProbe("int8_product.bf16", axes, build(False), size)
+    yield TimingProbe("int8_product.bf16", axes, partial(build, False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
-    yield TimingProbe("int8_gradient.bf16", few, build(True), size)
+    yield TimingProbe("int8_gradient.bf16", few, partial(build, True), size)
 
 
 # The single operations and their operands

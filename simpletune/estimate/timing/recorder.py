@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import cast
@@ -82,10 +82,6 @@ class Recorder:
         self._share = 1.0
         self._stream = COMPUTE
 
-    def begin_step(self) -> None:
-        """Forget earlier steps."""
-        self.sections = []
-
     @contextmanager
     def shared_by(self, steps: int) -> Iterator[None]:
         """Count the work in this context as shared by several steps."""
@@ -95,11 +91,9 @@ class Recorder:
         finally:
             self._share = 1.0
 
-    @contextmanager
-    def queues(self) -> Iterator[None]:
+    def queues(self) -> AbstractContextManager[None]:
         """Make levers that are built in this context report their copies."""
-        with replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext():
-            yield
+        return replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext()
 
     def begin_work(self, batch: Iterable[Tensor]) -> None:
         """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
@@ -110,8 +104,8 @@ class Recorder:
 
     @contextmanager
     def watching(self, accounting: Accounting) -> Iterator[None]:
-        """Within this context, record everything that an accounting sees."""
-        self._accounting = accounting
+        """Within this context, record everything that an accounting sees; forgets what was recorded before."""
+        self._accounting, self.sections = accounting, []
         function = torch.autograd.Function
         original = function.__dict__["apply"]
 
@@ -159,8 +153,15 @@ class Recorder:
             if key is not None:
                 self._known[key] = found
         section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), about_op(op)
-        if on_host:
-            self._count_host(section, found, tensors)
+        if on_host and not found:
+            section.host["view"] += 1
+        elif on_host and section.phase in BACKWARD and not torch.is_grad_enabled():
+            section.host["backward"] += 1
+        elif on_host:  # also in a recomputation, which runs from Python
+            section.host["operation"] += 1
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                section.host["recorded"] += 1
+                section.host["recomputed"] += section.phase in BACKWARD
         if self.cuda and moves and (moved := self._over_the_link(name, tensors)):
             section.work[moved] += 1
             if moved.kind != "brought":
@@ -184,17 +185,6 @@ class Recorder:
         return KernelWork(
             "to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(tensor_bytes, large)),)
         )
-
-    def _count_host(self, section: StreamWork, found: list[KernelWork], tensors: Sequence[Tensor]) -> None:
-        if not found:
-            section.host["view"] += 1
-        elif section.phase in BACKWARD and not torch.is_grad_enabled():  # a recomputation runs from Python
-            section.host["backward"] += 1
-        else:
-            section.host["operation"] += 1
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                section.host["recorded"] += 1
-                section.host["recomputed"] += section.phase in BACKWARD
 
     def _host(self, what: str) -> None:
         self._section().host[what] += 1

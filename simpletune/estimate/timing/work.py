@@ -59,13 +59,7 @@ WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", 
 
 
 def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[KernelWork]:
-    """Yield the work of one dispatched operation; nothing for an operation that moves no data.
-
-    Args:
-        op: the operation.
-        args: its positional arguments; ``kwargs``: its keyword arguments.
-        output: what it returned.
-    """
+    """Yield the work of one dispatched operation and what it returned; nothing for an operation that moves no data."""
     name = op._schema.name.partition("::")[2]
     if name in NOTHING or op.is_view or op.namespace in ("profiler", "prim"):
         return
