@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train import load
+from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
@@ -34,8 +36,6 @@ from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.int8_tuning import Tuning, tunings
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training import load
-from simpletune.training.loop import train
 
 LAYER = "transformer_blocks.0.attn.to_q"
 TESTS = Path(__file__).parent

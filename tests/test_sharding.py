@@ -18,6 +18,7 @@ from reference.adamw import adamw_step
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.engine.fsdp.fsdp_model import process_starts
@@ -35,7 +36,6 @@ from simpletune.runs.weights_names import CheckpointRef, find_in_run
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.training.loop import train
 
 STEPS = 6
 
