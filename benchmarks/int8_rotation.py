@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from simpletune.commands.train.set_up import StartOptions, set_up
 from simpletune.config.load import read_config
-from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.int8_multiply import multiply
+from simpletune.engine.quant.int8_linear import Int8Linear, Int8Product, shared_rows
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.rotation import Rotation
 from simpletune.runs.attempts import AttemptRecorder
@@ -61,7 +60,7 @@ def errors(x: Tensor, weight: Tensor) -> Errors:  # [n, i], [o, i]
     for turn, suffix in TURNS.items():
         int8 = Int8Linear.from_linear(linear, torch.float32, turn)
         nf4 = Nf4Linear.from_linear(linear, torch.float32, True, turn)
-        product = multiply(x, int8.weight, int8.scale, None, False, int8.block)
+        product = Int8Product.apply(x, *shared_rows(x, int8.block), int8.weight, int8.scale, None, False, int8.block)
         found |= {
             f"weights{suffix}": relative(int8.dequantise(), weight.double()),
             f"both{suffix}": relative(product, exact),

@@ -57,6 +57,7 @@ def approximate_as_lora(updates: Updates, args: argparse.Namespace) -> tuple[dic
     Raises:
         UserError: the updates are LoRA already, or the format does not hold LoRA.
     """
+    from simpletune.adapters.files.factors import resize_all
     from simpletune.adapters.files.updates import LoraUpdate
 
     require_rank_or_energy(args)
@@ -64,21 +65,12 @@ def approximate_as_lora(updates: Updates, args: argparse.Namespace) -> tuple[dic
         raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
     if all(isinstance(update, LoraUpdate) for update in updates.values()):
         raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
-    return resized_all(updates, args)
-
-
-def resized_all(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
-    """Resize LoRAs to another rank; also return the residual's Frobenius norm relative to the updates."""
-    from simpletune.adapters.files.factors import resize_update
-
-    changed = {layer: resize_update(update, args.rank, args.energy) for layer, update in updates.items()}
-    whole = sum(float(update.delta().double().square().sum()) for update in updates.values())
-    lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
-    return {layer: update for layer, (update, _) in changed.items()}, lost
+    return resize_all(updates, args.rank, args.energy)
 
 
 def resize(args: argparse.Namespace) -> Path:
     """Change the rank of a LoRA."""
+    from simpletune.adapters.files.factors import resize_all
     from simpletune.adapters.files.read import updates_of
 
     require_rank_or_energy(args)
@@ -87,7 +79,7 @@ def resize(args: argparse.Namespace) -> Path:
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = updates_of(header)
-    new, lost = resized_all(old, args)
+    new, lost = resize_all(old, args.rank, args.energy)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
     written = write_lora_file(new, args.out, args, metadata | note)
