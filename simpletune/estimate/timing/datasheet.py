@@ -90,8 +90,8 @@ class DatasheetSpeeds:
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
             products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
-            work = products * 2 * heads * queries * keys * max(width, 32)
-            return KERNEL + work / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
+            operations = products * 2 * heads * queries * keys * max(width, 32)
+            return KERNEL + operations / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)

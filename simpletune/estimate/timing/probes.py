@@ -95,14 +95,14 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 
     def build(backward: bool, heads: int, queries: int, keys: int, width: int) -> Call:
         shapes = [(1, heads, tokens, width) for tokens in (queries, keys, keys)]
-        inputs = [random_tensor(shape, dtype, device).requires_grad_(backward) for shape in shapes]
+        q, k, v = (random_tensor(shape, dtype, device).requires_grad_(backward) for shape in shapes)
         if not backward:
-            return partial(F.scaled_dot_product_attention, *inputs)
-        grad = torch.ones_like(inputs[0])
+            return partial(F.scaled_dot_product_attention, q, k, v)
+        grad = torch.ones_like(q)
 
         def both() -> None:
             with torch.enable_grad():
-                torch.autograd.grad(F.scaled_dot_product_attention(*inputs), inputs, grad)
+                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
 
         return both
 
