@@ -19,7 +19,7 @@ from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
-from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed, needs_of
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.estimate.terminal import bars
@@ -162,6 +162,14 @@ def test_needs_follow_the_run(tiny_config: dict) -> None:
     assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
     tiny_config["ema"] = {}
     assert estimate(validate(tiny_config, "t"), L4.capability).disk["checkpoints"] > more.disk["checkpoints"]
+
+
+def test_a_cache_in_a_store_needs_disk_for_its_local_part(tiny_config: dict) -> None:
+    local = estimate(validate(tiny_config, "test"), L4.capability)
+    tiny_config["output"] = {**tiny_config.get("output", {}), "cache": "s3://bucket/cache"}
+    remote = needs_of(validate(tiny_config, "test"), local.job, local.size)
+    cached = local.disk["cached pictures"] + local.disk["cached prompts"]
+    assert remote.disk["local part of the cache"] == cached and remote.host == local.host
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,7 @@ def disk_needs(
     yield DiskNeed("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield DiskNeed("result", run, result)
     prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _to_encode(config, plan, start)
-    # An upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group.
-    width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
-    packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
-    prompt = (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
+    prompt = bytes_of_prompt(config)
     per_latent = config.model.latent_channels * LATENT_BYTES  # of 8 x 8 pixels
     if config.output.place.url is None:
         yield DiskNeed("cached pictures", cache, pixels // 64 * per_latent)
@@ -151,6 +148,13 @@ def disk_needs(
         yield DiskNeed("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
         yield DiskNeed("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
+
+
+def bytes_of_prompt(config: TrainConfig) -> int:
+    """Return an upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group."""
+    width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
+    packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
+    return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:

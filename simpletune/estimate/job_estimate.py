@@ -19,7 +19,7 @@ from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
 from simpletune.engine.memory.attention_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.estimate.disk_needs import NOTHING, DataCounts, disk_needs
+from simpletune.estimate.disk_needs import NOTHING, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
 from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
@@ -189,7 +189,8 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
     """Add to a simulated job what the run needs besides GPU memory; demo names may be unresolved."""
     counts, train = counts_of(config), job.train
     disk = {need.what: need.bytes for need in disk_needs(config, counts=counts or NOTHING)}
-    in_transit = max(min(CHUNK_BYTES, disk["cached prompts"]), train.trained_bytes, train.state_bytes)
+    prompts = min(CHUNK_BYTES, (counts or NOTHING).prompts * bytes_of_prompt(config))
+    in_transit = max(prompts, train.trained_bytes, train.state_bytes)
     host = {
         "libraries": HOST_LIBRARIES + CUDA_LIBRARIES,
         "levers (pinned)": train.host_bytes,
