@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.speed import Kernel
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import CudaLayouts, attention_kernel
+from simpletune.engine.memory.attention_workspace import attention_kernel, cuda_layouts
 from simpletune.engine.memory.cuda_autocast import autocast_like_cuda
 from simpletune.engine.memory.fake import Fake, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
@@ -173,7 +173,7 @@ def accounting_like_cuda(
     an L4."""
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
-    with autocast, Accounting(temporaries(kernel), keep, CudaLayouts(kernel).laid_out) as accounting:
+    with autocast, Accounting(temporaries(kernel), keep, cuda_layouts(kernel)) as accounting:
         yield accounting
 
 

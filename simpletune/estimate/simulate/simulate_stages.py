@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import CudaLayouts
+from simpletune.engine.memory.attention_workspace import cuda_layouts
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -152,7 +152,7 @@ def simulate_stage(
 @contextmanager
 def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
     """Make the accounting of a stage without training, where everything allocated counts as activations."""
-    layouts = CudaLayouts("flash").laid_out
+    layouts = cuda_layouts("flash")
     with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
         accounting.register(weights, "weights")
         with recorder.watching(accounting) if recorder else nullcontext():

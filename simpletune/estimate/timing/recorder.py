@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from simpletune.engine.memory import copy_stream
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.copy_stream import CopyEvent
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent
 from simpletune.engine.memory.fake import replaced
 from simpletune.estimate.timing.work import NOTHING, KernelWork, tensor_bytes, tensors_in, works_of
 from simpletune.system.options import Json
@@ -205,7 +205,7 @@ class Recorder:
         return RecordedCopies(self, f"copies {self._queues}")
 
 
-class RecordedCopies:
+class RecordedCopies(Copies):
     """A queue of copies that is recorded instead of run; events are numbers."""
 
     def __init__(self, recorder: Recorder, stream: str):
