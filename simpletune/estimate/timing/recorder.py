@@ -212,7 +212,6 @@ class RecordedCopies(Copies):
         self._recorder, self._stream = recorder, stream
 
     def mark(self) -> CopyEvent:
-        """Return an event that completes with everything queued on the computation so far."""
         recorder = self._recorder
         section = next((each for each in reversed(recorder.sections) if each.stream == COMPUTE), None)
         return self._end_of(recorder._section() if section is None else section)
@@ -231,17 +230,12 @@ class RecordedCopies(Copies):
         return self._end_of(section)
 
     def wait(self, event: CopyEvent) -> None:
-        """Make later work of the computation wait for an event."""
         if event is not None:
             self._add(COMPUTE, self._recorder._share).after.append(event)  # type: ignore[arg-type]
 
     def join(self, event: CopyEvent) -> None:
-        """Block the host until an event completes."""
         if event is not None:
             self._add(COMPUTE, self._recorder._share).host_after.append(event)  # type: ignore[arg-type]
-
-    def finish(self) -> None:
-        """Record nothing: a model that is dropped is not part of a step."""
 
     def _add(self, stream: str, share: float) -> StreamWork:
         """Begin a section."""
