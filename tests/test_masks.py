@@ -23,8 +23,7 @@ from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask
 from simpletune.data.sources.source import Mask, Picture, UnusablePicture
 from simpletune.data.sources.table import Table
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.objectives.flow import Flow
-from simpletune.models.objectives.flow_process import flow_loss
+from simpletune.models.objectives.flow import Flow, FlowProcess
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.masks import MaskCache
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -245,7 +244,7 @@ def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path)
 def test_the_loss_ignores_what_a_mask_of_weight_0_covers(tmp_path: Path) -> None:
     (batch,) = batches_of(tmp_path, [picture_of(blob(64, 64))], unmasked_weight=0.0).step(0)
     prediction, target = torch.randn(4, 16, 8, 8, requires_grad=True), torch.randn(4, 16, 8, 8)
-    flow_loss(prediction, target, batch.weight).backward()
+    FlowProcess().loss(prediction, target, batch.level, batch.weight).backward()
     outside = batch.weight == 0
     assert prediction.grad is not None and outside.any()
     assert (prediction.grad[outside.expand(-1, 16, -1, -1)] == 0).all()

@@ -34,7 +34,7 @@ class LatentCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
-        name = f"{model.vae_fingerprint()}-{str(dtype).removeprefix('torch.')}"
+        name = f"{model.part('vae').fingerprint()}-{str(dtype).removeprefix('torch.')}"
         self.cache = open_cache(cache, "latents", name if tile is None else f"{name}-tile{tile}")
 
     def fill(

@@ -10,8 +10,7 @@ from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
-from simpletune.data.sources.multi_source import field_of, scan_sources, source_notes, stopping, too_small
-from simpletune.data.sources.option import Data
+from simpletune.data.sources.multi_source import Data, field_of, scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.source import Picture, RejectedEntry
 from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures

@@ -37,8 +37,8 @@ from simpletune.estimate.simulate.simulate import (
 )
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.families import Model
+from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import TrainingObjective
-from simpletune.models.objectives.solvers import Euler
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
 from simpletune.models.shared.parts import TextEncoder, use_tiles
