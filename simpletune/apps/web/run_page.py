@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from simpletune.adapters.methods.lora import OUTPUT
+from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.web import queue, run_live
 from simpletune.apps.web.files import file_response
 from simpletune.apps.web.processes import LOGS

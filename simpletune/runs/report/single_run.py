@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from PIL import Image
 
 from simpletune.adapters.files.describe import describe
-from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
+from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
