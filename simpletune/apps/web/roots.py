@@ -18,15 +18,10 @@ class OutsideRoots(UserError):
 
 @dataclass(frozen=True)
 class Roots:
-    """The folders that the pages may touch.
-
-    Args:
-        runs: folder of the runs.
-        named: further folders with pictures and configurations; relative paths are relative to the first.
-    """
+    """The folders that the pages may touch."""
 
     runs: Path
-    named: tuple[Path, ...]
+    named: tuple[Path, ...]  # with pictures and configurations; relative paths are relative to the first
 
     @property
     def own(self) -> Path:
@@ -56,7 +51,9 @@ class Roots:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
         folder = self.runs / name
-        return folder if may_be_run(folder) and folder.resolve().parent == self.runs else None
+        # a run has begun here, even if its configuration or its steps are missing or damaged
+        begun = any((folder / file).is_file() for file in (CONFIG, ATTEMPTS, METRICS))
+        return folder if begun and folder.resolve().parent == self.runs else None
 
     def all_runs(self) -> Iterator[Path]:
         """Yield the folders of all runs, by name."""
@@ -70,11 +67,6 @@ class Roots:
             return file if file.is_relative_to(folder.resolve()) and file.is_file() else None
         except (OSError, ValueError, RuntimeError):
             return None
-
-
-def may_be_run(folder: Path) -> bool:
-    """Return whether a run has begun in a folder, even if its configuration or its steps are missing or damaged."""
-    return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
 
 
 def make_roots(runs: Path, named: list[Path]) -> Roots:

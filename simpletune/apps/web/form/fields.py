@@ -21,36 +21,30 @@ PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 
 
 @dataclass(frozen=True)
-class FormField:
-    """One field of the form.
-
-    Args:
-        path: the dotted path, as in overrides.
-        text: its value as text; empty for null.
-        help: its docstring.
-        kind: how it is entered: ``lines``: one text per line; ``json``: values without a simpler form.
-        choices: the values of a ``choice``, and suggested words for a ``text``.
-        structure: whether other fields depend on it.
-        info: its option's field; None: it switches an optional section.
-    """
-
-    path: str
-    text: str
-    help: str
-    kind: Kind
-    choices: tuple[str, ...] = ()
-    structure: bool = False
-    info: FieldInfo | None = None
+class _Item:
+    path: str  # dotted, as in overrides
 
     @property
     def id(self) -> str:
         """What element IDs are made of."""
-        return self.path.replace(".", "-")
+        return self.path.replace(".", "-") or "general"
 
     @property
     def label(self) -> str:
         """Its name in words."""
-        return self.path.rpartition(".")[2].replace("_", " ")
+        return self.path.rpartition(".")[2].replace("_", " ") or "general"
+
+
+@dataclass(frozen=True)
+class FormField(_Item):
+    """One field of the form."""
+
+    text: str  # its value; empty for null
+    help: str  # its docstring
+    kind: Kind  # how it is entered: ``lines``: one text per line; ``json``: values without a simpler form
+    choices: tuple[str, ...] = ()  # the values of a ``choice``, and suggested words for a ``text``
+    structure: bool = False  # other fields depend on it
+    info: FieldInfo | None = None  # its option's field; None: it switches an optional section
 
     def parse(self, text: str) -> object:
         """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
@@ -66,28 +60,11 @@ class FormField:
 
 
 @dataclass(frozen=True)
-class FieldGroup:
-    """A group of fields.
+class FieldGroup(_Item):
+    """A section of fields and nested sections."""
 
-    Args:
-        path: dotted.
-        help: the section's help.
-        items: fields and nested sections.
-    """
-
-    path: str
     help: str
     items: list[FormField | FieldGroup] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        """What element IDs are made of."""
-        return self.path.replace(".", "-") or "general"
-
-    @property
-    def label(self) -> str:
-        """Its name in words."""
-        return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
     def fields(self) -> Iterator[FormField]:
         """Yield the fields, including those of nested sections."""
@@ -99,11 +76,8 @@ class FieldGroup:
 
 
 def sections_of(data: Json) -> list[FieldGroup]:
-    """List a configuration's sections, starting with the one for fields outside of sections.
-
-    Args:
-        data: JSON, completed with profile and tags; values may be invalid.
-    """
+    """List a configuration's sections, starting with the one for fields outside of sections. ``data`` is completed with
+    profile and tags; its values may be invalid."""
     items = list(_items(TrainConfig, data, ""))
     general = FieldGroup("", "The run's name and device.", [item for item in items if isinstance(item, FormField)])
     return [general, *(item for item in items if isinstance(item, FieldGroup))]
@@ -119,9 +93,10 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
             yield _section(info, path, value)
         elif item_of(info) is not None:
             yield FormField(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
-        elif not _is_fixed(info):
+        else:
             kind, choices = _kind(info)
-            yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
+            if kind != "choice" or len(choices) > 1:  # a single choice needs no field
+                yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
 
 
 def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
@@ -183,12 +158,6 @@ def _arms(info: FieldInfo) -> list[object]:
             yield annotation
 
     return list(parts(info.annotation))
-
-
-def _is_fixed(info: FieldInfo) -> bool:
-    """Return whether a field has only one possible value."""
-    kind, choices = _kind(info)
-    return kind == "choice" and len(choices) == 1
 
 
 def _default(info: FieldInfo) -> object:
