@@ -80,7 +80,6 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
 
 
 def control_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``control``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a training run, such as runs/demo")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--draw", metavar="PROMPT", help="draw a picture after the step, into RUN/drawn")

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
+from simpletune.apps.cli.arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
-
 ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}} (default: output.prices)"
 
 
@@ -23,11 +22,7 @@ def _import() -> None:
 
 
 def require_cards(names: Sequence[str]) -> None:
-    """Check card names before importing torch, which takes seconds.
-
-    Raises:
-        UserError: a name is unknown.
-    """
+    """Check card names before importing torch, which takes seconds."""
     from simpletune.system.gpus import find_card
 
     for name in names:
@@ -61,7 +56,6 @@ def estimate(args: argparse.Namespace) -> None:
 
 
 def estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``estimate``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     what.add_argument("--compare", nargs="+", metavar="CONFIG", help="compare several configurations side by side")
@@ -79,7 +73,6 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reserve(parser: argparse.ArgumentParser) -> None:
-    """Add ``--reserve``, the device memory that other programs use."""
     parser.add_argument(
         "--reserve", type=float, default=0.0, metavar="GIB", help="device memory that other programs use"
     )
@@ -104,7 +97,6 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan``."""
     add_config(parser)
     parser.add_argument(
         "--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; separate several with commas"
@@ -140,7 +132,6 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``calibrate``."""
     about = "instead of measuring, tune the int8 kernels for this run, which saves its first step the time"
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=about)
     add_overrides(parser)

@@ -94,8 +94,8 @@ class ImageGenerator:
         return self._sides[name, scale]
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
-        """Generate one image as a PNG with the text chunks of ``simpletune generate``; encode its prompts if they are not
-        cached. ``check_cancelled`` is called before every sampling step, and raises to stop the work."""
+        """Generate one image, encoding its prompts if they are not cached; ``check_cancelled`` is called before every
+        sampling step, and raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
         check_cancelled()
         side = self.side_of(image)
         self.text.fill([image.request.prompt, image.request.negative_prompt], side)

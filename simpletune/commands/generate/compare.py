@@ -102,7 +102,7 @@ def compare(args: argparse.Namespace) -> Path:
     """Draw every request with every model; write single pictures, a grid, a page and the figures.
 
     Args:
-        args: defined in ``cli.drawing_arguments.add_compare_arguments``.
+        args: defined in ``cli.generate.compare_arguments``.
 
     Returns:
         The grid.

@@ -123,7 +123,7 @@ def generate(args: argparse.Namespace) -> Path:
     """Draw pictures; print times and peak memory.
 
     Args:
-        args: defined in ``cli.drawing_arguments.add_arguments``.
+        args: defined in ``cli.generate.generate_arguments``.
 
     Returns:
         The first PNG.
