@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
@@ -21,17 +20,13 @@ def _import() -> None:
     import_libraries()
 
 
-def require_cards(names: Sequence[str]) -> None:
-    """Check card names before importing torch, which takes seconds."""
-    from simpletune.system.gpus import find_card
-
-    for name in names:
-        find_card(name)
-
-
 def estimate(args: argparse.Namespace) -> None:
     """predict memory, disk, time and price of a run on one or several cards; needs no GPU, weights or data"""
-    require_cards([name for name in (args.device or "").split(",") if name.strip()])
+    from simpletune.system.gpus import find_card
+
+    for name in (args.device or "").split(","):  # before torch is imported, which takes seconds
+        if name.strip():
+            find_card(name)
     if args.compare and "," in (args.device or ""):
         raise UserError(
             "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
@@ -83,15 +78,15 @@ def plan(args: argparse.Namespace) -> None:
     names = [name for given in args.device or [] for name in given.split(",") if name.strip()]
     if not args.batches and not names:
         raise UserError("--device: name the card that the run must fit on, as in --device L4 or --device 8GiB")
-    require_cards(names)
+    from simpletune.system.gpus import find_card
+
+    cards = [find_card(name) for name in names]  # before torch is imported, which takes seconds
     _import()
     from simpletune.estimate.plan_command import PlanArguments, batches, plan_config
-    from simpletune.system.gpus import find_card
 
     if args.batches:
         print(batches(args.config, args.overrides, names, args.json))
         return
-    cards = [find_card(name) for name in names]
     more = {"reserve": args.reserve, "prices": args.prices, "out": args.out, "as_json": args.json}
     print(plan_config(PlanArguments(args.config, args.overrides, cards, args.goal, **more)))
 

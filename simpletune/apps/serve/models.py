@@ -57,14 +57,6 @@ class ServedModels:
         return weights if name == BASE else with_embeddings(weights, self.common)
 
 
-class LoraLayer(NamedTuple):
-    """One layer of a LoRA: its path in the model, the layer that wraps the base's, and the file's own strength."""
-
-    path: str
-    layer: Any
-    scaling: float
-
-
 class Adapters:
     """LoRAs of one transformer, which is changed in place; at most one is active at a time.
 
@@ -75,14 +67,15 @@ class Adapters:
     def __init__(self, denoiser: nn.Module, files: Mapping[str, Path], device: torch.device):
         self.denoiser = denoiser
         self._base: dict[str, nn.Module] = {}
-        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
+        # each LoRA's layers: path in the model, the layer that wraps the base's, the file's own strength
+        self._layers: dict[str, list[tuple[str, Any, float]]] = {BASE: []}
         self._active = BASE
         for name, file in files.items():
             load_lora(denoiser, file)
             move_updates(denoiser, device)
             self._layers[name] = []
             for path, layer in outer_layers(denoiser):
-                self._layers[name].append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
+                self._layers[name].append((path, layer, layer.scaling[ADAPTER]))
                 self._base[path] = innermost_layer(layer)
                 wrap(denoiser, path, self._base[path])
             if hasattr(denoiser, "peft_config"):

@@ -81,14 +81,7 @@ class ImageServer(HttpServer):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve the models that the arguments name, until a signal arrives.
-
-    Args:
-        args: defined in ``cli.serve.serve_arguments``.
-
-    Raises:
-        UserError: an argument is invalid, the port is in use, or weights are missing.
-    """
+    """Serve the models that the arguments name (``cli.serve.serve_arguments``), until a signal arrives."""
     service = build(args)
     if not is_loopback(service.socket):
         say(
@@ -101,15 +94,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Service:
-    """Build everything except the model, which the worker loads.
-
-    Args:
-        args: defined in ``cli.serve.serve_arguments``.
-        environment: variables in which Vertex AI passes port and paths.
-
-    Raises:
-        UserError: an argument is invalid, or the port is in use.
-    """
+    """Build everything except the model, which the worker loads. Vertex AI passes port and paths in the environment."""
     wanted = environment.get("AIP_HTTP_PORT", "")
     if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
         raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port. Use a number from 0 to 65535")
@@ -159,11 +144,7 @@ def service(
 
 def _served_models(session: GenerationSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
     """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
-    option.
-
-    Raises:
-        UserError: a name is invalid or used twice, or a file is missing.
-    """
+    option; a UserError if a name is invalid or used twice, or a file is missing."""
     loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
         result = run_result(session.run, step=session.step)

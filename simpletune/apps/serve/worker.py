@@ -55,10 +55,11 @@ class GenerationJob:
             raise JobCancelled
 
 
-class Worker:
+class Worker(threading.Thread):
     """Run jobs in the order in which they were submitted, in a thread that first calls ``load`` for the generator."""
 
     def __init__(self, load: Callable[[], SupportsGenerate], limits: Limits, metrics: Metrics):
+        super().__init__(name="simpletune-worker", daemon=True)
         self.limits, self.metrics = limits, metrics
         self.state: State = "loading"
         self.failure: BaseException | None = None
@@ -67,15 +68,6 @@ class Worker:
         self._waiting: deque[GenerationJob] = deque()
         self._current: GenerationJob | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="simpletune-worker", daemon=True)
-
-    def start(self) -> None:
-        """Load the model, then run jobs, in the worker's thread."""
-        self._thread.start()
-
-    def join(self, seconds: float | None = None) -> None:
-        """Wait for the worker to end."""
-        self._thread.join(seconds)
 
     @property
     def waiting(self) -> int:
@@ -94,11 +86,7 @@ class Worker:
             raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
     def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
-        """Append a job to the queue.
-
-        Raises:
-            RequestError: 429 if the queue is full, 503 if the server is not ready.
-        """
+        """Append a job to the queue; a RequestError, 429 if the queue is full, 503 if the server is not ready."""
         with self._changed:
             self.require_ready()
             if len(self._waiting) >= self.limits.queue:
@@ -130,7 +118,8 @@ class Worker:
                 self._current.cancelled.set()
             self._changed.notify()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Load the model, then run jobs until stopped."""
         try:
             clock = time.perf_counter()
             generator = self._load()

@@ -24,11 +24,7 @@ Look = Callable[[], Mapping[str, Hashable]]
 
 
 class FileWatcher:
-    """Watch files while somebody listens, and report which topics have changed.
-
-    Args:
-        look: returns the stamps; called in a thread.
-    """
+    """Watch files while somebody listens, and report which topics have changed; ``look`` is called in a thread."""
 
     def __init__(self, look: Look):
         self.look = look

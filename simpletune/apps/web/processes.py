@@ -56,13 +56,8 @@ class VerbProcess:
 
 
 def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> VerbProcess:
-    """Start a verb in the first root, where the page's relative paths begin.
-
-    Args:
-        roots: where logs go.
-        words: verb and arguments, such as ``("estimate", "config.json")``.
-        log_name: the name of the log and of the process; only one of each name runs at a time.
-        module: what ``python -m`` runs.
+    """Start a verb with its arguments, as ``python -m`` a module, in the first root, where the page's relative paths
+    begin. The log's name is also the process's: only one of each name runs at a time.
 
     Raises:
         UserError: a process with this name is running, or the system refuses to start one.
@@ -137,11 +132,7 @@ def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
 
 
 def log_file(roots: Roots, log_name: str) -> Path:
-    """Return the log of a name.
-
-    Raises:
-        UserError: the name does not fit into a file name.
-    """
+    """Return the log of a name; a UserError if the name does not fit into a file name."""
     if not NAME.fullmatch(log_name):
         raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
     return roots.own / LOGS / f"{log_name}.log"
@@ -179,7 +170,6 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
 
 
 def command(module: str, words: Sequence[str]) -> list[str]:
-    """Return the command that runs a module."""
     return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
 
 

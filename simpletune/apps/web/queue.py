@@ -59,11 +59,7 @@ def log_name(name: str) -> str:
 
 
 def read_queue(roots: Roots) -> list[QueueEntry]:
-    """Return all entries in order, including ended ones.
-
-    Raises:
-        UserError: the file is damaged, or from a newer version.
-    """
+    """Return all entries in order, including ended ones; a UserError if the file is damaged, or of a newer version."""
     try:
         return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
     except FileNotFoundError:

@@ -29,11 +29,7 @@ class Roots:
         return self.runs / OWN
 
     def resolve(self, text: str) -> Path:
-        """Resolve a path given by a user, including links.
-
-        Raises:
-            OutsideRoots: it lies outside of all roots; the message names the remedy.
-        """
+        """Resolve a path given by a user, including links; OutsideRoots, with the remedy, if it leads out of them."""
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
@@ -70,11 +66,7 @@ class Roots:
 
 
 def make_roots(runs: Path, named: list[Path]) -> Roots:
-    """Resolve the folders of ``simpletune web``.
-
-    Raises:
-        UserError: a root is not a folder.
-    """
+    """Resolve the folders of ``simpletune web``; a UserError if a root is not one."""
     for root in named:
         if not root.is_dir():
             raise UserError(f"--root: {root} is not a folder. Give one that exists")

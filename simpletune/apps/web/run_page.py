@@ -244,11 +244,7 @@ PARTS: dict[str, tuple[str, Callable[[RunView], Json]]] = {
 
 
 def view_of(request: Request) -> RunView:
-    """Return the run that a path names.
-
-    Raises:
-        HTTPException: 404.
-    """
+    """Return the run that a path names, or answer 404."""
     roots: Roots = request.app.state.roots
     folder = roots.run(request.path_params["name"])
     if folder is None:
@@ -291,11 +287,7 @@ def ask_run(request: Request, view: RunView, form: Form) -> Response:
 
 
 def request_from(form: Form) -> AnyRequest:
-    """Read a request from a form; empty fields mean the run's settings.
-
-    Raises:
-        UserError: a value is not allowed.
-    """
+    """Read a request from a form; empty fields mean the run's settings."""
     what = form.get("ask", "")
     if what == "save":
         return SaveRequest(id=new_id("save"), ask="save")

@@ -34,14 +34,7 @@ class PageServer(HttpServer):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve the pages until a signal arrives.
-
-    Args:
-        args: defined in ``cli.serve.web_arguments``.
-
-    Raises:
-        UserError: a folder is missing, or the port is in use.
-    """
+    """Serve the pages until a signal arrives, as the arguments (``cli.serve.web_arguments``) say."""
     roots = make_roots(args.runs, args.root)
     bound = bind(args.host, args.port)
     local = is_loopback(bound)

@@ -50,13 +50,8 @@ class EditedForm:
 
 
 def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's texts by path.
-
-    Args:
-        posted: the form's fields.
-        shown: the texts that the form was shown with.
-        mine: texts that were already the user's; keeps those of fields that are currently not shown.
-    """
+    """Return the user's texts by path: those that differ from what the form was shown with, and those that already were
+    the user's, also of fields that are not shown now."""
     posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
     touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
     return {**mine, **touched}

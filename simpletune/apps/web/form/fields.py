@@ -50,7 +50,7 @@ class FormField(_Item):
         """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
         if self.info is None:
             return {} if text == ON else None
-        arms = _arms(self.info)
+        arms = _arms(self.info.annotation)
         if self.kind == "lines" and not text.lstrip().startswith("["):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             return lines or (None if types.NoneType in arms else [])
@@ -110,7 +110,7 @@ def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
         section.items.append(
             FormField(f"{path}.{union.tag}", tag, about, "choice", tuple(union.members), True, tag_info)
         )
-    elif types.NoneType in _arms(info):
+    elif types.NoneType in _arms(info.annotation):
         section.items.append(
             FormField(path, ON if isinstance(value, dict) else "", _help(info), "choice", ("", ON), True)
         )
@@ -133,7 +133,7 @@ def format_value(value: object, kind: Kind = "text") -> str:
 
 
 def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
-    arms = _arms(info)
+    arms = _arms(info.annotation)
     words = tuple(format_value(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm))
     rest = [arm for arm in arms if get_origin(arm) is not Literal and arm is not types.NoneType]
     empty = ("",) if types.NoneType in arms else ()
@@ -146,18 +146,12 @@ def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
     return "text", words
 
 
-def _arms(info: FieldInfo) -> list[object]:
+def _arms(annotation: object) -> list[object]:
     """Return the types that a field may have."""
-
-    def parts(annotation: object) -> Iterator[object]:
-        annotation = strip_annotated(annotation)
-        if get_origin(annotation) in (Union, types.UnionType):
-            for each in get_args(annotation):
-                yield from parts(each)
-        else:
-            yield annotation
-
-    return list(parts(info.annotation))
+    annotation = strip_annotated(annotation)
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return [annotation]
+    return [arm for each in get_args(annotation) for arm in _arms(each)]
 
 
 def _default(info: FieldInfo) -> object:

@@ -183,13 +183,15 @@ def absolute_paths(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list
         text = section[key]
         if text.startswith(DEMO) or not text:
             continue
+        # a repository on the hub, of a model or a data set
+        of_hub = path.startswith(("model.", "data.")) and not path.endswith("mask_path") and HUB_NAME.match(text)
         try:
             found = resolve(text)
         except UserError as error:
-            if not _is_of_hub(text, path) or _lies_here(text, resolve):
+            if not of_hub or _lies_here(text, resolve):
                 problems.append(Problem(path, str(error)))
             continue
-        if found.exists() or not _is_of_hub(text, path):
+        if found.exists() or not of_hub:
             section[key] = str(found)
     output = data.setdefault("output", {})
     if isinstance(output, dict):
@@ -212,11 +214,6 @@ def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
         for key in keys:
             if isinstance(section, dict) and isinstance(section.get(key), str):
                 yield section, key, f"{name}.{key}"
-
-
-def _is_of_hub(text: str, path: str) -> bool:
-    """Return whether a text may be a repository on the hub, of a model or a data set."""
-    return path.startswith(("model.", "data.")) and not path.endswith("mask_path") and bool(HUB_NAME.match(text))
 
 
 def _lies_here(text: str, resolve: Resolve) -> bool:

@@ -115,8 +115,8 @@ def evaluation_lines(folder: Path) -> list[ChartLine]:
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)
     for row in found:
-        losses = row.get("eval_losses")
-        listed = isinstance(losses, list) and len(losses) > 1 and all(isinstance(each, int | float) for each in losses)
+        losses = row["eval_losses"] if isinstance(row.get("eval_losses"), list) else []
+        listed = len(losses) > 1 and all(isinstance(each, int | float) for each in losses)
         dots.append((row["step"], float(row["eval_loss"])))
         errors.append(standard_error(losses) if listed else 0.0)
     held = bool(found) and bool(found[-1].get("held_out"))
