@@ -222,8 +222,8 @@ class RunView:
         for kind in JOBS:
             name = job_name(kind, self.folder.name)
             lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
-            failed = not running and processes.exit_code(self.roots, name) not in (0, None)
             if lines or running:
+                failed = not running and processes.exit_code(self.roots, name) not in (0, None)
                 found.append({"kind": kind, "running": running, "failed": failed, "lines": lines})
         return {"jobs": found}
 
