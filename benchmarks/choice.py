@@ -18,6 +18,7 @@ from benchmarks.judged import lacking
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
 from benchmarks.table import Results, describe_machine
 from simpletune.apps.cli.main import main as simpletune
+from simpletune.commands.train.train import train
 from simpletune.data.demo import pictures
 from simpletune.runs.best_checkpoint import FIDELITY, choose_best
 from simpletune.runs.checkpoint_folders import list_checkpoints
@@ -25,7 +26,6 @@ from simpletune.runs.folder import read_metrics
 from simpletune.runs.weights import run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json
-from simpletune.training.loop import train
 
 FULL = ["adapter.method=full", *PRECISIONS["fp32"]]
 ROWS: dict[str, list[str]] = {

@@ -18,13 +18,13 @@ from torch import nn
 from benchmarks import int8_rotation
 from benchmarks.int8_rotation import relative
 from benchmarks.table import Results, describe_machine
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.engine.quant import int8_products
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
 from simpletune.runs.report.charts import picture
 from simpletune.system.console import say
-from simpletune.training.loop import train
 
 CONFIG, STEPS, ENDS, SMOOTH = Path("configs/demo.json"), 100, 10, 9
 INT8 = ["precision.weights=int8", "precision.compute=bf16"]

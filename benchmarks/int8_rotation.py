@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from simpletune.commands.train.set_up import StartOptions, set_up
 from simpletune.config.load import read_config
-from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.int8_multiply import multiply
+from simpletune.engine.quant.int8_linear import Int8Linear, Int8Product, shared_rows
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.rotation import Rotation
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import run_folder
-from simpletune.training.setup import StartOptions, set_up
 
 TABLE = "Rotation"
 TURNS: dict[Rotation, str] = {"none": "", "hadamard": "_rotated"}
@@ -61,7 +60,7 @@ def errors(x: Tensor, weight: Tensor) -> Errors:  # [n, i], [o, i]
     for turn, suffix in TURNS.items():
         int8 = Int8Linear.from_linear(linear, torch.float32, turn)
         nf4 = Nf4Linear.from_linear(linear, torch.float32, True, turn)
-        product = multiply(x, int8.weight, int8.scale, None, False, int8.block)
+        product = Int8Product.apply(x, *shared_rows(x, int8.block), int8.weight, int8.scale, None, False, int8.block)
         found |= {
             f"weights{suffix}": relative(int8.dequantise(), weight.double()),
             f"both{suffix}": relative(product, exact),
@@ -103,10 +102,10 @@ def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
         def keep(name: str, layer: nn.Linear, given: tuple[Tensor, ...]) -> None:
             found.append((name, given[0].detach().flatten(0, -2), layer.weight.detach()))
 
-        for name, layer in _linears(run.denoiser):
+        for name, layer in _linears(run.core.denoiser):
             layer.register_forward_pre_hook(lambda layer, given, name=name: keep(name, layer, given))
         with torch.no_grad():
-            run.core.predict(run.denoiser, run.batches.step(0)[0])
+            run.core.variant.predict(run.core.denoiser, run.batches.step(0)[0])
     return tuple(found)
 
 

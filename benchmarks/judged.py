@@ -15,6 +15,7 @@ from PIL import Image
 from benchmarks.quality import Easel, Prompt, file_name
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.commands.evaluate.generate import FOLDER
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -25,7 +26,6 @@ from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json, UserError
 from simpletune.system.sheets import grid
-from simpletune.training.loop import train
 
 DINO, CLIP = (name.removeprefix("demo:") for name in ENCODERS)
 """Titles of the demo's encoders: pictures; pictures and prompts."""

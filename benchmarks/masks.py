@@ -17,6 +17,7 @@ from PIL import Image
 from benchmarks.quality import Easel, Prompt
 from benchmarks.table import Results, describe_machine
 from benchmarks.tiny_models import checker
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -25,7 +26,6 @@ from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.sheets import grid
-from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo_subject.json")
 BACKGROUND = "mint"

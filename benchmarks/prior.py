@@ -15,6 +15,7 @@ from PIL import Image
 from benchmarks.quality import Easel, Prompt, drift, unrelated
 from benchmarks.table import Results, describe_machine
 from benchmarks.tiny_models import checker
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -22,7 +23,6 @@ from simpletune.data.demo import pictures
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.sheets import grid
-from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo_subject.json")
 SUBJECT, CLASS = f"{pictures.SUBJECT_TRIGGER} figure", "figure"

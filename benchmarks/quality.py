@@ -21,6 +21,7 @@ from PIL import Image
 
 from benchmarks.table import Results, describe_machine
 from benchmarks.tiny_models import checker
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -32,7 +33,6 @@ from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.sheets import grid
-from simpletune.training.loop import train
 
 CONFIG = Path("configs/demo.json")
 GUIDANCE, STEPS, SIZE = 3.0, 12, (64, 64)

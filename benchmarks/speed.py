@@ -233,7 +233,7 @@ def ours(config: TrainConfig, device: torch.device) -> Any:
     family, empty = config.model, config.model.empty_tensors(shapes)
     model = fill_model(family.empty_model(shapes), Drawn(empty, device), config.precision, device, on_host)
     if config.memory.crop_positions:
-        family.fit_to(model, [(side, side)], lambda: Drawn(empty, device), config.precision.base_dtype())
+        family.fit_to(model, [(side, side)], lambda: Drawn(empty, device), config.precision.compute_dtype())
     core = assemble(config, model, SingleProcess(device))
     synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()

@@ -32,6 +32,7 @@ from benchmarks.quality import (
 )
 from benchmarks.table import Results, describe_machine
 from simpletune.commands.generate.session import GenerationSession
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -49,7 +50,6 @@ from simpletune.system.devices import choose_device
 from simpletune.system.options import Json
 from simpletune.system.sheets import grid
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.loop import train
 
 DEMO, MIB = Path("configs/demo.json"), 2**20
 LORA_8GB, FULL_8GB = "sd3_medium_lora_8gb", "sd3_medium_full_8gb"

@@ -45,17 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def count_trainings() -> None:
-    """Wrap ``training.loop.train`` to count its calls, before a test module imports it."""
-    from simpletune.training import loop
+    """Wrap ``commands.train.train.train`` to count its calls, before a test module imports it."""
+    from simpletune.commands.train import train as verb
 
-    honest = loop.train
+    honest = verb.train
 
     @functools.wraps(honest)
     def train(config: TrainConfig, *args: Any, **named: Any) -> Path:
         TRAININGS.append(config.name)
         return honest(config, *args, **named)
 
-    loop.train = train
+    verb.train = train
 
 
 def pytest_collection_finish() -> None:
@@ -178,8 +178,8 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
 @pytest.fixture(scope="session")
 def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
     """Train a configuration at its first use in the session, wherever its outputs lie. Only read what the run left."""
+    from simpletune.commands.train import train as verb
     from simpletune.config.load import validate
-    from simpletune.training import loop
 
     folder, known = tmp_path_factory.mktemp("once"), {}
 
@@ -191,7 +191,7 @@ def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
         if key not in known:
             places = {name: str(folder / str(len(known)) / name) for name in ("runs", "profiles")}
             value["output"] = output | places
-            known[key] = loop.train(validate(value, "once"))
+            known[key] = verb.train(validate(value, "once"))
         return known[key]
 
     return run

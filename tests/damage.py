@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.system.atomic import remove
-from simpletune.training.loop import train
 
 STEPS = 6
 

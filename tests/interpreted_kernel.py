@@ -16,7 +16,6 @@ from simpletune.engine.quant import (
     int8_gradient_kernel,
     int8_kernel,
     int8_products,
-    int8_rotated,
     int8_rows_kernel,
 )
 
@@ -80,7 +79,7 @@ def test_rotated_rows_are_a_float64_references_and_the_cpus(
 ) -> None:
     x = activations(rows, block * count, dtype, odd, seed)
     q, scale = int8_rows_kernel.rotated_rows(x, block, int8_products.LEAST, longest)
-    torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x, block), **EXACT)
+    torch.testing.assert_close((q, scale), int8_products.int8_rotated_rows(x, block), **EXACT)
     h = torch.block_diag(*[torch.from_numpy(block_rotation(block))] * count)
     exact, size = x.double() @ h, x.double().abs() @ h.abs()
     sound = exact.isfinite().all(dim=1)
@@ -97,7 +96,7 @@ def test_rotated_rows_are_read_as_they_lie(strided: str) -> None:
     x = torch.randn(3, 48, 48)
     x = {"sliced": x[:, 2:7, :16], "transposed": x.transpose(1, 2), "expanded": x[:1].expand(2, 48, 48)}[strided]
     q, scale = int8_rows_kernel.rotated_rows(x, 16, int8_products.LEAST)
-    torch.testing.assert_close((q, scale), int8_rotated.int8_rotated_rows(x.contiguous(), 16), **EXACT)
+    torch.testing.assert_close((q, scale), int8_products.int8_rotated_rows(x.contiguous(), 16), **EXACT)
 
 
 @examples(25)

@@ -124,7 +124,7 @@ def serve() -> None:
     gc.disable()
     prepare_environment()
     preload()
-    import simpletune.training.loop  # noqa: F401
+    import simpletune.commands.train.train  # noqa: F401
 
     gc.freeze()  # a collection in a child would copy every page
     gc.enable()

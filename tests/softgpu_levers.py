@@ -5,6 +5,7 @@ Under tests/softgpu/run the same steps run with many seeds of its adversary; eve
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
@@ -23,7 +24,6 @@ from simpletune.engine.kernels import adaln_operators, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
 from simpletune.engine.optim.optimizer import state_to_tensors
-from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
@@ -31,7 +31,7 @@ from simpletune.models.sd3.shapes import is_conditioning
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
-from simpletune.training.pending_steps import DeviceEvent, MetricsQueue, PendingStep, global_figures
+from simpletune.training.pending_steps import DeviceEvent, PendingStep, global_figures
 
 BATCH = 2
 SHAPES = CONFIG | {"num_attention_heads": 4, "caption_projection_dim": 64}
@@ -206,20 +206,19 @@ def _run(levers: Levers, device: str) -> Result:
     where = torch.device(device)
     core = assembled(levers, where)
     batches = BatchLoader(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
-    figures, pending = [], MetricsQueue(levers.ahead)
+    figures, pending = [], deque[PendingStep]()
     core.model.train()
     early: list[Tensor] = []
     with Prefetcher(batches, STEPS, on=levers.prefetch) as prefetcher:
         for step in range(STEPS):
             began = DeviceEvent(where)
             given = prefetcher.step(step)
-            key_draws(core.optimizer, 0, step)
-            loss, norm = core.step(given)
-            now = global_figures(loss, norm, core)
-            pending.push(PendingStep.launched(step, 0.01, began, core, now))
+            loss, norm = core.run(step, STEPS, given)
+            pending.append(PendingStep.launched(step, began, core, global_figures(loss, norm, core)))
             if step + 1 == STEPS and device == "cuda":
                 early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
-            figures += [done.read()[:2] for done in pending.pop(step + 1 == STEPS)]
+            while len(pending) > (0 if step + 1 == STEPS else levers.ahead):
+                figures.append(pending.popleft().read()[:2])
     return Result(figures, [tensor.cpu().clone() for tensor in _left(core)], early)
 
 

@@ -168,7 +168,7 @@ def test_out_of_memory_says_what_fits(tiny_config: dict, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
-    monkeypatch.setattr("simpletune.training.loop.loop", full)
+    monkeypatch.setattr("simpletune.training.trainer.Trainer._steps", full)
     with pytest.raises(UserError, match="no checkpoint") as caught:
         run_with(tiny_config)
     assert "--resume" not in str(caught.value)
@@ -188,8 +188,8 @@ def test_a_full_disk_and_a_failure_at_the_start_are_kept_too(
 
     folder = folder_of(tiny_config)
     for patched, kind, words in (
-        ("simpletune.training.loop.append_metrics", UserError, "is full"),
-        ("simpletune.training.load.load_model", ValueError, "ValueError: no such layer"),
+        ("simpletune.training.metrics.append_metrics", UserError, "is full"),
+        ("simpletune.commands.train.load.load_model", ValueError, "ValueError: no such layer"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(patched, full if kind is UserError else broken)
@@ -208,7 +208,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why(
         monkeypatch.setattr("simpletune.runs.attempts.write_json", full)
         raise ValueError("no such layer")
 
-    monkeypatch.setattr("simpletune.training.load.load_model", broken)
+    monkeypatch.setattr("simpletune.commands.train.load.load_model", broken)
     with pytest.raises(ValueError, match="no such layer"):
         run_with(tiny_config)
     assert "warning" in capsys.readouterr().out

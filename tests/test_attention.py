@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from simpletune.commands.train import set_up as setting_up
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.stages.step.attention import AttentionCall, attention_calls, settle_attention, usable
 from simpletune.system.options import UserError
-from simpletune.training import setup
-from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 HEAD = 64  # width of the tiny transformer's heads; its autoencoder's only head is narrower, as SD3's is wider
@@ -86,7 +86,7 @@ def test_every_shape_is_tried_before_anything_is_encoded(tiny_config: dict, monk
         return honest(query, *more, **named)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(setup, "encode", lambda *_: pytest.fail("encoded before the kernel was tried"))
+    monkeypatch.setattr(setting_up, "encode", lambda *_: pytest.fail("encoded before the kernel was tried"))
     drawn = {"prompts": ["a dot"], "width": 48}
     data = config_of(tiny_config, validation=drawn, speed={"attention": "flash"})
     with pytest.raises(UserError, match="speed.attention: flash cannot .*batch of 2, .*validation.* 48x32 .*Use auto"):

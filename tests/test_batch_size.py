@@ -14,6 +14,7 @@ from launching import Launcher
 from safetensors.torch import load_file
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.batches import of_process, sizes_of, smaller_batch, with_batch
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
@@ -30,7 +31,6 @@ from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 SIZE = (64, 64)
 

@@ -26,11 +26,11 @@ from safetensors import safe_open
 from simpletune.apps.cli.generate import generate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.generate.generate import generate
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
 from simpletune.stages.sample import PictureRequest
-from simpletune.training.loop import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 TOKEN = "hf_" + "marker" * 5

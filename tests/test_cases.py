@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from slow_cases import SEED, drawn
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -28,7 +29,6 @@ from simpletune.runs.result import result_files
 from simpletune.stages.step.attach import attach
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, option_classes, union_of
-from simpletune.training.loop import train
 
 
 def members(field: str) -> list[dict]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from shared_runs import TrainOnce
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import ConfigError, validate
 from simpletune.config.validation_schedule import LEAST, MOST, choose_validation_samples
 from simpletune.runs import best_checkpoint
@@ -36,7 +37,6 @@ from simpletune.runs.report.run_data import RunData
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.training.loop import train
 
 
 def run_of(folder: Path, losses: dict[int, list[float]], saved: list[int] | None = None, held_out: bool = True) -> Path:

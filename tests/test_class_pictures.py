@@ -13,14 +13,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletune.commands.train.class_pictures import class_folder, class_requests
+from simpletune.commands.train.prepare import prepare_only
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.estimate.host_needs import needs_of
 from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulate_stage
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.class_pictures import class_folder, class_requests
-from simpletune.training.loop import prepare_only, train
 
 CLASS = "a flat picture"
 PRIOR = {

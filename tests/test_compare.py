@@ -22,6 +22,7 @@ from simpletune.commands.generate.generate import choose_weights, default_prompt
 from simpletune.commands.generate.image_scores import ImageScores
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import open_session
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.engine.quant.plain import FP32
@@ -31,7 +32,6 @@ from simpletune.runs.weights import BASE, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from simpletune.config.load import read_config
 from simpletune.data.storage.cache import FileCache
 from simpletune.models.shared.quantised_cache import QuantisedBase
-from simpletune.training.loop import train
+from simpletune.commands.train.train import train
 made, save, keep = [], FileCache.save, QuantisedBase.keep
 def slow(self, key, tensors):
     time.sleep(0.05)

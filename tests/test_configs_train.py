@@ -9,11 +9,11 @@ import pytest
 import tiny_sd15
 from slow_cases import slow_but
 
+from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.runs.result import result_files
-from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACED = "demo.json"  # one has a trace: what profiling adds is the same for all

@@ -41,7 +41,7 @@ from simpletune.stages.sample import PictureRequest
 from simpletune.system import signals
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError
-from simpletune.training import control, requested_pictures
+from simpletune.training import interrupts, requested_pictures
 
 
 def folder_of(tiny_config: dict) -> Path:
@@ -53,7 +53,7 @@ def in_step(count: int, action: Callable[[], object]) -> None:
     failpoints.arm("step.begun", action, count)
 
 
-def asking(tiny_config: dict, *requests: control.AnyRequest) -> Callable[[], None]:
+def asking(tiny_config: dict, *requests: interrupts.AnyRequest) -> Callable[[], None]:
     return lambda: [ask(folder_of(tiny_config), request) for request in requests] and None
 
 
@@ -312,15 +312,15 @@ def test_the_run_s_own_prediction_serves_for_pictures_like_those_of_its_validati
 
 
 def test_looking_costs_little_and_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = control.Control(tmp_path, alone=True)
+    watched = interrupts.Interrupts(tmp_path, alone=True)
     reads = []
-    monkeypatch.setattr(control, "read_requests", lambda folder: reads.append(folder) or [])
+    monkeypatch.setattr(interrupts, "read_requests", lambda folder: reads.append(folder) or [])
     for _ in range(3):
-        watched.look()
+        watched.poll()
     assert reads == []
     (tmp_path / "control.json").write_text('{"requests": []}')
     for _ in range(3):
-        watched.look()
+        watched.poll()
     assert len(reads) == 1
 
 

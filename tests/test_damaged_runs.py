@@ -19,11 +19,11 @@ import torch
 from damage import DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is_alike, make_origin, targets
 from slow_cases import slow_but
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 

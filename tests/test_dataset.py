@@ -19,10 +19,10 @@ from simpletune.commands.inspect_data.duplicate_groups import EACH, GROUPS, SIDE
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.scan import TILE, DatasetReport, spread_indices
 from simpletune.commands.inspect_data.text import format_report
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.training.loop import train
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 96)) -> Image.Image:

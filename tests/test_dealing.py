@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent / "reference"))
 import reduction as reference
 
+from simpletune.commands.train.accelerator import require_processes
 from simpletune.config.load import validate
-from simpletune.stages.step import reduction
+from simpletune.stages.step import exact_sums
 from simpletune.stages.step.assignment import RankMicroBatches, leaves
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.reduction import TreeSum, top_of_tree
+from simpletune.stages.step.exact_sums import TreeSum, top_of_tree
 from simpletune.system.options import ConfigError
-from simpletune.training.accelerator import require_processes
 
 AREAS = st.lists(st.sampled_from([1024, 4096, 4608, 6144]), min_size=1, max_size=33)
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
@@ -145,12 +145,12 @@ def test_large_sums_are_exchanged_in_portions(monkeypatch: pytest.MonkeyPatch) -
         whole.copy_(2 * kept[-1])
 
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(reduction, "BUCKET", 10)
-    monkeypatch.setattr(reduction.distributed, "all_to_all_single", all_to_all)
-    monkeypatch.setattr(reduction.distributed, "all_gather_into_tensor", all_gather)
+    monkeypatch.setattr(exact_sums, "BUCKET", 10)
+    monkeypatch.setattr(exact_sums.distributed, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(exact_sums.distributed, "all_gather_into_tensor", all_gather)
     sums: list[torch.Tensor | None] = [torch.randn(1), torch.randn(4, 2), None, torch.randn(23), torch.randn(3, 2).t()]
     expected = [None if each is None else 2 * each for each in sums]
-    reduction.exchange(sums, 2)
+    exact_sums.exchange(sums, 2)
     assert all(
         a is None if b is None else a is not None and torch.equal(a, b) for a, b in zip(sums, expected, strict=True)
     )

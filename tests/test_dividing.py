@@ -152,7 +152,7 @@ from pathlib import Path
 from simpletune.config.load import read_config
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.training.loop import train
+from simpletune.commands.train.train import train
 whole, fill, made, rejected = LatentCache._encode_one, LatentCache.fill, [], Path(config).with_name("rejected")
 def encode_one(self, view, vae, device):
     if rank == "1" and view.picture.name == bad:

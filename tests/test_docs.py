@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from test_golden import losses_of
 
 import simpletune.adapters.methods
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -140,7 +140,7 @@ def test_pages_that_a_machine_shares_are_pinned_once_and_copied_from(
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(load, "gather_object", list)
-    monkeypatch.setattr("simpletune.training.load.load_base_together", together)
+    monkeypatch.setattr("simpletune.commands.train.load.load_base_together", together)
     monkeypatch.setattr(PinnedPages, "pin", pin)
     memory = STREAMED | {"modulation": "plan"}
     run_on(three_blocks, "cuda", precision={"weights": weights}, memory=memory)

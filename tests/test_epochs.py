@@ -16,6 +16,8 @@ from PIL import Image
 from test_plan import make_plan, some_pictures
 from torch import Tensor
 
+from simpletune.commands.train.set_up import StartOptions, set_up
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import run_folder
 from simpletune.data.plan import Plan
@@ -23,9 +25,8 @@ from simpletune.engine.tensors import trained_parameters
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import SyntheticBatches
-from simpletune.training.loop import train
-from simpletune.training.run import Run
-from simpletune.training.setup import StartOptions, set_up
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.training.trainer import Job
 
 BUCKETS = [(64, 64), (48, 80), (80, 48), (96, 32), (32, 96)]
 
@@ -117,20 +118,19 @@ def uneven(tiny_config: dict, tmp_path: Path) -> dict:
     }
 
 
-def started(data: dict) -> Run:
+def started(data: dict) -> Job:
     config = validate(data, "test")
     run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
-    run.trackers.__exit__(None, None, None)
-    run.denoiser.train()
+    run.core.denoiser.train()
     return run
 
 
-def gradients_of(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(run: Job, step: int) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step, and the gradients that its update would see."""
     found: dict[str, Tensor] = {}
 
     def keep(loss: Tensor, norm: Tensor) -> bool:
-        named = trained_parameters(run.denoiser).items()
+        named = trained_parameters(run.core.denoiser).items()
         found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
         return False
 
@@ -138,7 +138,7 @@ def gradients_of(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), found
 
 
-def plain_mean(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
+def plain_mean(run: Job, step: int) -> tuple[float, dict[str, Tensor]]:
     """The mean over the samples of a step, each computed by itself: no batch, no filler."""
     plan, losses = run.prepared.plan, []
     for micro in range(plan.accumulation):
@@ -147,10 +147,12 @@ def plain_mean(run: Run, step: int) -> tuple[float, dict[str, Tensor]]:
                 one = run.batches.load([draw])
                 sigma = one.level.view(-1, 1, 1, 1)
                 z_t = (1 - sigma) * one.z_0 + sigma * one.noise
-                velocity = predict_velocity(run.denoiser, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32)
+                velocity = predict_velocity(
+                    run.core.denoiser, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32
+                )
                 losses.append((velocity - (one.noise - one.z_0)).square().mean())
     mean = torch.stack(losses).mean()
-    parameters = trained_parameters(run.denoiser)
+    parameters = trained_parameters(run.core.denoiser)
     gradients = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
     return mean.item(), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
@@ -173,20 +175,14 @@ def test_the_gradient_is_that_of_the_mean_over_the_samples(batch: tuple[int, int
 def test_an_epoch_of_a_run_shows_every_picture(uneven: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run of the defect: one epoch of eight pictures in three buckets saw five of them."""
     seen: list[str] = []
-    honest = Run.__init__
+    honest = TrainStep.step
 
-    def watched(self: Run, *args: object, **values: object) -> None:
-        honest(self, *args, **values)
-        step = self.core.step
+    def counted(self: TrainStep, batches: list, *rest: object) -> object:
+        for batch in batches:
+            seen.extend(batch.names[: len(batch.names) - batch.fillers])
+        return honest(self, batches, *rest)
 
-        def counted(batches: list, *rest: object) -> object:
-            for batch in batches:
-                seen.extend(batch.names[: len(batch.names) - batch.fillers])
-            return step(batches, *rest)
-
-        monkeypatch.setattr(self.core, "step", counted)
-
-    monkeypatch.setattr(Run, "__init__", watched)
+    monkeypatch.setattr(TrainStep, "step", counted)
     uneven["train"] = {"epochs": 2, "batch_size": 4}
     rows = list(read_metrics(train(validate(uneven, "test"))))
     assert [(row["step"], row["epoch"]) for row in rows] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]

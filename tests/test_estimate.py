@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from simpletune.apps.cli.main import main, parser
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
@@ -26,7 +27,6 @@ from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
-from simpletune.training.loop import train
 
 L4 = find_card("L4")
 CUDA = torch.device("cuda")

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from shared_runs import TrainOnce
 from slow_cases import slow_but
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.storage.cache import FileCache, checksum
 from simpletune.engine.optim.rounding import key_draws
@@ -30,8 +31,7 @@ from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import disk
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
-from simpletune.training.setup import Run
+from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.validation_pictures import Previews
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,7 +287,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
     """Fill it with {step: what becomes NaN or infinite}; steps are counted as the loop counts them."""
     wanted: dict[int, str] = {}
     now: list[int] = []
-    honest, keyed = TrainStep.step, "simpletune.training.loop.key_draws"
+    honest, keyed = TrainStep.step, "simpletune.stages.step.train_step.key_draws"
     monkeypatch.setattr(keyed, lambda optimizer, seed, step: (now.append(step), key_draws(optimizer, seed, step)))
 
     fetched = BatchLoader.fetch
@@ -403,14 +403,14 @@ def test_skip_and_updates_in_the_backward_pass_exclude_each_other(tiny_config: d
 
 
 def test_what_has_diverged_is_not_saved(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Run.save
+    honest = Checkpointer.save
 
-    def save(self: Run, step: int) -> None:
+    def save(self: Checkpointer, step: int) -> None:
         with torch.no_grad():
             self.core.parameters[1][0] = math.nan if step == 4 else self.core.parameters[1][0]
         honest(self, step)
 
-    monkeypatch.setattr(Run, "save", save)
+    monkeypatch.setattr(Checkpointer, "save", save)
     with pytest.raises(UserError, match="step 4: 1 trained parameters are non-finite.*last checkpoint"):
         run_with(tiny_config, checkpoint={"every": 2})
     assert steps_of(Path(tiny_config["output"]["runs"]) / "tiny") == ["step-000002"]

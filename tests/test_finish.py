@@ -16,6 +16,7 @@ from test_interruptions import fail_at, stop_at
 from test_run import run_with
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.finish_early import finish_early
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -27,7 +28,6 @@ from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data
 from simpletune.system.locks import exclusive
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.finish_early import finish_early
 
 LORA = "pytorch_lora_weights.safetensors"
 FULL = "transformer/diffusion_pytorch_model.safetensors"

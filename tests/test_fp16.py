@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
@@ -35,7 +36,6 @@ from simpletune.runs.report import report_at_end
 from simpletune.stages.step.fp16 import is_overflow
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import ConfigError, UserError, option_classes
-from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 HUGE = 2.0**23
@@ -131,9 +131,9 @@ def test_auto_follows_the_device(precision: dict, capability: tuple | None, comp
 
 
 def test_a_run_writes_what_auto_became_and_keeps_it(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.training import setup
+    from simpletune.commands.train import set_up
 
-    monkeypatch.setattr(setup, "capability_of", lambda device: T4)
+    monkeypatch.setattr(set_up, "capability_of", lambda device: T4)
     folder = run(precision={"weights": "int8"}, checkpoint={"every": 2})
     written = json.loads((folder / "config.json").read_text())
     assert written["precision"]["compute"] == "fp16" and all("loss_scale" in row for row in read_metrics(folder))

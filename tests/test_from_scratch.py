@@ -13,13 +13,14 @@ import torch
 from blocks import BLOCKS, CONFIG
 from safetensors.torch import load_file, save_file
 
+from simpletune.commands.train.prepare import prepare_only
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.data.demo import pictures
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import TABLE
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.training.loop import prepare_only, train
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

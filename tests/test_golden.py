@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
 CASES = [

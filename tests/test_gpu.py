@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_product import add_update
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.copy_stream import CudaCopies, host_bytes
@@ -47,7 +48,6 @@ from simpletune.models.sd3.shapes import is_conditioning
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import detach_modulation
-from simpletune.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -33,6 +33,7 @@ from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, w
 from simpletune.adapters.methods.layers import all_layers
 from simpletune.adapters.methods.lora import OUTPUT, Lora
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import FP32
 from simpletune.engine.tensors import trained_parameters
@@ -43,7 +44,6 @@ from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attach import attach
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 UNITS = len(unet_units(UNETS["sd15"]))
 PROMPT = "a glim picture of a large blue heart"

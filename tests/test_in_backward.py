@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from torch import nn
 
+from simpletune.commands.train.accelerator import make_accelerator
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -30,8 +32,6 @@ from simpletune.runs.folder import read_metrics
 from simpletune.runs.state_file import CHECKSUM, with_checksum
 from simpletune.stages.step.attach import attach
 from simpletune.system.options import ConfigError, UserError, union_of
-from simpletune.training.accelerator import make_accelerator
-from simpletune.training.loop import train
 
 MEMBERS = union_of(TrainConfig.model_fields["optimizer"]).members
 OPTIMIZERS = [name for name, option in MEMBERS.items() if option.steps_in_backward]

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train import load
+from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import round_to_block
-from simpletune.engine.quant import int8_multiply, int8_products, int8_tuning
+from simpletune.engine.quant import int8_linear, int8_products, int8_tuning
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.int8_tuning import Tuning, tunings
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training import load
-from simpletune.training.loop import train
 
 LAYER = "transformer_blocks.0.attn.to_q"
 TESTS = Path(__file__).parent
@@ -138,18 +138,18 @@ def test_keeps_no_activation_and_no_copy_of_the_weight() -> None:
 def test_rows_are_shared_by_identity_and_freed_with_their_tensor() -> None:
     x = torch.randn(40, 16)
     with Counted() as counted:
-        first = int8_multiply.shared_rows(x)
-        assert int8_multiply.shared_rows(x) is first and counted.quantised == 1
-        assert int8_multiply.shared_rows(x.clone()) is not first and counted.quantised == 2
-        int8_multiply.shared_rows(x)
+        first = int8_linear.shared_rows(x)
+        assert int8_linear.shared_rows(x) is first and counted.quantised == 1
+        assert int8_linear.shared_rows(x.clone()) is not first and counted.quantised == 2
+        int8_linear.shared_rows(x)
         x[0, 0] = 100.0
-        assert int8_multiply.shared_rows(x)[1][0] == pytest.approx(100 / 127) and counted.quantised == 4
+        assert int8_linear.shared_rows(x)[1][0] == pytest.approx(100 / 127) and counted.quantised == 4
     del x, first
     gc.collect()
-    assert int8_multiply._Last.entry is None
+    assert int8_linear._last is None
     with torch.inference_mode():
         x = torch.randn(40, 16)
-        assert int8_multiply.shared_rows(x) is not int8_multiply.shared_rows(x)
+        assert int8_linear.shared_rows(x) is not int8_linear.shared_rows(x)
 
 
 def test_query_key_and_value_share_their_rows() -> None:
@@ -196,20 +196,21 @@ def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("reason", ["no compiler", "sums", "no Triton"])
 def test_a_kernel_that_fails_or_errs_is_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(x: Tensor, *_: Tensor) -> Tensor:
+    def fail(x: Tensor, *_: object) -> Tensor:
         if reason == "no Triton":
             raise ModuleNotFoundError("No module named 'triton'")
         if reason == "no compiler":
             raise RuntimeError("Failed to find C compiler.\nmore")
         return torch.zeros(len(x), 40)
 
-    monkeypatch.setattr(int8_products, "_plain_product", fail)
+    monkeypatch.setattr(int8_products, "int8_product", fail)
+    trial = int8_products.failure_of.__wrapped__  # without the cache
     told = {
         "no compiler": "Failed to find C compiler. (Triton needs a C compiler, gcc or CC)",
         "sums": "the kernel's sums are not exact",
         "no Triton": "No module named 'triton'. Triton comes with torch's CUDA builds for Linux (pip install triton)",
     }
-    assert int8_products._why_not(torch.device("cpu")) == told[reason]
+    assert trial(int8_products._try_products, torch.device("cpu"), "{reason}") == told[reason]
 
 
 def test_a_layer_whose_device_cannot_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +520,7 @@ def test_a_kept_base_serves_either_product() -> None:
 
 
 def test_the_cpu_is_tried_on_real_tensors_and_by_no_ones_account() -> None:
-    int8_products._found_out.cache_clear()
+    int8_products.failure_of.cache_clear()
     with fake_tensors(), Accounting() as accounting:
         assert int8_products.why_not(torch.device("cpu")) is None
     assert accounting.peak.bytes == 0

@@ -22,9 +22,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
 from simpletune.system import atomic, signals
 from simpletune.system.options import UserError
-from simpletune.training import loop
-from simpletune.training.pending_steps import MetricsQueue
-from simpletune.training.run import Run
+from simpletune.training.trainer import Trainer
 
 
 def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
@@ -249,14 +247,14 @@ def test_several_processes_stop_at_the_same_step(
         sent.append(mine)
         return mine + torch.tensor([0.0, *(others if len(sent) == 2 else [0.0, 0.0])])
 
-    honest = loop.log_steps
+    honest = Trainer._log
 
-    def log_steps(run: Run, pending: MetricsQueue, *more: object, **named: bool) -> int | None:
-        seen.append(honest(run, pending, *more, **named))
-        left.append(len(pending._pending))
+    def log(self: Trainer, *more: object, **named: bool) -> int | None:
+        seen.append(honest(self, *more, **named))
+        left.append(len(self.metrics._pending))
         return seen[-1]
 
-    monkeypatch.setattr(loop, "log_steps", log_steps)
+    monkeypatch.setattr(Trainer, "_log", log)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     tiny_config["train"]["gradient_accumulation"] = 2
     monkeypatch.setattr(Accelerator, "reduce", reduce)

@@ -14,10 +14,10 @@ from shared_runs import TrainOnce
 from slow_cases import slow_but
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 STEPS = 5
 GOLDEN = Path(__file__).parent / "golden_losses.json"

@@ -19,13 +19,13 @@ from simpletune.adapters.methods.layers import UpdateLayer, detach, outer_layers
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.lokr import Lokr
 from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.plain import BF16
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
-from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lycoris  # noqa: E402

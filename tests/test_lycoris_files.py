@@ -27,6 +27,7 @@ from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.layers import ADAPTER, move_updates, rescale
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
@@ -34,7 +35,6 @@ from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.stages.step.attach import attach
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lora_readers  # noqa: E402

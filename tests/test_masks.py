@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
@@ -28,7 +29,6 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.masks import MaskCache
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **more: object) -> bytes:

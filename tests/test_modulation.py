@@ -25,6 +25,9 @@ from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.generate import generate_arguments
 from simpletune.commands.generate.generate import generate
+from simpletune.commands.train import set_up as setting_up
+from simpletune.commands.train.set_up import StartOptions, set_up
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import NoPrior
@@ -44,9 +47,6 @@ from simpletune.stages.sample import PictureRequest, Sampler, autocast_of
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.passes import TrainingPasses
 from simpletune.system.options import ConfigError
-from simpletune.training import setup
-from simpletune.training.loop import train
-from simpletune.training.setup import StartOptions, set_up
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -228,7 +228,6 @@ def test_resuming_amid_a_window_is_bit_for_bit(done: int, name: str, config_json
 
 def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict, tmp_path: Path) -> None:
     run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
-    run.trackers.__exit__(None, None, None)
     asked: list[int] = []
     planned = run.batches.modulations
     assert planned is not None
@@ -262,7 +261,6 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
 def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, tmp_path: Path) -> None:
     """So that its number of rows, and with it the last bits, do not depend on how many processes share a step."""
     run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
-    run.trackers.__exit__(None, None, None)
     planned, plan, seen = run.batches.modulations, run.prepared.plan, set()
     assert planned is not None
     planned.modulation.layers[0].register_forward_hook(lambda _, given, out: seen.add(len(given[0])))
@@ -458,7 +456,9 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(
 ) -> None:
     whole = run_with(config_json, name="whole")
     with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(setup, "settle_modulation", lambda config, _, before: settle_modulation(config, False, before))
+        on_a_gpu.setattr(
+            setting_up, "settle_modulation", lambda config, _, before: settle_modulation(config, False, before)
+        )
         folder = run_with(config_json, name="auto", memory={"modulation": "auto"}, train={"steps": 3})
     assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"
     run_with(config_json, "latest", name="auto", memory={"modulation": "auto"})  # on the CPU it would be resident

@@ -23,6 +23,7 @@ from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate.compare import models_to_compare
 from simpletune.commands.generate.generate import choose_weights, generate
 from simpletune.commands.generate.session import open_session
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.push import files_of
@@ -30,7 +31,6 @@ from simpletune.runs.weights import BASE, run_result
 from simpletune.runs.weights_names import CheckpointRef, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.system.atomic import remove
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 LORA = "pytorch_lora_weights.safetensors"
 

@@ -18,6 +18,7 @@ from simpletune.adapters.files.attach import load_lora
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
@@ -27,7 +28,6 @@ from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attach import attach
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 
 def run_with(tiny_config: dict, **changes: dict) -> Path:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.optim.optimizer import OptimizerOption
 from simpletune.engine.optim.prodigy import Prodigy
@@ -23,7 +24,6 @@ from simpletune.engine.optim.schedule_free import ScheduleFreeAdamW
 from simpletune.engine.optim.state import begin_step
 from simpletune.runs import checkpoint
 from simpletune.system.options import ConfigError
-from simpletune.training.loop import train
 
 SHAPES = ((8, 5), (7,), (3, 3))
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import TABLE, crop_positions, side_for, whole_positions
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 WIDTH = 8
 sides = st.integers(1, 40)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletune.commands.train.prepare import prepare_only
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig
@@ -34,7 +36,6 @@ from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import card_named_by_driver, find_card
 from simpletune.system.options import Json
 from simpletune.system.prices import card_price
-from simpletune.training.loop import prepare_only, train
 from tests.recorded_runs import write_run
 
 L4 = find_card("L4")

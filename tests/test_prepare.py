@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from benchmarks.tiny_models import vocabulary
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.sources.pictures import crop_to_bucket, decode
@@ -29,7 +30,6 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.loop import train
 
 CLIP = vocabulary.CLIP_LENGTH
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -25,7 +26,6 @@ from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 LATENT = 16 * 4 * 4 * 4  # bytes in fp32

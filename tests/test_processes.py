@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.data.storage.cache import FileCache, crop_key
@@ -30,7 +31,6 @@ from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.train_step import ignore_frozen_in_ddp
-from simpletune.training.loop import train
 
 LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
 
@@ -222,7 +222,7 @@ config, rank, port, of = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
-from simpletune.training import class_pictures
+from simpletune.commands.train import class_pictures
 honest = class_pictures.save_png
 def save_png(picture, part, request, **more):
     print("drew", request.seed, flush=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
@@ -26,8 +27,7 @@ from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
-from simpletune.training.out_of_memory import memory_by_kind
+from simpletune.training.explain_errors import memory_by_kind
 
 MIB = 2**20
 SIZE = (256, 256)  # of the runs of config_of

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
 from simpletune.engine.quant.int8 import Int8
@@ -30,7 +31,6 @@ from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 CPU = torch.device("cpu")
 QUANTISED = [

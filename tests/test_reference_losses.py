@@ -12,11 +12,11 @@ import pytest
 from launching import Launcher
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.runs.checkpoint import TRAINABLE, checkpoint_folder
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 REFERENCE = Path(__file__).parent / "reference" / "train.py"
 AS_A_SCRIPT = """

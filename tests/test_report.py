@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report import charts, make_report, write_report
@@ -19,7 +20,6 @@ from simpletune.runs.report.losses import mean_by_group
 from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.runs.report.settings import settings_of
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 from tests.recorded_runs import NASTY, add_pictures, add_prediction, add_profiles, config_of, write_run
 
 VOID = {"meta", "link", "img", "input", "br"}

@@ -17,7 +17,7 @@ from simpletune.engine.fsdp.files import VALUES, SavedStates, part_file, restore
 from simpletune.engine.fsdp.fsdp_model import KEY
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.optimizer import state_to_tensors
-from simpletune.engine.optim.place import ParameterRange
+from simpletune.engine.optim.place import ParameterRange, StatePiece
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, files_of_index
 
@@ -115,18 +115,16 @@ def test_the_state_of_one_file_is_cut_for_a_process(tmp_path: Path) -> None:
 
 
 def test_tables_are_shared_again_and_other_state_has_its_parameter_s_shape() -> None:
-    """Of an optimizer whose state is joined elsewhere: which value goes where."""
+    """Which value of saved 8-bit state goes where."""
     own, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1, 4))
     optimizer = torch.optim.SGD([own, other])
 
-    class Option(AdamW):
-        def joined(self, pieces: Any, start: int, stop: int) -> dict[str, Any]:
-            assert (pieces, stop - start) == (["piece"], 4)
-            table = torch.tensor([0.5, 1.0])
-            return {"qmap1": table, "state1": torch.arange(4.0) + start, "absmax1": torch.ones(1), "step": start}
+    def piece_of(name: str, start: int, stop: int) -> list[StatePiece]:
+        values = {"qmap1": torch.tensor([0.5, 1.0]), "state1": torch.arange(4.0) + start, "absmax1": torch.ones(1)}
+        return [StatePiece(start, stop, {**values, "step": start})]
 
-    saved: Any = SimpleNamespace(pieces=lambda name, start, stop: ["piece"])
-    restore_states(Option(), optimizer, {"own": ParameterRange(0, 4, 8), "other": ParameterRange(1, 0, 4)}, saved)
+    saved: Any = SimpleNamespace(pieces=piece_of)
+    restore_states(AdamW(), optimizer, {"own": ParameterRange(0, 4, 8), "other": ParameterRange(1, 0, 4)}, saved)
     assert torch.equal(optimizer.state[own]["state1"], torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
     assert torch.equal(optimizer.state[other]["state1"], torch.tensor([[0.0, 1.0, 2.0, 3.0]]))
     assert optimizer.state[own]["absmax1"].shape == (1,)
@@ -135,7 +133,7 @@ def test_tables_are_shared_again_and_other_state_has_its_parameter_s_shape() -> 
     assert len(state_to_tensors(optimizer)[1]["shared"]) == 1
     empty: Any = SimpleNamespace(pieces=lambda name, start, stop: [])
     fresh = torch.optim.SGD([own])
-    restore_states(Option(), fresh, {"own": ParameterRange(0, 4, 8)}, empty)
+    restore_states(AdamW(), fresh, {"own": ParameterRange(0, 4, 8)}, empty)
     assert dict(fresh.state) == {}
 
 

@@ -25,7 +25,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
-from simpletune.engine.quant import int8_multiply, int8_products, int8_rotated
+from simpletune.engine.quant import int8_linear, int8_products
 from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
@@ -187,7 +187,7 @@ def test_rows_shared_by_layers_are_rotated_once() -> None:
         loss.backward()
     assert counted.calls["simpletune::int8_rotated_rows"] == 0 and counted.quantised > 0
     x = torch.randn(40, 16)
-    assert int8_multiply.shared_rows(x, 16) is not int8_multiply.shared_rows(x)
+    assert int8_linear.shared_rows(x, 16) is not int8_linear.shared_rows(x)
 
 
 def test_modulation_is_rotated_whatever_its_rows() -> None:
@@ -261,7 +261,7 @@ def test_time_sees_a_product_for_every_rotation() -> None:
     assert [*works_of(torch.ops.simpletune.rotated.default, (x, 256), {}, y)] == [
         KernelWork("product_nn", "fp32", (16, 256, 256))
     ]
-    rows = int8_rotated.int8_rotated_rows(x, 256)
+    rows = int8_products.int8_rotated_rows(x, 256)
     (work,) = works_of(torch.ops.simpletune.int8_rotated_rows.default, (x, 256), {}, rows)
     assert work == KernelWork("int8_rows", "fp32", (x.nbytes + 8 * 512 + 8 * 4,))
 
@@ -308,7 +308,7 @@ def test_other_precisions_have_no_rotation(weights: str, tiny_config: dict) -> N
 def test_a_kernel_that_rotates_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer then rotates by torch and multiplies with the dequantised weight."""
     layer, x = ROTATED["products"].convert(LAYER, linear(32, 64)), torch.randn(40, 32)
-    monkeypatch.setattr(int8_rotated, "why_not", lambda device: "it errs")
+    monkeypatch.setattr(int8_linear, "why_not_rotated", lambda device: "it errs")
     with Counted() as counted:
         y = layer(x)
     assert counted.calls == {"simpletune::rotated": 1}
@@ -324,10 +324,10 @@ def test_the_trial_of_the_kernel(fault: str, monkeypatch: pytest.MonkeyPatch) ->
         return -q, scale
 
     said: list[str] = []
-    monkeypatch.setattr(int8_rotated, "say", said.append)
+    monkeypatch.setattr(int8_products, "say", said.append)
     monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
     monkeypatch.setattr(Tensor, "to", lambda self, device: self)
-    reason = int8_rotated.why_not(torch.device("cuda", 61 if fault == "wrong" else 62))
+    reason = int8_products.why_not_rotated(torch.device("cuda", 61 if fault == "wrong" else 62))
     assert "differ from the CPU's" in str(reason) if fault == "wrong" else "Failed to find C compiler" in str(reason)
     assert len(said) == 1 and "where inputs are rotated" in said[0]
 
@@ -342,6 +342,6 @@ def test_rows_that_do_not_compile_are_rotated_by_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
     x = torch.randn(20, 48)
     for _ in range(2):
-        found = int8_rotated._on_cuda(x, 16)
-        torch.testing.assert_close(found, int8_rotated.int8_rotated_rows(x, 16), rtol=0, atol=0)
+        found = int8_products._rotated_rows_on_cuda(x, 16)
+        torch.testing.assert_close(found, int8_products.int8_rotated_rows(x, 16), rtol=0, atol=0)
     assert len(said) == 1 and "NO LONGER" in said[0]

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from shared_runs import TrainOnce
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import best_step
@@ -27,7 +28,6 @@ from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import CHUNK, sha256_of
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 
 SUMMARY_FIELDS = {
     "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_to_first_step", "seconds_per_step",

@@ -15,13 +15,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.engine.tensors import trained_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import unet_train  # noqa: E402

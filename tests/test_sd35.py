@@ -24,6 +24,7 @@ from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.engine.quant.int8 import Int8
@@ -35,7 +36,6 @@ from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.gpus import find_card
-from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 import lora_readers  # noqa: E402

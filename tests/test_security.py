@@ -16,6 +16,7 @@ import pytest
 import torch
 from launching import Launcher
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.parts import Part, load_autoencoder, load_text_model
@@ -24,7 +25,6 @@ from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.redact import redact
-from simpletune.training.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "simpletune"

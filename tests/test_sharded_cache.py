@@ -21,6 +21,7 @@ from cached_samples import KEYS, fill, require_all, sample
 from safetensors import safe_open
 from test_run import run_with, saved_weights
 
+from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.data.storage import shard_cache, shard_index
 from simpletune.data.storage.cache import FileCache
@@ -34,7 +35,6 @@ from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
-from simpletune.training.loop import prepare_only
 
 
 @pytest.fixture(autouse=True)

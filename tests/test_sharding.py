@@ -18,12 +18,20 @@ from reference.adamw import adamw_step
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.engine.fsdp.fsdp_model import process_starts
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.optim.eight_bit_parts import SMALLEST, dequantise_blocks, join_states, quantise_blocks
-from simpletune.engine.optim.place import ParameterRange, PartGenerator, StatePiece, joined_state
+from simpletune.engine.optim.place import (
+    SMALLEST,
+    ParameterRange,
+    PartGenerator,
+    StatePiece,
+    dequantise_blocks,
+    joined_state,
+    quantise_blocks,
+)
 from simpletune.engine.quant.plain import FP32
 from simpletune.estimate.simulate.processes import fake_processes, one_of
 from simpletune.estimate.simulate.simulate import simulate
@@ -35,7 +43,6 @@ from simpletune.runs.weights_names import CheckpointRef, find_in_run
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.training.loop import train
 
 STEPS = 6
 
@@ -372,11 +379,11 @@ def test_eight_bit_state_keeps_its_bits_where_its_blocks_stay() -> None:
     x = torch.randn(4 * SMALLEST, generator=torch.Generator().manual_seed(1))
     halves = [eight_bit(half) for half in x.chunk(2)]
     pieces = [StatePiece(0, 2 * SMALLEST, halves[0]), StatePiece(2 * SMALLEST, 4 * SMALLEST, halves[1])]
-    whole = join_states(pieces, 0, 4 * SMALLEST)
+    whole = joined_state(pieces, 0, 4 * SMALLEST)
     reference = eight_bit(x)
     for name in ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"):
         assert torch.equal(whole[name], reference[name]), name
-    again = join_states([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
+    again = joined_state([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
     assert torch.equal(again["state1"], halves[0]["state1"][SMALLEST:]) and again["step"] == 3
 
 
@@ -385,12 +392,12 @@ def test_eight_bit_state_is_quantised_anew_where_they_do_not() -> None:
     cut = SMALLEST + 100
     pieces = [StatePiece(0, cut, eight_bit(x[:cut])), StatePiece(cut, len(x), eight_bit(x[cut:]))]
     kept = torch.cat([wide(piece.values, "1") for piece in pieces])  # type: ignore[arg-type]
-    whole = join_states(pieces, 0, len(x))
+    whole = joined_state(pieces, 0, len(x))
     assert whole["state1"].dtype == torch.uint8 and whole["absmax1"].shape == (-(-len(x) // 256),)
     blocks = torch.nn.functional.pad(kept, (0, -len(x) % 256)).view(-1, 256).abs().amax(1)
     error = (wide(whole, "1") - kept).abs() / blocks.repeat_interleave(256)[: len(x)]
     assert error.max() < 0.04  # half of the widest gap of the table, and some
-    small = join_states([pieces[0]], 50, 150)
+    small = joined_state([pieces[0]], 50, 150)
     assert small["state1"].dtype == torch.float32 and torch.equal(small["state1"], kept[50:150])
     numbers, scales = quantise_blocks(torch.zeros(300), halves_table())
     assert torch.equal(dequantise_blocks(numbers, halves_table(), scales), torch.zeros(300))

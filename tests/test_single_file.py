@@ -20,6 +20,7 @@ from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoi
 from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.engine.quant.int8 import Int8
@@ -30,7 +31,6 @@ from simpletune.models.sd3.original_names import origin_of
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
 CPU = torch.device("cpu")

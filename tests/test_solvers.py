@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
@@ -34,7 +35,6 @@ from simpletune.runs.weights import BASE
 from simpletune.stages.sample import PictureRequest, Sampler, encode_starts, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.loop import train
 from tests.test_ddpm import SD15, SD21
 
 ZERO = SD21 | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
 from simpletune.config.rules.family import with_family
@@ -31,7 +32,6 @@ from simpletune.runs.model_card import shareable
 from simpletune.runs.report import report_at_end
 from simpletune.stages.plan_data import make_plan
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 WIDE = [(96, 64)] * 3 + [(64, 96)] * 4 + [(64, 64)] * 2
 

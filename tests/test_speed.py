@@ -22,8 +22,9 @@ from simpletune.stages.step.attention import AttentionCall, settle_attention, us
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
-from simpletune.training import loop as train_module
-from simpletune.training.pending_steps import MetricsQueue, PendingStep
+from simpletune.training import trainer as train_module
+from simpletune.training.checkpointer import Checkpointer
+from simpletune.training.pending_steps import PendingStep
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}
@@ -85,13 +86,13 @@ def test_the_loop_reads_nothing_but_the_step_before(
 
 
 def test_every_step_is_written_down_before_its_checkpoint(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, honest = [], train_module.Run.save
+    seen, honest = [], Checkpointer.save
 
     def save(self: Any, step: int) -> None:
         seen.append((step, [row["step"] for row in read_metrics(self.folder)]))
         honest(self, step)
 
-    monkeypatch.setattr(train_module.Run, "save", save)
+    monkeypatch.setattr(Checkpointer, "save", save)
     run_with(tiny_config, checkpoint={"every": 2})
     assert seen == [(2, [1, 2]), (4, [1, 2, 3, 4])]
 
@@ -170,14 +171,14 @@ def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[s
 
 
 def test_the_queue_reads_at_once_what_the_guard_has_read(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, honest = [], train_module.log_steps
+    left, honest = [], train_module.Trainer._log
 
-    def log_steps(run: Any, pending: MetricsQueue, *rest: Any, **named: Any) -> Any:
-        signal = honest(run, pending, *rest, **named)
-        left.append(len(pending._pending))
+    def log(self: train_module.Trainer, *rest: Any, **named: Any) -> Any:
+        signal = honest(self, *rest, **named)
+        left.append(len(self.metrics._pending))
         return signal
 
-    monkeypatch.setattr(train_module, "log_steps", log_steps)
+    monkeypatch.setattr(train_module.Trainer, "_log", log)
     run_with(tiny_config, name="stop")
     run_with(tiny_config, name="skip", train={"on_nonfinite": "skip"})
     assert left == [1, 1, 1, 0, 0, 0, 0, 0]

@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.validation_schedule import ON_TRAINING, loss_name
 from simpletune.data.plan import Plan
@@ -26,7 +27,6 @@ from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.single_run import headline
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 CONTENTS = st.lists(st.binary(max_size=4), min_size=1, max_size=40)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
 from simpletune.data.plan import GlobalBatch
@@ -35,7 +36,6 @@ from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_encode import StreamEncoder
 from simpletune.stages.stream_plan import StreamPlan, stream_plan
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 from stream_order import micro_batches  # noqa: E402

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory import block_offload as streaming
@@ -48,7 +49,6 @@ from simpletune.engine.tensors import plain_tensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
-from simpletune.training.loop import train
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import study
-from simpletune.training.loop import train
+from simpletune.commands.train.train import train
 from tests.recorded_runs import add_pictures, write_run
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageCms
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.sources import table
 from simpletune.data.sources.folder import Folder
@@ -22,7 +23,6 @@ from simpletune.data.sources.source import Picture
 from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError, UserError
-from simpletune.training.loop import train
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -18,9 +18,9 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.profiling.traces import write_trace
-from simpletune.training.loop import train
 
 pytestmark = pytest.mark.slow  # test_run.py reads the event files, test_traces.py the traces
 SYNTHETIC = Path(__file__).parent / "assets" / "synthetic_cuda_trace.json"

@@ -191,8 +191,8 @@ def test_the_pace_is_of_recent_steps_without_warm_up(capsys, monkeypatch: pytest
 
 
 def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.commands.train.train import train
     from simpletune.config.load import validate
-    from simpletune.training.loop import train
 
     seen: list[int] = []
     config = validate(tiny_config, "test")
@@ -202,7 +202,7 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
         def update(self, step: int, loss: float, seconds: float) -> None:
             seen.append(len(read_metrics(folder)))
 
-    monkeypatch.setattr("simpletune.training.run.TrainingProgress", Watching)
+    monkeypatch.setattr("simpletune.training.trainer.TrainingProgress", Watching)
     train(config)
     assert seen == [1, 2, 3, 4]
 

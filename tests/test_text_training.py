@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -30,11 +31,11 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
 from simpletune.stages.step.synthetic import SingleProcess
-from simpletune.stages.step.train_step import TrainStep, assemble, untrained
+from simpletune.stages.step.train_step import TrainStep, assemble
+from simpletune.stages.step.variant import untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.loop import train
 from simpletune.training.validation_pictures import Previews
 
 CPU = torch.device("cpu")
@@ -290,10 +291,10 @@ def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
     fresh = assembled(tiny_config, TEXTS[name], adapter={"method": "lora", "rank": 2})
     (batch,) = run.batches.step(0)
     with torch.no_grad():
-        changed = run.core.predict(run.core.model, batch)
+        changed = run.core.variant.predict(run.core.model, batch)
         with untrained(run.config.adapter, run.core.model):
-            ours = run.core.predict(run.core.model, batch)
-        again = run.core.predict(run.core.model, batch)
+            ours = run.core.variant.predict(run.core.model, batch)
+        again = run.core.variant.predict(run.core.model, batch)
         model = run.config.model.load_denoiser(run.config.precision, CPU, 0)
         plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
         written = written_out(run)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.profiling import summary
 from simpletune.engine.profiling import traces as traces_module
@@ -28,8 +29,8 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
 from simpletune.system.phases import phase
-from simpletune.training.loop import train
-from simpletune.training.setup import Run
+from simpletune.training.checkpointer import Checkpointer
+from simpletune.training.validator import Validator
 
 
 def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Path:
@@ -276,14 +277,14 @@ def test_a_run_leaves_a_trace_and_a_summary_an_epoch(traced_run: Path, tiny_conf
 
 def test_nothing_but_steps_is_in_a_window(tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on: list[bool] = []
-    for name in ("save", "validate", "evaluate"):
-        honest = getattr(Run, name)
+    for owner, name in ((Checkpointer, "save"), (Validator, "draw"), (Validator, "evaluate")):
+        honest = getattr(owner, name)
 
-        def watched(self: Run, step: int, honest: Callable = honest) -> Any:
+        def watched(self: Any, step: int, honest: Callable = honest) -> Any:
             on.append(profiling())
             return honest(self, step)
 
-        monkeypatch.setattr(Run, name, watched)
+        monkeypatch.setattr(owner, name, watched)
     changes = {"checkpoint": {"every": 5}, "validation": {"every": 3, "loss_samples": 2}}
     run_with(tiny_config, **changes, train={"steps": 12}, profile={"max_traces": 5})
     assert len(on) > 8 and not any(on)
@@ -350,7 +351,7 @@ def test_a_failing_profiler_is_in_the_runs_warnings(tiny_config: dict, monkeypat
 
 
 def test_a_failing_prediction_leaves_the_rest(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)
+    monkeypatch.setattr("simpletune.estimate.simulate.step_memory.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 1})
     assert len(warnings_of(run)) == 1 and traced(tmp_path) == {"epoch-000": (2, True)}
 
@@ -365,7 +366,7 @@ def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeyp
 def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch_tb_profiler", None)  # as if it were not there
     monkeypatch.setattr(torch.profiler, "profile", fail)
-    monkeypatch.setattr("simpletune.training.run_profiler.snapshots_of_step", raise_error)
+    monkeypatch.setattr("simpletune.estimate.simulate.step_memory.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 0})
     assert warnings_of(run) == [] and traced(tmp_path) == {}
 

@@ -7,16 +7,17 @@ import io
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
-from simpletune.training.loop import train
 from simpletune.training.trackers import Trackers, weights_and_biases
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.weights_and_biases import has_credentials, run_id
@@ -53,22 +54,42 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def wandb_records(run: Path) -> list[Any]:
-    """What wandb's offline files of a run hold: protocol buffers in LevelDB's log format, after a head of 7 bytes."""
+    """What wandb's offline files of a run hold, in order of time."""
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    return [record for file in files for record in whole_records(file, newest=file == files[-1])]
+
+
+def whole_records(file: Path, newest: bool) -> list[Any]:
+    """The records of a file once wandb's service has written the last one: a busy machine needs seconds after
+    ``finish``. An older file without a run is of a start that failed."""
+    late = time.monotonic() + 60
+    while True:
+        records = records_of(file)
+        kinds = {record.WhichOneof("record_type") for record in records}
+        if "exit" in kinds or not (newest or "run" in kinds):
+            return records
+        assert time.monotonic() < late, f"{file} has no end"
+        time.sleep(0.2)
+
+
+def records_of(file: Path) -> list[Any]:
+    """Read protocol buffers in LevelDB's log format, after a head of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     records = []
-    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
-        data, place, pending = file.read_bytes(), 7, b""
-        while place + 7 <= len(data):
-            if BLOCK - place % BLOCK < 7:  # the rest of a block is filled with zeros
-                place += BLOCK - place % BLOCK
-                continue
-            length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
-            pending += data[place + 7 : place + 7 + length]
-            place += 7 + length
-            if kind in (1, 4):  # whole, or its last piece
-                records.append(wandb_internal_pb2.Record.FromString(pending))
-                pending = b""
+    data, place, pending = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:  # the rest of a block is filled with zeros
+            place += BLOCK - place % BLOCK
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        if place + 7 + length > len(data):
+            break  # still being written
+        pending += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or its last piece
+            records.append(wandb_internal_pb2.Record.FromString(pending))
+            pending = b""
     return records
 
 

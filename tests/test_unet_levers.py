@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
@@ -44,8 +45,7 @@ from simpletune.models.shared.denoiser import model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
-from simpletune.training import loop
-from simpletune.training.loop import train
+from simpletune.training import trainer
 
 UNITS = len(unet_units(UNETS["sd15"]))
 ALL = tuple(range(UNITS))
@@ -190,7 +190,7 @@ def test_whole_runs_with_every_lever_are_the_plain_ones(
     data = copy.deepcopy(tiny_config | changes | sources)
     results = []
     for name, levers in (("plain", {"checkpointing": "none"}), ("levers", memory)):
-        monkeypatch.setattr(loop, "Prefetcher", partial(prefetcher, name == "levers"))
+        monkeypatch.setattr(trainer, "Prefetcher", partial(prefetcher, name == "levers"))
         run = train(validate(data | {"name": name, "memory": levers}, name))
         weights = load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE)
         results.append(([row["loss"] for row in read_metrics(run)], weights))

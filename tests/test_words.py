@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.system.console import TrainingProgress, progress
 from simpletune.system.options import plural
-from simpletune.training.loop import train
 
 PLURALS_OF_ONE = re.compile(
     r"(?<![\d.,/@-])1 (steps|pictures|prompts|files|tokens|captions|samples|epochs|buckets|batches|blocks|tensors|"

@@ -27,13 +27,13 @@ from safetensors.torch import load_file
 from test_cases import members
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import ConfigError
-from simpletune.training.loop import train
 
 STEPS = 7
 PER_CASE = 4  # kills of one run

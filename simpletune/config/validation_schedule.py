@@ -69,11 +69,16 @@ def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[
     return groups
 
 
+def is_due(every: int | None, step: int) -> bool:
+    """Return whether something with period ``every`` (None: never) is due after ``step`` steps."""
+    return every is not None and step % every == 0
+
+
 def is_validation_due(config: TrainConfig, step: int) -> bool:
     """Whether an evaluation is due after ``step`` steps, before the last one."""
     if config.validation.loss_samples == 0:
         return False
-    return any(every is not None and step % every == 0 for every in (config.validation.every, config.checkpoint.every))
+    return is_due(config.validation.every, step) or is_due(config.checkpoint.every, step)
 
 
 @dataclass(frozen=True)

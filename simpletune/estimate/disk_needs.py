@@ -232,7 +232,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     adapter = config.adapter
     shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)
-    wide = config.precision.base_dtype().itemsize
+    wide = config.precision.compute_dtype().itemsize
     each = {"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide)
     trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)

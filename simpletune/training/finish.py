@@ -18,61 +18,63 @@ from simpletune.runs.summary import RunMeasurements, drift_at, left_out, print_r
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.printable import describe_exception
-from simpletune.training.run import DRAWING, EVALUATING, Run
-from simpletune.training.run_profiler import add_memory
+from simpletune.training.profiler import add_memory
+from simpletune.training.trainer import Trainer
 
 
-def finish(run: Run, traces: EpochTraces) -> None:
+def finish(trainer: Trainer, traces: EpochTraces) -> None:
     """Export the result before the last validation, so that a failure there cannot lose it."""
-    with run.stages.stage("save"), use_average(run.average):
-        metadata = checkpoint.metadata_of(shareable(run.config), run.steps)
-        output = export_result(run.config, run.denoiser, run.folder, metadata)
-    eval_after = run.optional(EVALUATING, run.evaluate, run.steps)
-    run.optional(DRAWING, run.validate, run.steps)
-    run.attempt.update(ended="finished")
-    attempts = run.attempt.all
-    measured = RunMeasurements(run.device, attempts, run.prepared.plan.samples_per_step)
-    summary = summarise(run.config, run.folder, run.steps, measured)
+    job, config, folder, steps = trainer.job, trainer.config, trainer.folder, trainer.steps
+    core, plan, trackers, validator = trainer.core, trainer.plan, trainer.trackers, trainer.validator
+    with trainer.stages.stage("save"), use_average(core.average):
+        metadata = checkpoint.metadata_of(shareable(config), steps)
+        output = export_result(config, core.denoiser, folder, metadata)
+    eval_after = validator.try_to_evaluate(steps)
+    validator.try_to_draw(steps)
+    trainer.attempt.update(ended="finished")
+    attempts = trainer.attempt.all
+    summary = summarise(config, folder, steps, RunMeasurements(job.device, attempts, plan.samples_per_step))
+    to_first_step = trainer.metrics.to_first_step
     summary |= {
         "attempts": len(attempts),
         "seconds_total": total_seconds(attempts),
         "seconds_setup": setup_seconds(attempts),
-        "seconds_to_first_step": None if run.to_first_step is None else round(run.to_first_step, 2),
-        "attention": run.attention,
-        "trainable_parameters": sum(parameter.numel() for parameter in run.core.named.values()),
-        "total_parameters": run.total,
-        "steps_per_epoch": run.prepared.plan.steps_per_epoch,
-        "eval_loss_before": read_first_validation(run.folder),
+        "seconds_to_first_step": None if to_first_step is None else round(to_first_step, 2),
+        "attention": job.attention,
+        "trainable_parameters": sum(parameter.numel() for parameter in core.named.values()),
+        "total_parameters": core.config.model.parameter_count(),
+        "steps_per_epoch": plan.steps_per_epoch,
+        "eval_loss_before": read_first_validation(folder),
         "eval_loss_after": eval_after,
-        **run.evaluated_on,
+        **validator.evaluated_on,
         "output": str(output),
-        CHECKSUMS: result_checksums(run.config, run.folder),
+        CHECKSUMS: result_checksums(config, folder),
     }
-    summary |= left_out(run.folder, run.steps) | drift_at(run.folder, run.steps)
-    if run.early is not None:
-        asked = run.config.steps(run.prepared.plan.steps_per_epoch)
-        summary |= {"stopped_early": True, "status": run.early, "steps_asked": asked}
-    if (best := choose_best(run.folder)) is not None:
+    summary |= left_out(folder, steps) | drift_at(folder, steps)
+    if trainer.early is not None:
+        asked = config.steps(plan.steps_per_epoch)
+        summary |= {"stopped_early": True, "status": trainer.early, "steps_asked": asked}
+    if (best := choose_best(folder)) is not None:
         summary["best"] = best.as_json()
-    if run.predicted is not None:
+    if job.predicted is not None:
         from simpletune.estimate.run_estimate import compare_with_measured
 
-        summary["predicted"] = compare_with_measured(run.predicted, run.stages.as_json())
-    if (timed := beside_measured(run.folder, summary)) is not None:
+        summary["predicted"] = compare_with_measured(job.predicted, trainer.stages.as_json())
+    if (timed := beside_measured(folder, summary)) is not None:
         summary["predicted_time"] = timed
-    warnings = run.trackers.warnings
+    warnings = trackers.warnings
     # Written again below: a tracker may take minutes to close.
-    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
-    run.optional("the model card", write_card, run.folder, run.config, summary, run.prepared.plan.manifest())
-    add_memory(run, traces)
-    page, reported = write_page(run), len(warnings)
-    places = {**page, **run.trackers.finish(summary)}
-    write_json(run.folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
-    run.attempt.close()
+    write_json(folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
+    trainer.tasks.run("the model card", write_card, folder, config, summary, plan.manifest())
+    add_memory(traces, core, plan)
+    page, reported = write_page(trainer), len(warnings)
+    places = {**page, **trackers.finish(summary)}
+    write_json(folder / SUMMARY, summary | {"warnings": warnings, "complete": True})
+    trainer.attempt.close()
     if page and len(warnings) > reported:
-        write_page(run)
-    print_results(run.config, summary, run.folder, traces.written, places)
-    if run.predicted is not None:
+        write_page(trainer)
+    print_results(config, summary, folder, traces.written, places)
+    if job.predicted is not None:
         from simpletune.estimate.run_estimate import print_comparison
 
         print_comparison(summary["predicted"])
@@ -80,12 +82,13 @@ def finish(run: Run, traces: EpochTraces) -> None:
         say(line)
 
 
-def write_page(run: Run) -> dict[str, str]:
+def write_page(trainer: Trainer) -> dict[str, str]:
     """Write the report into the run's folder; a failure is only a warning."""
-    page = report_or_warning(run.folder, run.trackers.warn) if run.config.output.report else None
+    trackers = trainer.trackers
+    page = report_or_warning(trainer.folder, trackers.warn) if trainer.config.output.report else None
     if page is None:
         return {}
-    run.trackers.report(page)
+    trackers.report(page)
     return {"report": str(page)}
 
 

@@ -280,9 +280,19 @@ def message_of(why: str) -> str:
     return f"{why}. This process ends, too; everything saved is intact. {again}"
 
 
-def part_company(accelerator: Accelerator) -> None:
-    """Wait for all processes at the end of a run, and stop watching them before the first one exits."""
+def leave(accelerator: Accelerator) -> None:
+    """Wait for all processes at the end of a run, stop watching them before the first one exits, and close the process
+    group."""
     accelerator.wait_for_everyone()
     for watch in _watching:
         watch.close(LEFT)
         accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        # Keeps the group until the process ends. Otherwise the last reference is dropped with the DDP model, in a
+        # thread that holds the GIL and joins gloo's thread; that thread may need the GIL to free the barrier's
+        # tensors, which is a deadlock (seen with torch 2.13.0 on the CPU).
+        _closed_groups.append(torch.distributed.group.WORLD)
+    accelerator.end_training()
+
+
+_closed_groups: list[torch.distributed.ProcessGroup | None] = []

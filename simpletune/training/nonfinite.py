@@ -72,7 +72,7 @@ class NonFiniteGuard:
             self.skipping = not finite and not is_overflow(mean, whole, figures)
         return not self.skipping
 
-    def check(self, done: PendingStep, loss: float, norm: float) -> bool:
+    def check(self, done: PendingStep, loss: float, norm: float, fp16: list[float]) -> bool:
         """Return whether a step's loss and gradient norm are finite; warn about a skipped step and record it. Steps
         that overflowed only because of fp16 are recorded elsewhere; the device has undone them.
 
@@ -80,18 +80,21 @@ class NonFiniteGuard:
             done: finished step.
             loss: mean loss of the step.
             norm: gradient norm of the step.
+            fp16: with products in fp16, the loss scale and the blocks' flags.
 
         Raises:
             UserError: the run must end.
         """
-        figures = done.fp16
-        blocks = self._widen(done.step, figures)
+        blocks = []
+        if self.core.fp16 is not None and (blocks := self.core.fp16.widen(done.step, fp16[1:])):
+            wide = f"computed in fp32 from step {done.step + 1 + LATER} on"
+            self.warn(f"step {done.step + 1}: {describe_overflow(blocks)}, {wide}")
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             return True
-        if is_overflow(loss, norm, figures):
+        if is_overflow(loss, norm, fp16):
             if self.accelerator.is_main_process:
-                row = {"step": done.step + 1, "loss_scale": figures[0], "blocks": blocks}
+                row = {"step": done.step + 1, "loss_scale": fp16[0], "blocks": blocks}
                 append_metrics(self.folder, row, OVERFLOWS)
             return False
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
@@ -111,15 +114,6 @@ class NonFiniteGuard:
             )
         self.warn(f"{about}. Skipped the update (train.on_nonfinite=skip)")
         return False
-
-    def _widen(self, step: int, figures: list[float]) -> list[int]:
-        """Switch blocks that overflowed to fp32, and log it."""
-        if self.core.fp16 is None:
-            return []
-        blocks = self.core.fp16.widen(step, figures[1:])
-        if blocks:
-            self.warn(f"step {step + 1}: {describe_overflow(blocks)}, computed in fp32 from step {step + 1 + LATER} on")
-        return blocks
 
     def _about(self, done: PendingStep, what: str) -> str:
         """Describe what is non-finite, and in which samples and parameters. Loads the step's batches again, because

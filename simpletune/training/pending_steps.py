@@ -1,4 +1,4 @@
-"""Queue the steps that were launched on the device but not yet read by the host.
+"""A step that was launched on the device but not yet read by the host.
 
 Reading a value makes the host wait until the device has computed it, and meanwhile the device gets no new work. So a
 step's metrics are copied to host memory at the end of the step, and read after the next step is launched.
@@ -7,8 +7,7 @@ step's metrics are copied to host memory at the end of the step, and read after 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,12 +48,6 @@ class DeviceEvent:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-def copy_to_host_async(values: Tensor) -> Tensor:
-    """Start copying a tensor to host memory; the copy is complete once a later event is reached."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
-    return host.copy_(values, non_blocking=True)
-
-
 class InterruptFlags(NamedTuple):
     """What is asked of one process, or of any process, so that all of them do it after the same step.
 
@@ -92,7 +85,7 @@ def global_figures(
         return figures if fp16 is None else torch.cat([figures, fp16])
     own = torch.stack([loss, *(torch.full_like(loss, float(each)) for each in asked)])
     mean, *more = accelerator.reduce(own if fp16 is None else torch.cat([own, fp16]), "mean")
-    return torch.stack([mean if core.tree is None else loss, norm.float(), *more])
+    return torch.stack([loss if core.config.train.reduce == "exact" else mean, norm.float(), *more])
 
 
 @dataclass(frozen=True)
@@ -122,62 +115,20 @@ class PendingStep:
     waited: float | None = None
 
     @classmethod
-    def launched(cls, step: int, lr: float, began: DeviceEvent, core: TrainStep, figures: Tensor) -> PendingStep:
-        """Wrap the last launched step and start copying its metrics to the host, without waiting.
+    def launched(
+        cls, step: int, began: DeviceEvent, core: TrainStep, figures: Tensor, waited: float | None = None
+    ) -> PendingStep:
+        """Wrap the last step that ``core`` launched, and start copying its figures (``global_figures``, on the device)
+        to the host, without waiting."""
+        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=figures.device.type == "cuda")
+        host.copy_(figures, non_blocking=True)  # complete once the next event is reached
+        ended = DeviceEvent(figures.device)
+        return cls(step, core.lr, began, ended, host, core.losses, core.normed, core.norms, waited)
 
-        Args:
-            step: number of steps before it.
-            lr: learning rate of the step.
-            began: event before the step's data.
-            core: step core that launched the step.
-            figures: ``global_figures`` on the device.
-        """
-        sent = copy_to_host_async(figures)
-        return cls(step, lr, began, DeviceEvent(figures.device), sent, core.losses, core.normed, core.norms)
-
-    def read(self) -> tuple[float, float, InterruptFlags]:
-        """Wait for the step; return its mean loss, gradient norm and what the processes are asked."""
+    def read(self) -> tuple[float, float, InterruptFlags, list[float]]:
+        """Wait for the step; return its mean loss, its gradient norm, what the processes are asked, and with products
+        in fp16 the loss scale and the blocks' flags (``Fp16.figures``)."""
         self.ended.wait()
         progressed(trains=True)
-        loss, norm, stop, answer = self.figures[:4].tolist()
-        return loss, norm, InterruptFlags(stop > 0, answer > 0)
-
-    @property
-    def fp16(self) -> list[float]:
-        """Return the loss scale and the blocks' flags (``Fp16.figures``). Call ``read`` first."""
-        return self.figures[4:].tolist()
-
-    @property
-    def seconds(self) -> float:
-        """Return the device seconds of this step, from the end of the previous one. Call ``read`` first."""
-        return self.ended.since(self.began)
-
-    @property
-    def finished(self) -> float:
-        """Return the ``time.perf_counter`` at the step's end if the device was idle before it. Call ``read`` first."""
-        return self.began.clock + self.seconds
-
-
-class MetricsQueue:
-    """Queue launched steps, to be read after the next ones are launched.
-
-    Args:
-        ahead: number of steps that may stay unread; 1 lets the host launch a step while the device runs the previous.
-    """
-
-    def __init__(self, ahead: int):
-        self._ahead = ahead
-        self._pending: deque[PendingStep] = deque()
-
-    def push(self, step: PendingStep) -> None:
-        """Add a step that was just launched."""
-        self._pending.append(step)
-
-    def pop(self, everything: bool) -> Iterator[PendingStep]:
-        """Yield the steps to read now, oldest first.
-
-        Args:
-            everything: include steps that may stay unread.
-        """
-        while len(self._pending) > (0 if everything else self._ahead):
-            yield self._pending.popleft()
+        loss, norm, stop, answer, *fp16 = self.figures.tolist()
+        return loss, norm, InterruptFlags(stop > 0, answer > 0), fp16

@@ -23,16 +23,18 @@ from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import Json, UserError
 from simpletune.system.printable import describe_exception
+from simpletune.training.validator import Validator
 
 if TYPE_CHECKING:
-    from simpletune.training.run import Run
+    from simpletune.estimate.job_estimate import Estimate
 
 
-def generate_requested(run: Run, asked: DrawRequest, done: int) -> str:
+def generate_requested(validator: Validator, predicted: Estimate | None, asked: DrawRequest, done: int) -> str:
     """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``.
 
     Args:
-        run: current run.
+        validator: the run's validation, whose model draws.
+        predicted: the run's predicted memory, if any.
         asked: what to draw.
         done: number of finished steps.
 
@@ -42,47 +44,50 @@ def generate_requested(run: Run, asked: DrawRequest, done: int) -> str:
     Raises:
         UserError: the picture cannot be drawn, or is predicted not to fit.
     """
-    option = validation_for(run.config, asked)
-    size = (option.width or run.config.data.resolution, option.height or run.config.data.resolution)
+    own, core, previews = validator.config, validator.core, validator.previews
+    option = validation_for(own, asked)
+    size = (option.width or own.data.resolution, option.height or own.data.resolution)
     request = PictureRequest(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
-    if asked.strength != 1 and run.config.adapter.trains_base:
+    if asked.strength != 1 and own.adapter.trains_base:
         raise UserError(
-            f"strength {asked.strength:g}: {run.config.adapter.method} changes the weights themselves and has no "
+            f"strength {asked.strength:g}: {own.adapter.method} changes the weights themselves and has no "
             "strength. Use 1"
         )
-    require_position_table(run.denoiser, size)
-    text, device = run.prepared.text, run.accelerator.device
+    require_position_table(core.denoiser, size)
+    text, device = previews.text, core.device
     prompts = [request.prompt, request.negative_prompt]
     if device.type == "cuda":
         from simpletune.estimate.generate_memory import require_memory
 
-        config = run.core.config.model_copy(update={"validation": option})
-        known = run.predicted if is_alike(run.config, option) else None
-        require_memory(config, device, run.prepared.plan.largest(), known, encodes=bool(text.lacking(prompts)))
-    with run.stages.stage("text"):
+        config = core.config.model_copy(update={"validation": option})
+        known = predicted if is_alike(own, option) else None
+        require_memory(config, device, validator.plan.largest(), known, encodes=bool(text.lacking(prompts)))
+    with validator.stages.stage("text"):
         text.fill(prompts, device)
-    with run.stages.stage("validate"), use_average(run.average), unchanged(run.denoiser):
-        with nullcontext() if asked.strength == 1 else at_strength(run.denoiser, asked.strength):
-            (picture,) = run.previews.pictures(run.denoiser, [request])
-    name = f"{DRAWN}/step-{done:06d}-{asked.id}.png"
-    (run.folder / DRAWN).mkdir(exist_ok=True)
+    with validator.stages.stage("validate"), use_average(core.average), unchanged(core.denoiser):
+        with nullcontext() if asked.strength == 1 else at_strength(core.denoiser, asked.strength):
+            (picture,) = previews.pictures(core.denoiser, [request])
+    name, folder = f"{DRAWN}/step-{done:06d}-{asked.id}.png", validator.folder
+    (folder / DRAWN).mkdir(exist_ok=True)
     strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
-    with atomic_file(run.folder / name) as part:
-        save_png(picture, part, request, **run.previews.about(f"step {done}{strength}"))
+    with atomic_file(folder / name) as part:
+        save_png(picture, part, request, **previews.about(f"step {done}{strength}"))
     how = {key: value for key, value in vars(request).items() if key != "image"} | {"strength": asked.strength}
-    append_metrics(run.folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
+    append_metrics(folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
     return name
 
 
-def try_to_draw(run: Run, asked: DrawRequest, done: int) -> tuple[State, Json]:
+def answer_drawing(
+    validator: Validator, predicted: Estimate | None, asked: DrawRequest, done: int
+) -> tuple[State, Json]:
     """Draw a requested picture, and return the answer; a failure does not fail the run."""
     try:
-        return "done", {"file": generate_requested(run, asked, done)}
+        return "done", {"file": generate_requested(validator, predicted, asked, done)}
     except UserError as error:
         return "refused", {"why": str(error)}
     except Exception as error:  # a requested picture must not fail the run
         why = f"drawing failed ({describe_exception(error)}); training continues"
-    free_memory(run.accelerator.device)
+    free_memory(validator.core.device)
     return "failed", {"why": why}
 
 

@@ -25,7 +25,8 @@ from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.runs.folder import DRIFT, earlier_validation_samples
 from simpletune.stages.step.batch_loader import BatchLoader
-from simpletune.stages.step.train_step import TrainStep, untrained
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.stages.step.variant import untrained
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json
@@ -143,8 +144,8 @@ class LossEvaluator:
         """Yield the prediction and the loss [] of each draw."""
         for batch in self.batches.one_by_one(draws):
             poll()
-            prediction = self.core.predict(denoiser, batch)
-            yield prediction, self.core.loss_of(prediction, batch)
+            prediction = self.core.variant.predict(denoiser, batch)
+            yield prediction, self.core.variant.loss(prediction, batch)
 
     def _compared(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []

@@ -17,7 +17,8 @@ from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.step.attention import attention_by
-from simpletune.stages.step.train_step import TrainStep, untrained
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.stages.step.variant import untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.sheets import grid

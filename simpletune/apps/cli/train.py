@@ -26,7 +26,7 @@ def train(args: argparse.Namespace) -> None:
     with listening():
         try:
             import_libraries()
-            from simpletune.training.loop import train as run
+            from simpletune.commands.train.train import train as run
 
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
@@ -59,7 +59,7 @@ def finish(args: argparse.Namespace) -> None:
     """export a stopped run's checkpoint as its result, without training"""
     with listening():
         import_libraries()
-        from simpletune.training.finish_early import finish_early
+        from simpletune.commands.train.finish_early import finish_early
 
         finish_early(args.run)
 
@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace) -> None:
     config = read_config_arguments(args)
     with listening():
         import_libraries()
-        from simpletune.training.loop import prepare_only
+        from simpletune.commands.train.prepare import prepare_only
 
         prepare_only(config, args.source)
 

@@ -95,7 +95,7 @@ def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int
     with torch.device("meta"):
         model = about.place.empty(*about.kind.classes(about.place.config()))
     model.tie_weights()
-    _cast(model, precision.base_dtype())
+    _cast(model, precision.compute_dtype())
     largest = 0
     for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
@@ -103,7 +103,7 @@ def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int
         put_module(model, name, precision.convert(name, layer))
     weights = sum({id(each): each.nbytes for each in all_tensors(model)}.values())
     beams = max(1, getattr(model.generation_config, "num_beams", None) or 1)
-    work = work_bytes(about.kind.shape(model), precision.base_dtype().itemsize, batch, beams, length)
+    work = work_bytes(about.kind.shape(model), precision.compute_dtype().itemsize, batch, beams, length)
     return CaptionerMemory(weights, work + largest)
 
 
@@ -140,7 +140,7 @@ def load_captioner(
         UserError: the folder is damaged, or the kind does not accept the prompt.
     """
     kind, _ = about.kind.classes(about.place.config())
-    model = about.place.model(kind, precision.base_dtype())
+    model = about.place.model(kind, precision.compute_dtype())
     captioner = about.kind(about.place, model, prompt)
     _place(model, precision, device)
     return captioner

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simpletune.engine.fsdp.fsdp_model import ParameterPart, process_ranges
 from simpletune.engine.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
-from simpletune.engine.optim.place import ParameterRange, StatePiece
+from simpletune.engine.optim.place import ParameterRange, StatePiece, joined_state
 from simpletune.engine.optim.state import State
 from simpletune.system.atomic import write_json
 from simpletune.system.checksums import sha256_of
@@ -152,7 +152,7 @@ def restore_states(
     for (name, place), parameter in zip(places.items(), parameters, strict=True):
         stop = place.start + parameter.numel()
         pieces = saved.pieces(name, place.start, stop)
-        state = option.joined(pieces, place.start, stop) if pieces else {}
+        state = joined_state(pieces, place.start, stop) if pieces else {}
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 optimizer.state[parameter][key] = value

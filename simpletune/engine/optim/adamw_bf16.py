@@ -37,6 +37,6 @@ class AdamWBF16(OptimizerOption):
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build the compensated optimizer."""
-        from simpletune.engine.optim.compensated import CompensatedAdamW
+        from simpletune.engine.optim.bf16_updates import CompensatedAdamW
 
         return CompensatedAdamW(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

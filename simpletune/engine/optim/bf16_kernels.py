@@ -64,7 +64,7 @@ def round_into(out: Tensor, x: Tensor, noise: Tensor) -> None:
     """Round fp32 x into bf16 out with random bits (int16 less 2^15)."""
     n = x.numel()
     with torch.cuda.device_of(x):
-        _round[_grid(n)](out, x, noise, n, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        _round[(triton.cdiv(n, BLOCK),)](out, x, noise, n, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def adamw(changed: Sequence[Tensor], read: Sequence[Tensor], factors: Sequence[float]) -> None:
@@ -80,11 +80,7 @@ def adamw(changed: Sequence[Tensor], read: Sequence[Tensor], factors: Sequence[f
     lerp, beta_2, *others = factors
     n = parameter.numel()
     with torch.cuda.device_of(parameter):
-        _adamw[_grid(n)](
+        _adamw[(triton.cdiv(n, BLOCK),)](
             parameter, gradient, mean, square, compensation[0] if compensation else None, *noise, n,
             lerp, beta_2, 1 - beta_2, *others, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _grid(n: int) -> tuple[int]:
-    return (triton.cdiv(n, BLOCK),)

@@ -10,14 +10,16 @@ Shapes: all tensors of an update have the parameter's shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.engine.kernels.fallback import Fallback
 from simpletune.engine.optim.place import PartGenerator
+from simpletune.engine.optim.state import State
 
 PIECE = 1 << 20
 """How many elements torch's operators update at once; small enough for their temporaries to stay in a CPU's cache."""
@@ -30,35 +32,22 @@ _LIBRARY.define("round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()")
 _LIBRARY.define("adamw_bf16(Tensor(a!)[] changed, Tensor[] read, float[] factors) -> ()")
 for _name in ("round_into", "adamw_bf16"):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # nothing here has a gradient
+    torch.library.register_fake(f"simpletune::{_name}", lambda *_: None, lib=_LIBRARY)
 
 
 class Factors(NamedTuple):
-    """The factors of one step of AdamW, as plain numbers.
+    """The factors of one step of AdamW, as plain numbers."""
 
-    Args:
-        lerp: 1 - beta_1, the rate at which the running mean approaches the gradient.
-        beta_2: decay rate of the running mean of squares.
-        root: square root of that mean's bias correction.
-        eps: added to the denominator.
-        decay: the factor for the weights: 1 - lr * weight_decay.
-        rate: lr divided by the first mean's bias correction.
-    """
-
-    lerp: float
-    beta_2: float
-    root: float
-    eps: float
-    decay: float
-    rate: float
+    lerp: float  # 1 - beta_1, the rate at which the running mean approaches the gradient
+    beta_2: float  # decay rate of the running mean of squares
+    root: float  # square root of that mean's bias correction
+    eps: float  # added to the denominator
+    decay: float  # the factor for the weights: 1 - lr * weight_decay
+    rate: float  # lr divided by the first mean's bias correction
 
 
 def random_bits(like: Tensor, generator: Draws) -> Tensor:
-    """Draw 16 random bits for each element, as int16 less 2^15: half as wide as int32, and the same bits.
-
-    Args:
-        like: a tensor of the same shape, on the same device.
-        generator: a generator on that device; a shard's draws for the whole parameter. None uses the global one.
-    """
+    """Draw 16 random bits for each element, as int16 less 2^15: half as wide as int32, and the same bits."""
     noise = torch.empty(like.shape, dtype=torch.int16, device=like.device)
     if isinstance(generator, PartGenerator):
         return generator.draw(noise, -HALF, HALF)
@@ -70,49 +59,57 @@ def round_into(out: Tensor, x: Tensor, generator: Draws) -> None:
 
     Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
     0x7fffffff, would otherwise carry into the sign and become -0.0.
-
-    Args:
-        out: bf16.
-        x: fp32.
-        generator: a generator on x's device; None uses the global one.
     """
     torch.ops.simpletune.round_into(out, x, random_bits(x, generator))
     torch.autograd.graph.increment_version(out)
 
 
-def adamw_bf16(
-    parameter: Tensor,
-    gradient: Tensor,
-    state: tuple[Tensor, Tensor, Tensor | None],
-    generator: Draws,
-    factors: Factors,
-) -> None:
-    """Take a step of AdamW (arXiv:1711.05101) with bf16 state, in fp32 arithmetic, in place.
+class CompensatedAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) with bf16 state and fp32 arithmetic, for bf16 or fp32 parameters.
 
     The running means are rounded at random. A bf16 parameter is rounded to nearest, and its rounding error is kept in
-    the compensation.
-
-    Args:
-        parameter: bf16 or fp32.
-        gradient: in any floating type.
-        state: running mean of the gradient and of its square, and the compensation of a bf16 parameter, all bf16.
-        generator: the generator of the random bits, those of the mean first; None uses the global one.
-        factors: this step's factors.
+    the compensation. State of each parameter: ``exp_avg``, ``exp_avg_sq``, and for bf16 weights ``compensation``, all
+    bf16; ``step``. Draws random numbers from the group's ``generator``, or from the global one if it is None.
     """
-    read = [gradient, random_bits(parameter, generator), random_bits(parameter, generator)]
-    changed = [tensor for tensor in (parameter, *state) if tensor is not None]
-    torch.ops.simpletune.adamw_bf16(changed, read, list(factors))
-    torch.autograd.graph.increment_version(changed)
 
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ):
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "generator": None}
+        super().__init__(parameters, settings)
 
-@torch.library.register_fake("simpletune::round_into", lib=_LIBRARY)
-def _(out: Tensor, x: Tensor, noise: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("simpletune::adamw_bf16", lib=_LIBRARY)
-def _(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    return None
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            lr, (beta_1, beta_2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state: State = self.state[parameter]
+                if not state:
+                    names = ["exp_avg", "exp_avg_sq", *(["compensation"] if parameter.dtype == torch.bfloat16 else [])]
+                    state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in names}
+                    state["step"] = 0
+                state["step"] += 1
+                factors = Factors(
+                    lerp=1 - beta_1,
+                    beta_2=beta_2,
+                    root=math.sqrt(1 - beta_2 ** state["step"]),
+                    eps=group["eps"],
+                    decay=1 - lr * group["weight_decay"],
+                    rate=lr / (1 - beta_1 ** state["step"]),
+                )
+                bits = [random_bits(parameter, group["generator"]) for _ in range(2)]  # of the mean, then of the square
+                changed = [parameter, state["exp_avg"], state["exp_avg_sq"]]
+                changed += [state["compensation"]] if "compensation" in state else []
+                torch.ops.simpletune.adamw_bf16(changed, [parameter.grad, *bits], list(factors))
+                torch.autograd.graph.increment_version(changed)
 
 
 def round_with_bits(x: Tensor, noise: Tensor) -> Tensor:  # fp32, int16 -> bf16 numbers as fp32
@@ -121,15 +118,7 @@ def round_with_bits(x: Tensor, noise: Tensor) -> Tensor:  # fp32, int16 -> bf16 
 
 
 def truncate_bits(bits: Tensor, nan: Tensor) -> Tensor:
-    """Clear the bits that bf16 truncates, in place, and restore NaN.
-
-    Args:
-        bits: fp32 numbers as int32, with noise added.
-        nan: mask of the numbers that were NaN before adding noise.
-
-    Returns:
-        The same memory as fp32.
-    """
+    """Clear the bits that bf16 truncates, in place, and restore what was NaN before noise was added: int32 as fp32."""
     return bits.bitwise_and_(-(1 << 16)).view(torch.float32).masked_fill_(nan, torch.nan)
 
 
@@ -141,26 +130,24 @@ def _round_by_torch(out: Tensor, x: Tensor, noise: Tensor) -> None:
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CPU")
 def _adamw_by_torch(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    for piece in _pieces([*read, *changed]):
-        _adamw_piece(piece, Factors(*factors))
-
-
-def _adamw_piece(tensors: Sequence[Tensor], factors: Factors) -> None:
-    gradient, mean_noise, square_noise, parameter, kept_mean, kept_square, *compensation = tensors
-    gradient = gradient.float()
-    mean = kept_mean.float().lerp_(gradient, factors.lerp)
-    square = kept_square.float().mul_(factors.beta_2).addcmul_(gradient, gradient, value=1 - factors.beta_2)
-    kept_mean.copy_(round_with_bits(mean, mean_noise))
-    kept_square.copy_(round_with_bits(square, square_noise))
-    denominator = square.sqrt_().div_(factors.root).add_(factors.eps)
-    weight = parameter.float()
-    for error in compensation:
-        weight += error.float()
-    weight.mul_(factors.decay)
-    weight.addcdiv_(mean, denominator, value=-factors.rate)
-    parameter.copy_(weight)
-    for error in compensation:
-        error.copy_(weight.sub_(parameter.float()))
+    of = Factors(*factors)
+    for gradient, mean_bits, square_bits, parameter, kept_mean, kept_square, *compensation in _pieces(
+        [*read, *changed]
+    ):
+        gradient = gradient.float()
+        mean = kept_mean.float().lerp_(gradient, of.lerp)
+        square = kept_square.float().mul_(of.beta_2).addcmul_(gradient, gradient, value=1 - of.beta_2)
+        kept_mean.copy_(round_with_bits(mean, mean_bits))
+        kept_square.copy_(round_with_bits(square, square_bits))
+        denominator = square.sqrt_().div_(of.root).add_(of.eps)
+        weight = parameter.float()
+        for error in compensation:
+            weight += error.float()
+        weight.mul_(of.decay)
+        weight.addcdiv_(mean, denominator, value=-of.rate)
+        parameter.copy_(weight)
+        for error in compensation:
+            error.copy_(weight.sub_(parameter.float()))
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -176,28 +163,29 @@ def in_order(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
+def _kernels() -> Any:
+    """The Triton kernels, imported where a failure of Triton's import counts as one of the kernel."""
+    from simpletune.engine.optim import bf16_kernels
+
+    return bf16_kernels
+
+
 FALLBACK = Fallback("updates of bf16 numbers by torch's operators on {device}, which is slower: {reason}")
 
 
 @torch.library.impl(_LIBRARY, "round_into", "CUDA")
 def _round_on_cuda(out: Tensor, x: Tensor, noise: Tensor) -> None:
-    def kernel() -> None:
-        from simpletune.engine.optim import bf16_kernels
-
-        bf16_kernels.round_into(out, x, noise)
-
     if not in_order([out, x, noise]):
         return _round_by_torch(out, x, noise)
-    FALLBACK.run(x.device, kernel, lambda: _round_by_torch(out, x, noise))
+    FALLBACK.run(x.device, lambda: _kernels().round_into(out, x, noise), lambda: _round_by_torch(out, x, noise))
 
 
 @torch.library.impl(_LIBRARY, "adamw_bf16", "CUDA")
 def _adamw_on_cuda(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    def kernel() -> None:
-        from simpletune.engine.optim import bf16_kernels
-
-        bf16_kernels.adamw(changed, read, factors)
-
     if not in_order([*changed, *read]):
         return _adamw_by_torch(changed, read, factors)
-    FALLBACK.run(changed[0].device, kernel, lambda: _adamw_by_torch(changed, read, factors))
+    FALLBACK.run(
+        changed[0].device,
+        lambda: _kernels().adamw(changed, read, factors),
+        lambda: _adamw_by_torch(changed, read, factors),
+    )

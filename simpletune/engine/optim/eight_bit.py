@@ -5,7 +5,7 @@ Tensors with fewer than 4096 elements keep fp32 state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -16,9 +16,6 @@ from simpletune.engine.optim.optimizer import OptimizerOption
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-    from simpletune.engine.optim.place import StatePiece
-    from simpletune.engine.optim.state import State
 
 PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 
@@ -40,12 +37,6 @@ class AdamW8bit(OptimizerOption):
         from simpletune.engine.optim.eight_bit_steps import QueuedAdamW8bit
 
         return QueuedAdamW8bit(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-
-    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_parts import join_states
-
-        return join_states(pieces, start, stop)
 
 
 class PagedAdamW8bit(OptimizerOption):
@@ -98,9 +89,3 @@ class Lion8bit(OptimizerOption):
         from simpletune.engine.optim.eight_bit_steps import QueuedLion8bit
 
         return QueuedLion8bit(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-
-    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Join saved shards, quantising again if their blocks of 256 numbers differ."""
-        from simpletune.engine.optim.eight_bit_parts import join_states
-
-        return join_states(pieces, start, stop)

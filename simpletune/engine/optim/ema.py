@@ -44,7 +44,11 @@ class Average(Protocol):
         """Return the fp32 averages by name."""
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Restore what ``tensors`` returned after ``step`` steps, bit for bit."""
+        """Restore what ``tensors`` returned after ``step`` steps, bit for bit.
+
+        Raises:
+            KeyError: a parameter has no average.
+        """
 
 
 def use_average(average: Average | None) -> AbstractContextManager[None]:
@@ -53,12 +57,7 @@ def use_average(average: Average | None) -> AbstractContextManager[None]:
 
 
 class MovingAverage:
-    """Keep fp32 averages of parameters with diffusers' ``EMAModel``.
-
-    Args:
-        parameters: trained parameters by name.
-        decay: share of the old average kept at each step.
-    """
+    """An ``Average`` that decays, in fp32, with diffusers' ``EMAModel``."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
         import torch
@@ -69,12 +68,6 @@ class MovingAverage:
         self._ema.to(dtype=torch.float32)
 
     def update(self, undone: Tensor | None = None) -> None:
-        """Update the averages with the parameters' values after a step.
-
-        Args:
-            undone: bool [] on the device: whether the step was undone, which leaves the averages unchanged; None: it
-                was not.
-        """
         if undone is None:
             self._ema.step(self.parameters)
             return
@@ -88,7 +81,6 @@ class MovingAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the average into the parameters within this context."""
         self._ema.store(self.parameters)
         try:
             self._ema.copy_to(self.parameters)
@@ -97,15 +89,9 @@ class MovingAverage:
             self._ema.restore(self.parameters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fp32 averages by name."""
         return dict(zip(self.names, self._ema.shadow_params, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Restore what ``tensors`` returned after ``step`` steps, bit for bit.
-
-        Raises:
-            KeyError: a parameter has no average.
-        """
         for name, average in zip(self.names, self._ema.shadow_params, strict=True):
             average.copy_(tensors[name])
         self._ema.optimization_step = step

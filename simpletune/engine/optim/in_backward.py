@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from simpletune.engine.optim.loss_scale import LossScale, undone_if
 from simpletune.engine.optim.rounding import Offloading, RoundedOptimizer
@@ -22,12 +22,8 @@ def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
     """Clip each parameter's gradient to a norm separately; skips parameters without a gradient."""
     for parameter in parameters:
         if parameter.grad is not None:
-            torch.nn.utils.clip_grads_with_norm_([parameter], norm, norm_of(parameter.grad))
-
-
-def norm_of(gradient: Tensor) -> Tensor:
-    """The norm of a gradient, summed in fp32."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            size = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            torch.nn.utils.clip_grads_with_norm_([parameter], norm, size)
 
 
 def step_in_backward(
@@ -52,7 +48,7 @@ def step_in_backward(
         assert gradient is not None
         if scale is not None:
             scale.unscale([gradient])
-        norm = optimizer.norms[parameter] = norm_of(gradient)
+        norm = optimizer.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([parameter], clip_norm, norm)
         with nullcontext() if offloaded is None else offloaded.updating(parameter, optimizer.state[parameter]):

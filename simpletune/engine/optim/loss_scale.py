@@ -24,11 +24,7 @@ PORTION = 1 << 22
 
 
 class LossScale:
-    """The scale of the loss, a power of two, on the device.
-
-    Args:
-        device: where the gradients are.
-    """
+    """The scale of the loss, a power of two, on the device of the gradients."""
 
     def __init__(self, device: torch.device):
         self.scale = torch.full((), INITIAL, device=device)  # fp32 []
@@ -98,8 +94,7 @@ def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: li
 
     Args:
         overflow: bool [], whether to undo.
-        optimizer: updates only these parameters in the context.
-        parameters: all must have a gradient, which is zeroed if the update is undone.
+        parameters: the only ones that are updated; all must have a gradient, which is zeroed if that is undone.
     """
     with torch.no_grad():
         for parameter in parameters:
@@ -113,16 +108,11 @@ def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: li
         for weight, old in weights:
             weight.copy_(torch.where(overflow, old, weight))
         for state, earlier in zip(states, before, strict=True):
-            _restore_if(overflow, state, earlier)
-
-
-def _restore_if(overflow: Tensor, state: State, earlier: dict[str, Tensor]) -> None:
-    """Restore a parameter's state; new step counters become 0."""
-    for name, value in _on_device(state, overflow.device):
-        if name in earlier:
-            value.copy_(torch.where(overflow, earlier[name], value))
-        elif name == "step":
-            value.masked_fill_(overflow, 0)
+            for name, value in _on_device(state, overflow.device):
+                if name in earlier:
+                    value.copy_(torch.where(overflow, earlier[name], value))
+                elif name == "step":
+                    value.masked_fill_(overflow, 0)
 
 
 def _on_device(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.engine.optim.ema import Average
-    from simpletune.engine.optim.place import ParameterRange, StatePiece
+    from simpletune.engine.optim.place import ParameterRange
 
 STATE_KEY = re.compile(r"^(\d+)\.(.+)$")
 
@@ -77,12 +77,6 @@ class OptimizerOption(Option):
         """Move a loaded state tensor to its parameter's device, except for step counters."""
         return value if name == "step" else value.to(parameter.device)
 
-    def joined(self, pieces: Sequence[StatePiece], start: int, stop: int) -> State:
-        """Return the flat state of a parameter's elements ``start`` to ``stop`` from the state of saved shards."""
-        from simpletune.engine.optim.place import joined_state
-
-        return joined_state(pieces, start, stop)
-
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build the underlying optimizer. Its ``step`` must neither read device tensors from the host nor wait for the
         device."""
@@ -109,36 +103,26 @@ def state_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     shared: dict[str, str] = {}
     seen: dict[bytes, str] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = list(_entries(optimizer, parameters))
+    entries: list[tuple[int, str, Tensor | int | float]] = [
+        (number, name, value)
+        for number, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+    ]
     if any(getattr(value, "is_paged", False) for _, _, value in entries):  # bitsandbytes' mark
         torch.cuda.synchronize()
     for number, name, value in entries:
         key = f"{number}.{name}"
         if not isinstance(value, torch.Tensor):
             values[key] = value
-        else:
-            identity = _table_bytes(name, value)
-            if identity is not None and identity in seen:
-                shared[key] = seen[identity]
-            else:
+        elif not name.startswith("qmap"):
+            tensors[key] = value
+        else:  # bitsandbytes' look-up table, which every parameter's state repeats
+            source = seen.setdefault(value.cpu().numpy().tobytes(), key)
+            if source == key:
                 tensors[key] = value
-                seen |= {} if identity is None else {identity: key}
+            else:
+                shared[key] = source
     return tensors, {"values": values, "shared": shared}
-
-
-def _entries(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
-) -> Iterator[tuple[int, str, Tensor | int | float]]:
-    """Yield (index of the parameter, name, value) of all state."""
-    for number, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            yield number, name, value
-
-
-def _table_bytes(name: str, value: Tensor) -> bytes | None:
-    """The content of a look-up table that every parameter's state repeats (bitsandbytes' ``qmap1``, ``qmap2``), or
-    None."""
-    return value.cpu().numpy().tobytes() if name.startswith("qmap") else None
 
 
 def load_state(

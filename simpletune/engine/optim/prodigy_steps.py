@@ -52,7 +52,13 @@ class ProdigySteps(torch.optim.Optimizer):
             for portion in portions(group["params"]):
                 by_step: dict[int, list[nn.Parameter]] = {}
                 for parameter in portion:
-                    by_step.setdefault(self._begun(parameter)["step"], []).append(parameter)
+                    state = self.state[parameter]
+                    if "s" not in state:  # its first update
+                        zero = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq", "s")}
+                        state |= {"p0": parameter.detach().clone(), "step": 0}
+                        state |= {"d_numerator": zero, "d_denominator": zero.clone()}
+                    by_step.setdefault(state["step"], []).append(parameter)
                 for number, members in by_step.items():
                     self._update(members, group, number)
 
@@ -64,21 +70,8 @@ class ProdigySteps(torch.optim.Optimizer):
             state["d"] = torch.full((), self.defaults["d0"], dtype=torch.float32, device=first.device)
         return state["d"]
 
-    def _begun(self, parameter: nn.Parameter) -> State:
-        """A parameter's state, which its first update creates."""
-        state = self.state[parameter]
-        if "s" not in state:
-            zero = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq", "s")}
-            state |= {"p0": parameter.detach().clone(), "step": 0}
-            state |= {"d_numerator": zero, "d_denominator": zero.clone()}
-        return state
-
     def _update(self, parameters: Sequence[nn.Parameter], group: State, number: int) -> None:
-        """Update parameters that all have taken ``number`` steps.
-
-        The estimate's sums are kept relative to d0, as in the authors' code, so that they do not underflow.
-        """
+        """Update parameters that all have taken ``number`` steps."""
         states = [self.state[parameter] for parameter in parameters]
         beta_1, beta_2, beta_3 = group["betas"]
         d = self._d()
@@ -91,7 +84,7 @@ class ProdigySteps(torch.optim.Optimizer):
         torch._foreach_lerp_(mean, scaled, 1 - beta_1)
         torch._foreach_mul_(square, beta_2)
         torch._foreach_addcmul_(square, scaled, scaled, value=1 - beta_2)
-        torch._foreach_mul_(sums, beta_3)
+        torch._foreach_mul_(sums, beta_3)  # relative to d0, as in the authors' code, so that it does not underflow
         relative = d_lr / group["d0"]
         torch._foreach_mul_(scaled, d / group["d0"] if group["safeguards"] else relative)
         torch._foreach_add_(sums, scaled)

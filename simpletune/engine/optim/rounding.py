@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from simpletune.engine.optim.bf16_updates import Draws, round_into, truncate_bits
 from simpletune.engine.optim.place import ParameterRange, PartGenerator
-from simpletune.engine.optim.state import BeginsSteps, State, begin_step
+from simpletune.engine.optim.state import State, begin_step
 from simpletune.system.rng import random_key
 
 GROUP = 1 << 22
@@ -45,14 +45,7 @@ def padded_size(tensor: Tensor) -> int:
 
 
 def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Allocate one uninitialised fp32 buffer for several tensors.
-
-    Args:
-        tensors: contiguous tensors on one device.
-
-    Returns:
-        The buffer [elements, with padding], and views into it with the tensors' shapes.
-    """
+    """Allocate an uninitialised fp32 buffer for contiguous tensors of one device, and views into it of their shapes."""
     ends = list(accumulate(map(padded_size, tensors), initial=0))
     flat = torch.empty(ends[-1], dtype=torch.float32, device=tensors[0].device)
     return flat, [flat.as_strided(t.shape, t.stride(), begin) for t, begin in zip(tensors, ends, strict=False)]
@@ -81,11 +74,9 @@ class RoundedOptimizer(torch.optim.Optimizer):
     largest parameter in fp32 (weight and gradient), or twice a group. State is that of an fp32 parameter.
 
     Args:
-        parameters: the parameters to train.
+        parameters, ratios, places: see ``OptimizerOption.build``.
         make: builds the optimizer for some parameters; their updates must be independent of each other.
         rounded: whether to round bf16 parameters stochastically; if not, every parameter steps in its own type.
-        ratios: a factor on each parameter's learning rate; None: 1 for all.
-        places: the place of each parameter in the whole one, if the parameters are shards.
     """
 
     def __init__(
@@ -109,6 +100,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
             homes.setdefault((shell.device, ratio), []).append(shell)
         made = {home: make(shells) for home, shells in homes.items()}
         self._inner = [made[shell.device, ratio] for shell, ratio in zip(self._shells, self._ratios, strict=True)]
+        self._draws = "generator" in self._inner[0].defaults  # whether the wrapped optimizer draws random numbers
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
@@ -120,7 +112,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
     @property
     def independent(self) -> bool:
         """Whether an update depends on nothing but its own parameter, gradient and state."""
-        return not any(isinstance(inner, BeginsSteps) for inner in self._inner)
+        return not any(hasattr(inner, "begin_step") for inner in self._inner)
 
     def kind_of(self, parameter: nn.Parameter) -> tuple[object, ...]:
         """Equal for parameters that ``update`` treats alike, if their layouts and states are equal as well."""
@@ -137,7 +129,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         for group in self._groups():
             if len(group) == 1:
                 self.update(group[0])
-            elif self._is_plain(group[0]):
+            elif group[0].dtype == self._wide[self._numbers[group[0]]]:
                 self._update_in_place(group)
             else:
                 self._update_together(group)
@@ -169,11 +161,13 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             number = self._numbers[parameter]
+            wide = self._wide[number]
             home = self._shells[number].device, parameter.device, self._ratios[number]
-            if self._is_plain(parameter):
+            if wide == parameter.dtype and not self._draws:
                 plain.setdefault(home, []).append(parameter)
                 continue
-            if not self._joins(parameter):
+            rounded = parameter.dtype == torch.bfloat16 and wide == torch.float32
+            if self._draws or not rounded or parameter.numel() > SMALL or not parameter.is_contiguous():
                 yield [parameter]
                 continue
             taken = padded_size(parameter)
@@ -186,11 +180,6 @@ class RoundedOptimizer(torch.optim.Optimizer):
         yield from open_groups.values()
         yield from plain.values()
 
-    def _is_plain(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter steps in its own type and without random draws, so without a copy."""
-        number = self._numbers[parameter]
-        return self._wide[number] == parameter.dtype and not self._draws_itself(number)
-
     @torch.no_grad()
     def _update_in_place(self, parameters: list[nn.Parameter]) -> None:
         """Update several parameters on one device in their own memory. Does not clear their gradients."""
@@ -201,12 +190,6 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._step_inner(numbers, None)
         for shell in shells:
             shell.data, shell.grad = shell.data.new_empty(0), None
-
-    def _joins(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter may step in a group."""
-        number = self._numbers[parameter]
-        rounded = parameter.dtype == torch.bfloat16 and self._wide[number] == torch.float32
-        return rounded and parameter.numel() <= SMALL and parameter.is_contiguous() and not self._draws_itself(number)
 
     @torch.no_grad()
     def _update_together(self, parameters: list[nn.Parameter]) -> None:
@@ -238,18 +221,16 @@ class RoundedOptimizer(torch.optim.Optimizer):
         """Run the wrapped optimizer on some shells, which are on one device."""
         inner, shells = self._inner[numbers[0]], [self._shells[number] for number in numbers]
         settings = {key: value for key, value in self.param_groups[0].items() if key in inner.defaults}
-        settings |= {"generator": generator} if "generator" in settings else {}
-        settings |= {"lr": settings["lr"] * self._ratios[numbers[0]]} if "lr" in settings else {}
+        if self._draws:
+            settings["generator"] = generator
+        if "lr" in settings:
+            settings["lr"] = settings["lr"] * self._ratios[numbers[0]]
         inner.param_groups[0].update(settings | {"params": shells})
         for shell in shells if inner.defaults.get("fused") else ():
             counter = inner.state[shell].get("step")
             if counter is not None:  # a checkpoint loads it next to a weight in host memory
                 inner.state[shell]["step"] = counter.to(shell.device)
         inner.step()
-
-    def _draws_itself(self, number: int) -> bool:
-        """Whether a parameter's optimizer draws random numbers."""
-        return "generator" in self._inner[number].defaults
 
     def _generator(self, number: int, device: torch.device) -> Draws:
         """The generator of a parameter's draws in this step; None for the global one."""

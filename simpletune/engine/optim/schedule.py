@@ -17,12 +17,7 @@ class _Schedule(Option):
     """Steps over which the learning rate rises linearly from 0."""
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor on the learning rate.
-
-        Args:
-            step: the step, counted from 0.
-            steps: the number of steps in the run.
-        """
+        """The factor on the learning rate in a step, counted from 0, of a run of ``steps``."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         rest = max(1, steps - self.warmup_steps)
@@ -30,7 +25,7 @@ class _Schedule(Option):
 
     def decay(self, progress: float) -> float:
         """The factor at a fraction (0 to 1) of the run after warm-up."""
-        raise NotImplementedError
+        return 1.0
 
 
 class Constant(_Schedule):
@@ -38,10 +33,6 @@ class Constant(_Schedule):
 
     name: Literal["constant"] = "constant"
     """Constant learning rate."""
-
-    def decay(self, progress: float) -> float:
-        """1."""
-        return 1.0
 
 
 class Linear(_Schedule):
@@ -51,7 +42,6 @@ class Linear(_Schedule):
     """Linear decay to zero."""
 
     def decay(self, progress: float) -> float:
-        """1 - progress."""
         return 1.0 - progress
 
 
@@ -62,7 +52,6 @@ class Cosine(_Schedule):
     """Cosine decay to zero."""
 
     def decay(self, progress: float) -> float:
-        """(1 + cos(pi progress)) / 2."""
         return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -77,7 +66,6 @@ class Polynomial(_Schedule):
     """Final learning rate as a fraction of lr."""
 
     def decay(self, progress: float) -> float:
-        """end + (1 - end) (1 - progress)^power."""
         return self.end + (1.0 - self.end) * (1.0 - progress) ** self.power
 
 
@@ -90,12 +78,9 @@ class CosineWithRestarts(_Schedule):
     """Number of decays in the run, all of one length; 1 equals cosine."""
 
     def decay(self, progress: float) -> float:
-        """(1 + cos(pi p)) / 2 at the fraction p of the current cycle.
-
-        A fraction that float64 rounds to just below a restart counts as the restart; otherwise a step would have a
-        learning rate of 0.
-        """
-        return 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress + 1e-9) % 1.0)))
+        # 1e-9: float64 may round to just below a restart, where a step would have a learning rate of 0
+        cycle = (self.cycles * progress + 1e-9) % 1.0
+        return 0.5 * (1.0 + math.cos(math.pi * cycle))
 
 
 class Rex(_Schedule):
@@ -105,7 +90,6 @@ class Rex(_Schedule):
     """REX: decay to zero that stays high for long and falls fast at the end."""
 
     def decay(self, progress: float) -> float:
-        """(1 - p) / (1/2 + (1 - p) / 2)."""
         return (1.0 - progress) / (0.5 + 0.5 * (1.0 - progress))
 
 

@@ -6,7 +6,7 @@ y = (1 - beta_1) z + beta_1 x (arXiv:2405.15682, eq. 3 to 5). Parameters are y, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,15 +20,9 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
     """Schedule-free AdamW with the weight decay at y.
 
     State of each parameter: ``z`` and ``exp_avg_sq`` in its type; on the host ``step``, ``lr_max`` and ``weight_sum``,
-    which still count a step that is undone on the device.
-
-    Args:
-        parameters: the parameters to train.
-        settings: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``r`` and ``weight_lr_power``.
+    which still count a step that is undone on the device. Settings: ``lr``, ``betas``, ``eps``, ``weight_decay``,
+    ``r`` and ``weight_lr_power``.
     """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: State):
-        super().__init__(parameters, settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,11 +36,7 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
                     self._update(members, group, step, share)
 
     def _counted(self, parameter: nn.Parameter, group: State) -> tuple[float, ...]:
-        """Count a step of a parameter.
-
-        Returns:
-            Its number, its weight in the sum of weights, and the share of this step in the average.
-        """
+        """Count a step of a parameter: its number, its weight in the sum of weights, and its share in the average."""
         state = self.state[parameter]
         if not state:
             state |= {"z": parameter.detach().clone(), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -78,13 +68,7 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
 
 
 class ScheduleFreeAverage:
-    """The average x, derived from the optimizer's state and the weights, for drawing, evaluating and exporting.
-
-    Args:
-        optimizer: schedule-free, or one that rounds its weights.
-        parameters: the trained parameters by name.
-        beta: the first of its betas.
-    """
+    """The average x, an ``Average`` derived from the state of the optimizer (or of one that rounds its weights)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], beta: float):
         self._optimizer, self._parameters, self._beta = optimizer, dict(parameters), beta
@@ -92,9 +76,12 @@ class ScheduleFreeAverage:
     def update(self, undone: Tensor | None = None) -> None:
         """Do nothing: the optimizer's step has updated the average."""
 
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Do nothing: the optimizer's state and the weights contain the average."""
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the average into the parameters within this context; the weights wait in host memory."""
+        # the weights wait in host memory
         kept = [parameter.detach().cpu().clone() for parameter in self._parameters.values()]
         try:
             with torch.no_grad():
@@ -109,9 +96,6 @@ class ScheduleFreeAverage:
     def tensors(self) -> dict[str, Tensor]:
         """Compute the averages in fp32 by name, in host memory."""
         return {name: self._average_of(parameter).cpu() for name, parameter in self._parameters.items()}
-
-    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Do nothing: the optimizer's state and the weights contain the average."""
 
     def _average_of(self, parameter: nn.Parameter) -> Tensor:
         """x = y + (1 / beta_1 - 1) (y - z), in fp32; before the first step the weights themselves."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -78,11 +78,7 @@ class Recording:
 
 
 def read_events(events: Iterable[_KinetoEvent]) -> Recording:
-    """Sort the profiler's events into a recording.
-
-    Args:
-        events: kineto events of ``torch.profiler``.
-    """
+    """Sort ``torch.profiler``'s events into a recording."""
     recording = Recording()
     on_host: list[tuple[int, int]] = []
     on_device: list[tuple[int, int]] = []
@@ -163,7 +159,6 @@ def figures(recording: Recording, count: int) -> Json:
     preceding device work to the end of the last work that the phase launched.
 
     Args:
-        recording: the events.
         count: number of complete steps; a truncated one may follow.
 
     Raises:
@@ -181,7 +176,11 @@ def figures(recording: Recording, count: int) -> Json:
         for_data = overlap(idle, waits)
         for_host = sum(b - a for a, b in idle) - for_data
     else:
-        seconds = host_phases(ranges)
+        seconds = Counter()
+        for span in sorted(ranges, key=lambda span: span.start):  # phases in order of their first occurrence
+            seconds.setdefault(str(phase_name(span.name)), 0)
+        for span, _, own in nested(ranges):
+            seconds[str(phase_name(span.name))] += own
         for_data, for_host = sum(b - a for a, b in waits), 0
     count, whole = len(steps), stop - start
 
@@ -199,58 +198,33 @@ def figures(recording: Recording, count: int) -> Json:
     }
 
 
-def host_phases(ranges: Sequence[Span]) -> Counter[str]:
-    """Sum nanoseconds by phase from the ranges alone, in order of first occurrence."""
-    taken: Counter[str] = Counter()
-    for span in sorted(ranges, key=lambda span: span.start):
-        taken.setdefault(str(phase_name(span.name)), 0)
-    for span, _, own in nested(ranges):
-        taken[str(phase_name(span.name))] += own
-    return taken
-
-
 def device_phases(recording: Recording, ranges: Sequence[Span], start: int) -> Counter[str]:
     """Sum nanoseconds by phase from the work that each launched on the device."""
     launched = {span.id: span.start for span in recording.operators if span.id}
     taken: Counter[str] = Counter()
     before, name = start, OTHER
-    innermost = Phases(ranges)
+    phase_at = innermost_phase(ranges)
     for span in sorted(recording.device, key=lambda span: (span.start, span.stop)):
         if span.id in launched:  # work of unknown origin counts to the phase of the preceding work
-            name = innermost.at(launched[span.id])
+            name = phase_at(launched[span.id])
         taken[name] += max(0, span.stop - before)
         before = max(before, span.stop)
     return taken
 
 
-class Phases:
-    """Look up the innermost phase at a time.
-
-    Args:
-        ranges: the ranges of phases; any two are nested or disjoint.
-    """
-
-    def __init__(self, ranges: Iterable[Span]):
-        self._times, self._names = [0], [OTHER]
-        inside: list[Span] = []
-        for span in sorted(ranges, key=lambda span: (span.start, -span.stop)):
-            self._close(inside, span.start)
+def innermost_phase(ranges: Iterable[Span]) -> Callable[[int], str]:
+    """Return a look-up of the innermost phase at a time (between phases, ``other``) in nested or disjoint ranges."""
+    times, names = [0], [OTHER]
+    inside: list[Span] = []
+    for span in [*sorted(ranges, key=lambda span: (span.start, -span.stop)), None]:
+        while inside and (span is None or inside[-1].stop <= span.start):
+            times.append(inside.pop().stop)
+            names.append(str(phase_name(inside[-1].name)) if inside else OTHER)
+        if span is not None:
             inside.append(span)
-            self._change(span.start, inside)
-        self._close(inside, None)
-
-    def at(self, time: int) -> str:
-        """Return the phase at a time; between phases, ``other``."""
-        return self._names[bisect_right(self._times, time) - 1]
-
-    def _close(self, inside: list[Span], until: int | None) -> None:
-        while inside and (until is None or inside[-1].stop <= until):
-            stop = inside.pop().stop
-            self._change(stop, inside)
-
-    def _change(self, time: int, inside: list[Span]) -> None:
-        self._times.append(time)
-        self._names.append(str(phase_name(inside[-1].name)) if inside else OTHER)
+            times.append(span.start)
+            names.append(str(phase_name(span.name)))
+    return lambda time: names[bisect_right(times, time) - 1]
 
 
 def top(timed: Iterable[tuple[Span, int]], steps: int) -> list[Json]:
@@ -282,7 +256,8 @@ def peak_of_memory(recording: Recording) -> tuple[int, str] | None:
         now += change
         if now > most:
             most, when = now, time
-    return most, Phases(span for span in recording.ranges if phase_name(span.name) is not None).at(when)
+    phase_at = innermost_phase(span for span in recording.ranges if phase_name(span.name) is not None)
+    return most, phase_at(when)
 
 
 def shares(recording: Recording, count: int) -> dict[str, float]:
@@ -292,7 +267,6 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
     the operations' own time on the host; ``idle`` is then the time of Python and autograd between them.
 
     Args:
-        recording: the events.
         count: number of complete steps.
 
     Raises:
@@ -310,7 +284,9 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
         idle = sum(b - a for a, b in gaps(union(recording.device), start, stop))
     else:
         for span, chain, own in timed:
-            if start <= span.start < stop and is_work(span.name):
+            # not ranges, autograd's nodes and Python's functions
+            is_work = "::" in span.name and not span.name.startswith("autograd::")
+            if start <= span.start < stop and is_work:
                 taken[operation_kind(chain)] += own
         idle = max(0, stop - start - sum(taken.values()))
     busy = (stop - start - idle) / (sum(taken.values()) or 1)  # several streams or threads may work at once
@@ -326,8 +302,3 @@ def operation_kind(chain: Chain) -> str:
     if any(PRODUCT.search(name) for name in chain[-2:]):
         return LINEARS
     return QUANTISATION if any(QUANTISING.search(name) for name in chain) else ELEMENT_WISE
-
-
-def is_work(name: str) -> bool:
-    """Whether a name is an operation's, not a range's, an autograd node's or a Python function's."""
-    return "::" in name and not name.startswith("autograd::")

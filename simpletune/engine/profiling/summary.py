@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from simpletune.engine.memory.snapshot import MemorySnapshot
@@ -28,12 +29,11 @@ def summarise(
     """Summarise a window.
 
     Args:
-        epoch: number of the epoch, from 0.
-        recording: the events.
+        epoch: counted from 0.
         steps: number of completely recorded steps.
         flops: floating-point operations of each recorded step; None: unknown.
-        device: name of the device.
-        cuda: whether the device was recorded.
+        device: its name.
+        cuda: whether it was recorded.
 
     Raises:
         ValueError: no step was recorded.
@@ -63,12 +63,7 @@ def summarise(
 
 
 def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
-    """Add a step's predicted memory to a summary.
-
-    Args:
-        file: summary.json.
-        snapshots: the step's snapshots, in order.
-    """
+    """Add the snapshots of a step's predicted memory, in order, to a summary.json."""
     values = json.loads(file.read_text())
     values["memory"] = memory_over(snapshots, values["phases"])
     values["notes"] = [note for note in values["notes"] if note != PREDICTED] + [PREDICTED]
@@ -76,16 +71,26 @@ def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
 
 
 def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Json:
-    """Place a step's memory snapshots in time, those of a phase evenly over its duration.
+    """Place a step's memory snapshots in time, those of a phase evenly over its seconds.
 
-    Args:
-        snapshots: in order.
-        phases: seconds by phase.
+    A phase that occurs several times splits its time equally. Of more than ``POINTS``, the largest of each group stay.
     """
     if not snapshots:
         return {"peak_mib": 0.0, "at": "", "timeline": []}
+    # recomputation is part of the measured backward pass
+    visits = groupby(snapshots, key=lambda each: "backward" if each.phase == "recompute" else each.phase)
+    runs = [(name, list(run)) for name, run in visits]
+    times = Counter(name for name, _ in runs)
+    timed, second = [], 0.0
+    for name, run in runs:
+        taken = phases.get(name, 0.0) / times[name]
+        timed += [(second + taken * number / len(run), snapshot) for number, snapshot in enumerate(run)]
+        second += taken
+    if len(timed) > POINTS:
+        edges = [number * len(timed) // POINTS for number in range(POINTS + 1)]
+        groups = (timed[start:stop] for start, stop in pairwise(edges))
+        timed = [max(group, key=lambda entry: entry[1].bytes) for group in groups]
     peak = max(snapshots, key=lambda snapshot: snapshot.bytes)
-    timed = list(_timed(snapshots, phases))
     points = [
         {
             "ms": round(1000 * second, 6),
@@ -93,7 +98,7 @@ def memory_over(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -
             "total_mib": to_mib(snapshot.bytes),
             "by_kind": {kind: to_mib(size) for kind, size in snapshot.by_kind.items()},
         }
-        for second, snapshot in thin(timed, POINTS)
+        for second, snapshot in timed
     ]
     return {"peak_mib": to_mib(peak.bytes), "at": f"{peak.phase} {peak.module}".strip(), "timeline": points}
 
@@ -103,51 +108,15 @@ def to_mib(size: int) -> float:
     return round(size / MIB, 3)
 
 
-def _timed(snapshots: Sequence[MemorySnapshot], phases: dict[str, float]) -> Iterator[tuple[float, MemorySnapshot]]:
-    """Yield each snapshot with its time. A phase that occurs several times splits its time equally."""
-    runs = [(name, list(run)) for name, run in groupby(snapshots, key=_measured_phase)]
-    visits = [name for name, _ in runs]
-    second = 0.0
-    for name, run in runs:
-        taken = phases.get(name, 0.0) / visits.count(name)
-        for number, snapshot in enumerate(run):
-            yield second + taken * number / len(run), snapshot
-        second += taken
-
-
-def _measured_phase(snapshot: MemorySnapshot) -> str:
-    """Name the measured phase of a snapshot: recomputation is part of the backward pass."""
-    return "backward" if snapshot.phase == "recompute" else snapshot.phase
-
-
-def thin(timed: Sequence[tuple[float, MemorySnapshot]], points: int) -> list[tuple[float, MemorySnapshot]]:
-    """Reduce to at most ``points`` snapshots, the largest of each group, so that the peak stays."""
-    if len(timed) <= points:
-        return list(timed)
-    edges = [number * len(timed) // points for number in range(points + 1)]
-    stretches = (timed[start:stop] for start, stop in zip(edges, edges[1:], strict=False))
-    return [max(stretch, key=lambda entry: entry[1].bytes) for stretch in stretches]
-
-
 def write_summary(folder: Path, values: Json) -> Path:
-    """Write a summary as JSON and as Markdown.
-
-    Returns:
-        The JSON file.
-    """
-    for name, text in ((MARKDOWN, markdown(values)), (JSON, as_json(values) + "\n")):
-        write_text(folder / name, text)
-    return folder / JSON
-
-
-def as_json(values: Json) -> str:
-    """Format as JSON with one key per line, and one timeline point per line."""
+    """Write a summary as Markdown and as JSON, with a key or a point of the timeline per line; return the JSON file."""
     lines = json.dumps(values | {"memory": None}, indent=1)
     points = ",\n  ".join(json.dumps(point) for point in values["memory"]["timeline"])
     memory = json.dumps(values["memory"] | {"timeline": []})
-    return lines.replace(
-        '"memory": null', '"memory": ' + memory.replace('"timeline": []', f'"timeline": [\n  {points}]')
-    )
+    memory = memory.replace('"timeline": []', f'"timeline": [\n  {points}]')
+    write_text(folder / MARKDOWN, markdown(values))
+    write_text(folder / JSON, lines.replace('"memory": null', f'"memory": {memory}') + "\n")
+    return folder / JSON
 
 
 def markdown(values: Json) -> str:

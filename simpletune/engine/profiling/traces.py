@@ -92,7 +92,9 @@ class EpochTraces:
         self._epoch: int | None = None
         self._place: TraceWindow | None = None
         self._window: Window | None = None
-        self._said: set[str] = set()
+        self._failed = False
+        self._dropped = False
+        """Whether it was said that a trace was too large."""
 
     def __enter__(self) -> EpochTraces:
         return self
@@ -108,11 +110,7 @@ class EpochTraces:
             self._guard(self._leave, window)
 
     def announce(self, start: int) -> None:
-        """Before the first step, print what will be recorded if epochs are too short for the window.
-
-        Args:
-            start: first step of the run.
-        """
+        """Before the run's first step, ``start``, say what will be recorded if epochs are too short for the window."""
         places = []
         for epoch in self.epochs:
             first = max(start, epoch * self.steps_per_epoch)
@@ -143,11 +141,11 @@ class EpochTraces:
         window = self._window
         if window is None:
             return
-        self._guard(window.step)
-        if window.full or self._failed:
+        is_last = self._guard(window.step)
+        if is_last or self._failed:
             self._window = None
             self._guard(window.close)
-            if window.full:
+            if is_last:
                 self._guard(self._leave, window)
 
     def add_memory(self, predicted: Callable[[], Sequence[MemorySnapshot]]) -> None:
@@ -161,10 +159,6 @@ class EpochTraces:
         if snapshots := self._guard(predicted):
             for file in self.summaries:
                 self._guard(summary.add_memory, file, snapshots)
-
-    @property
-    def _failed(self) -> bool:
-        return "failed" in self._said
 
     def _choose(self, epoch: int, step: int) -> TraceWindow | None:
         """Place the window of an epoch that starts at this step; None if the epoch was traced before."""
@@ -203,19 +197,17 @@ class EpochTraces:
         self.summaries.append(summary.write_summary(folder, values))
 
     def _write(self, window: Window, folder: Path) -> list[str]:
-        """Write the trace.
-
-        Returns:
-            Notes for the summary.
-        """
+        """Write the trace; return notes for the summary."""
         try:
-            self.written.append(write_trace(window.export, folder, self.option.max_mb))
+            self.written.append(write_trace(window.profiler.export_chrome_trace, folder, self.option.max_mb))
         except TooLarge as error:
             text = (
                 f"the trace of {folder.name} has {error}, over profile.max_mb {self.option.max_mb:g}: it was dropped, "
                 "its summary is kept. Use a smaller profile.active, profile.with_stack=false, or a larger max_mb"
             )
-            self._once("large", self.warn, text)
+            if not self._dropped:
+                self._dropped = True
+                self.warn(text)
             return [text]
         return []
 
@@ -227,15 +219,11 @@ class EpochTraces:
         try:
             return call(*args, **kwargs)
         except Exception as error:  # of any kind: a failed trace must not end the run
-            reason = " ".join(str(error).split())[:300] or "no reason given"
-            text = f"the profiler failed and is off for the rest of the run ({type(error).__name__}: {reason})"
-            self._once("failed", self.warn, text)
+            if not self._failed:
+                self._failed = True
+                reason = " ".join(str(error).split())[:300] or "no reason given"
+                self.warn(f"the profiler failed and is off for the rest of the run ({type(error).__name__}: {reason})")
             return None
-
-    def _once(self, key: str, speak: Callable[[str], None], text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            speak(text)
 
 
 def traced_epochs(epochs: int, traces: int) -> list[int]:
@@ -249,17 +237,14 @@ def traced_epochs(epochs: int, traces: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TraceWindow:
-    """The steps of a window.
-
-    Args:
-        start: first step that the profiler records.
-        warmup: number of recorded steps to discard.
-        active: number of recorded steps to keep.
-    """
+    """The steps of a window."""
 
     start: int
+    """First step that the profiler records."""
     warmup: int
+    """Number of recorded steps to discard."""
     active: int
+    """Number of recorded steps to keep."""
 
 
 def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[int], bool]) -> TraceWindow:
@@ -268,10 +253,9 @@ def place_window(option: Profile, first: int, stop: int, interrupted: Callable[[
     If there are too few steps, give up ``wait`` first, then warm-up, then recorded steps.
 
     Args:
-        option: the requested window.
         first: the epoch's first step, or the first step of a resumed run.
         stop: the step after the epoch's last.
-        interrupted: whether something else (validation, saving) runs between a step and the next.
+        interrupted: ``Facts.interrupted``.
     """
     wanted = option.warmup + option.active
     best = first, first
@@ -293,8 +277,6 @@ class Window:
     """A new profiler for a few steps.
 
     Args:
-        option: what to record.
-        place: the steps.
         cuda: whether to record the device too.
         blocks: modules to name ranges for.
         snapshot: file for CUDA's memory history; None: do not record it.
@@ -316,7 +298,7 @@ class Window:
         """Number of steps so far."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a window without warm-up; announce() reports it already
-            self._profiler = torch.profiler.profile(
+            self.profiler = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
                 schedule=torch.profiler.schedule(wait=0, warmup=place.warmup, active=place.active, repeat=1),
                 with_stack=option.with_stack,
@@ -329,11 +311,6 @@ class Window:
     def recorded(self) -> int:
         """Number of complete recorded steps, without warm-up."""
         return max(0, self.done - self.place.warmup)
-
-    @property
-    def full(self) -> bool:
-        """Whether the window's last step is done."""
-        return self.done >= self.place.warmup + self.place.active
 
     def start(self) -> None:
         """Record from the next step on.
@@ -351,24 +328,22 @@ class Window:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._undo.append(self._stop_profiler)
-            self._profiler.start()
+            self.profiler.start()
         for number, block in enumerate(self._blocks):
             self._undo += name_ranges(block, f"block {number}")
 
-    def step(self) -> None:
-        """Count a finished step; ``close`` ends the last one."""
+    def step(self) -> bool:
+        """Count a finished step; returns whether it is the last, which ``close`` ends."""
         self.done += 1
-        if not self.full:
-            self._profiler.step()
+        is_last = self.done >= self.place.warmup + self.place.active
+        if not is_last:
+            self.profiler.step()
+        return is_last
 
     def close(self, keep: bool = True) -> None:
-        """Stop everything that was started, even if a part fails to stop. A second call does nothing.
+        """Stop everything that was started, even if a part fails to stop; then raise the first failure.
 
-        Args:
-            keep: whether to write the memory history too.
-
-        Raises:
-            Exception: the first failure, after everything is stopped.
+        A second call does nothing. With ``keep``, writes the memory history too.
         """
         if self._undo and self._snapshot is not None and keep:
             self._undo.insert(1, self._dump)  # after the profiler stops, before recording of the history ends
@@ -383,19 +358,15 @@ class Window:
 
     def events(self) -> Sequence[_KinetoEvent]:
         """Return the profiler's events; call after ``close``."""
-        inner = self._profiler.profiler
+        inner = self.profiler.profiler
         assert inner is not None and inner.kineto_results is not None
         return inner.kineto_results.events()
-
-    def export(self, file: str) -> None:
-        """Write the raw trace; call after ``close``."""
-        self._profiler.export_chrome_trace(file)
 
     def _stop_profiler(self) -> None:
         import torch
 
         try:
-            self._profiler.stop()
+            self.profiler.stop()
         finally:
             if torch.autograd._profiler_enabled():  # stop() failed half-way; it would fill the host's memory
                 torch.autograd._disable_profiler()
@@ -409,11 +380,7 @@ class Window:
 
 
 def name_ranges(module: nn.Module, name: str) -> list[Callable[[], None]]:
-    """Add a named range around a module's forward pass.
-
-    Returns:
-        Functions that remove the hooks.
-    """
+    """Add a named range around a module's forward pass; returns functions that remove the hooks."""
     from torch.profiler import record_function
 
     ranges: list[record_function] = []
@@ -452,45 +419,29 @@ def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) ->
     with TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
         raw, packed = Path(temporary) / "raw.json", Path(temporary) / "packed.json.gz"
         export(str(raw))
-        require_whole(raw)
+        size, end = raw.stat().st_size if raw.exists() else 0, b""
+        if size:
+            with open(raw, "rb") as handle:
+                handle.seek(max(0, size - 64))
+                end = handle.read().strip()
+        if not end.endswith(b"}"):  # the profiler does not report failed writes
+            raise OSError(f"the trace was truncated after {size:,} bytes: is the disk full?")
         pack(raw, packed, max_mb)
         file = folder / f"training.{time.time_ns()}{SUFFIX}"
         os.replace(packed, file)
     return file
 
 
-def require_whole(raw: Path) -> None:
-    """Check the trace's end, because the profiler does not report failed writes.
-
-    Raises:
-        OSError: the trace is missing or truncated.
-    """
-    size = raw.stat().st_size if raw.exists() else 0
-    with open(raw if size else os.devnull, "rb") as handle:
-        handle.seek(max(0, size - 64))
-        end = handle.read().strip()
-    if not end.endswith(b"}"):
-        raise OSError(f"the trace was truncated after {size:,} bytes: is the disk full?")
-
-
 def pack(raw: Path, packed: Path, max_mb: float) -> None:
-    """Rename a raw trace's categories and gzip it.
-
-    Raises:
-        TooLarge: the result would be larger than ``max_mb``.
-    """
+    """Rename a raw trace's categories and gzip it."""
     with open(raw, encoding="utf-8") as source, open(packed, "wb") as out, gzip.open(out, "wt", 6, "utf-8") as target:
         for number, line in enumerate(source):
-            target.write(rename_category(line))
+            for old, new in RENAMED.items():
+                if old in line:  # quotes inside strings are escaped, so nothing else matches
+                    line = line.replace(old, new)
+                    break
+            target.write(line)
             if number % 10_000 == 0 and out.tell() > max_mb * MB:
                 break
     if packed.stat().st_size > max_mb * MB:
         raise TooLarge(f"{packed.stat().st_size / MB:.3g} MB or more")
-
-
-def rename_category(line: str) -> str:
-    """Rename the category in a line; quotes inside strings are escaped, so nothing else matches."""
-    for old, new in RENAMED.items():
-        if old in line:
-            return line.replace(old, new)
-    return line

@@ -36,10 +36,10 @@ class _FrozenInt8Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [b, o, h', w']
         q, scale = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = conv2d_input(ctx.size, dequantise_weight(q, scale, grad_y.dtype), grad_y, *ctx.geometry)
-        return grad_x, None, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        weight = dequantise_weight(q, scale, grad_y.dtype)
+        return conv2d_input(ctx.size, weight, grad_y, *ctx.geometry), None, None, None, None
 
 
 class Int8Conv2d(nn.Conv2d):
@@ -54,11 +54,7 @@ class Int8Conv2d(nn.Conv2d):
 
     @classmethod
     def from_conv(cls, conv: nn.Conv2d, dtype: torch.dtype) -> Int8Conv2d:
-        """Quantise a convolution on its device.
-
-        Args:
-            conv: the layer, with weights in any floating type.
-            dtype: the type of the bias.
+        """Quantise a convolution, with weights in any floating type, on its device; the bias gets the type ``dtype``.
 
         Raises:
             ValueError: its padding is not numeric zero padding.

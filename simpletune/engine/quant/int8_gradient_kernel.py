@@ -12,8 +12,6 @@ Shapes: m rows of gradients, n input features, k output features, the length of 
 # mypy: allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
@@ -22,11 +20,11 @@ from torch import Tensor
 from simpletune.engine.quant.int8_kernel import (
     Tile,
     _blocks,
+    grid_of,
     multiprocessors,
     product,
     run_tuned,
     tuner_of,
-    tuning_rows,
 )
 
 # Tiles as in int8_kernel.py. In these, a warp multiplies a part of the weight's tile with many rows.
@@ -159,12 +157,9 @@ def gradient(
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
         return y
-    bucket = tuning_rows(m)
+    bucket = 1 << (m - 1).bit_length()
     given = (x, x_scale, weight, y, m, n, k, weight.stride(1), bucket, multiprocessors(x.device))
-
-    def grid(chosen: Mapping[str, int]) -> tuple[int]:
-        return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
-
+    grid = grid_of(m, n)
     if tile is None:
         if run_tuned(_tuned, grid, given, (bucket, n, k, "gradient", x.device)):
             return y

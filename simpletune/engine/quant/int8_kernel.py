@@ -140,15 +140,12 @@ def product(
     y = x.new_empty((m, n), dtype=dtype)
     if not m:
         return y
-    bucket = tuning_rows(m)
+    bucket = 1 << (m - 1).bit_length()
     given = (
         x, x_scale, weight, scale, bias, y, m, n, k, weight.stride(0), weight.stride(1), bucket,
         multiprocessors(x.device),
     )  # fmt: skip
-
-    def grid(chosen: Mapping[str, int]) -> tuple[int]:
-        return (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
-
+    grid = grid_of(m, n)
     if tile is None and run_tuned(_tuned, grid, given, (bucket, n, k, weight.stride(1), x.device)):
         return y
     tile = tile or SAFE_TILE
@@ -187,9 +184,9 @@ def run_tuned(
         return False
 
 
-def tuning_rows(rows: int) -> int:
-    """The power of two that represents a number of rows in tunings."""
-    return 1 << (rows - 1).bit_length()
+def grid_of(m: int, n: int) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """The number of programs for m rows and n columns, by the tile."""
+    return lambda chosen: (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
 
 
 @lru_cache(maxsize=8)

@@ -1,20 +1,31 @@
 """The frozen int8 linear layer. It multiplies with the dequantised weight, or in int8 (int8_products.py).
 
-Shapes: n rows (samples x tokens), i input and o output features.
+Consecutive layers that multiply in int8 share the quantised rows of their input.
+
+Shapes: m rows (samples x tokens), i input and o output features.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simpletune.engine.quant import int8_multiply, int8_products, int8_rotated
+from simpletune.engine.quant.int8_products import (
+    dequantise_weight,
+    input_gradient,
+    int8_input_gradient,
+    int8_product,
+    int8_rotated_rows,
+    serves,
+    why_not_rotated,
+)
 from simpletune.engine.quant.rotation import (
+    Rotate,
     Rotation,
-    rotate,
     rotate_rows,
     rotate_weight,
     rotates_weight,
@@ -57,14 +68,88 @@ class _FrozenInt8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
         ctx.save_for_backward(q, scale)
         ctx.block = block
-        weight = rotate_rows(int8_products.dequantise_weight(q, scale, x.dtype), block)
+        weight = dequantise_weight(q, scale, x.dtype)
+        if block:
+            weight = rotate_rows(weight, block)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [..., o]
         q, scale = ctx.saved_tensors
-        grad_x = int8_products.input_gradient(grad_y, q, scale, ctx.block) if ctx.needs_input_grad[0] else None
+        grad_x = input_gradient(grad_y, q, scale, ctx.block) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None
+
+
+class _Quantised(NamedTuple):
+    """The quantised rows of a tensor, with a weak reference to the tensor."""
+
+    of: weakref.ref[Tensor]
+    version: int
+    block: int
+    rows: tuple[Tensor, Tensor]
+
+
+_last: _Quantised | None = None
+"""The last quantised tensor: q, k and v project the same tensor in succession."""
+
+
+def shared_rows(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
+    """``int8_rotated_rows`` of a tensor, computed once for consecutive layers that receive the same tensor.
+
+    Caches only the last result, only while its tensor exists, and quantises again if the tensor has been modified.
+    Recomputed activations are different tensors. A compiled block caches nothing: the compiler merges equal calls when
+    it partitions a graph for gradients.
+    """
+    global _last
+    if torch.compiler.is_compiling() or x.is_inference():  # inference tensors do not track modifications
+        return int8_rotated_rows(x, block)
+    if _last is not None and _last.of() is x and (_last.version, _last.block) == (x._version, block):
+        return _last.rows
+    _last = None  # free it before allocating the next
+    with torch.no_grad():
+        rows = int8_rotated_rows(x, block)
+    _last = _Quantised(weakref.ref(x, _forget), x._version, block, rows)
+    return rows
+
+
+def _forget(dead: weakref.ref[Tensor]) -> None:
+    global _last
+    if _last is not None and _last.of is dead:
+        _last = None
+
+
+class Int8Product(torch.autograd.Function):
+    """A product with the quantised rows of x. Does not read x itself, only computes its gradient.
+
+    Saves only references to q and scale for the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_q: Tensor,
+        x_scale: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        int8: bool,
+        block: int,
+    ) -> Tensor:
+        ctx.save_for_backward(q, scale)
+        ctx.int8, ctx.block = int8, block
+        return int8_product(x_q, x_scale, q, scale, bias, x.dtype).view(*x.shape[:-1], len(q))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None, None]:
+        (grad_y,) = grads  # [..., o]
+        q, scale = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0] and ctx.int8:
+            grad_x = rotate_rows(int8_input_gradient(grad_y, q, scale), ctx.block)
+        elif ctx.needs_input_grad[0]:
+            grad_x = input_gradient(grad_y, q, scale, ctx.block)
+        return grad_x, None, None, None, None, None, None, None
 
 
 class Int8Linear(nn.Linear):
@@ -85,13 +170,7 @@ class Int8Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, rotation: Rotation = "none") -> Int8Linear:
-        """Quantise a linear layer on its device.
-
-        Args:
-            linear: the layer, with weights in any floating type.
-            dtype: the type of the bias.
-            rotation: the rotation of its inputs.
-        """
+        """Quantise a linear layer, of any floating type, on its device; the bias gets the type ``dtype``."""
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         twin.block = rotation_block(rotation, linear)
         q, scale = quantise_rows(rotate_weight(linear.weight.detach(), twin.block))
@@ -103,11 +182,12 @@ class Int8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Compute the product in the input's type."""
-        if self.int8_products and int8_products.serves(x) and (not self.block or not int8_rotated.why_not(x.device)):
-            return int8_multiply.multiply(x, self.weight, self.scale, self.bias, self.int8_gradient, self.block)
-        if self.block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
-            return _FrozenInt8Product.apply(rotate(x, self.block), self.weight, self.scale, self.bias, 0)
-        return _FrozenInt8Product.apply(x, self.weight, self.scale, self.bias, self.block)
+        own, block = (self.weight, self.scale, self.bias), self.block
+        if self.int8_products and serves(x) and (not block or not why_not_rotated(x.device)):
+            return Int8Product.apply(x, *shared_rows(x, block), *own, self.int8_gradient, block)
+        if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
+            return _FrozenInt8Product.apply(Rotate.apply(x, block), *own, 0)
+        return _FrozenInt8Product.apply(x, *own, block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""

@@ -1,9 +1,9 @@
 """Products of int8 activations with int8 weights, with the same arithmetic on the CPU and, in Triton kernels, on CUDA.
 
 y = (x_q q^T) * x_scale * scale + bias, with an exact sum in int32 and the rest in fp32. x_q = round(x / x_scale), where
-the scale of a row is its largest magnitude / 127. Both steps are custom operators (``simpletune::int8_rows``,
-``simpletune::int8_product``), so that fake tensors, memory accounting and ``torch.compile`` see exactly what CUDA
-allocates: rows, scales and output, but nothing in int32.
+the scale of a row is its largest magnitude / 127. Rows may be rotated first (rotation.py). The steps are custom
+operators (``simpletune::int8_rows``, ``int8_rotated_rows``, ``int8_product``), so that fake tensors, memory accounting
+and ``torch.compile`` see exactly what CUDA allocates: rows, scales and output, but nothing in int32.
 
 Shapes: m rows (samples x tokens), i input and o output features.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from simpletune.engine.kernels.fallback import Fallback
-from simpletune.engine.quant.rotation import rotate_rows, rotates_weight
+from simpletune.engine.quant.rotation import SIZES, hadamard, rotate_rows, rotates_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 
@@ -33,11 +34,12 @@ OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 
 _LIBRARY = torch.library.Library("simpletune", "DEF")
 _LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
+_LIBRARY.define("int8_rotated_rows(Tensor x, int block) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
-for _name in ("int8_rows", "int8_product"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # int8_multiply.py defines the gradients
+for _name in ("int8_rows", "int8_rotated_rows", "int8_product"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # int8_linear.py defines the gradients
 
 
 def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -53,6 +55,16 @@ def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]
         int8 [m, k] and fp32 [m].
     """
     return torch.ops.simpletune.int8_rows(x, columns)
+
+
+def int8_rotated_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Quantise x H like ``int8_rows``, without rounding x H to x's type in between.
+
+    Args:
+        x: [..., k].
+        block: size of H's blocks (rotation.py), which divides k; 0: do not rotate.
+    """
+    return torch.ops.simpletune.int8_rotated_rows(x, block) if block else int8_rows(x)
 
 
 def int8_product(
@@ -73,17 +85,19 @@ def int8_product(
     return torch.ops.simpletune.int8_product(x, x_scale, weight, scale, bias, dtype)
 
 
-@torch.library.register_fake("simpletune::int8_rows", lib=_LIBRARY)
-def _(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+def empty_rows(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Rows and scales of x without values, for fake tensors."""
     rows = x.numel() // x.shape[-1]
     return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
 
 
-@torch.library.register_fake("simpletune::int8_product", lib=_LIBRARY)
-def _(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+torch.library.register_fake("simpletune::int8_rows", empty_rows, lib=_LIBRARY)
+torch.library.register_fake("simpletune::int8_rotated_rows", empty_rows, lib=_LIBRARY)
+torch.library.register_fake(
+    "simpletune::int8_product",
+    lambda x, x_scale, weight, scale, bias, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype),
+    lib=_LIBRARY,
+)
 
 
 @torch.library.impl(_LIBRARY, "int8_rows", "CPU")
@@ -104,6 +118,11 @@ def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [m, k] -> int
     return q.to(torch.int8), scale
 
 
+@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CPU")
+def _rotated_rows_on_cpu(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    return rounded_rows(hadamard(x.reshape(-1, x.shape[-1]).float(), block))
+
+
 @torch.library.impl(_LIBRARY, "int8_product", "CPU")
 def _product_on_cpu(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
@@ -122,28 +141,49 @@ FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with de
 """Where kernels of this folder have failed in the middle of a run."""
 
 
+def rows_kernels() -> Any:
+    """The Triton kernels for rows, imported where a failure of Triton's import counts as one of the kernel."""
+    from simpletune.engine.quant import int8_rows_kernel
+
+    return int8_rows_kernel
+
+
 @torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
 def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    def kernel() -> tuple[Tensor, Tensor]:
-        from simpletune.engine.quant import int8_rows_kernel
+    return FALLBACK.run(x.device, lambda: rows_kernels().rows(x, columns, LEAST), lambda: _rows_on_cpu(x, columns))
 
-        return int8_rows_kernel.rows(x, columns, LEAST)
 
-    return FALLBACK.run(x.device, kernel, lambda: _rows_on_cpu(x, columns))
+@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CUDA")
+def _rotated_rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    return FALLBACK.run(
+        x.device, lambda: rows_kernels().rotated_rows(x, block, LEAST), lambda: _rotated_rows_on_cpu(x, block)
+    )
 
 
 @torch.library.impl(_LIBRARY, "int8_product", "CUDA")
 def _product_on_cuda(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    def kernel() -> Tensor:
-        from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
+    given = x, x_scale, weight, scale, bias, dtype
+    return FALLBACK.run(x.device, lambda: _product_by_kernel(*given), lambda: _dequantised_product(*given))
 
-        if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
-            return int8_gradient_kernel.gradient((x, x_scale), weight, dtype)
-        return int8_kernel.product((x, x_scale), weight, scale, bias, dtype)
 
-    return FALLBACK.run(x.device, kernel, lambda: _dequantised_product(x, x_scale, weight, scale, bias, dtype))
+def _product_by_kernel(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tunes: bool = True,
+) -> Tensor:
+    from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
+
+    if scale is None and bias is None and int8_gradient_kernel.reads_words(weight):
+        tile = None if tunes else int8_gradient_kernel.TILES[-1]
+        return int8_gradient_kernel.gradient((x, x_scale), weight, dtype, tile)
+    tile = None if tunes else int8_kernel.SAFE_TILE
+    return int8_kernel.product((x, x_scale), weight, scale, bias, dtype, tile)
 
 
 def _dequantised_product(
@@ -172,11 +212,12 @@ def input_gradient(
 ) -> Tensor:  # [..., i]
     """Compute the gradient of x with the dequantised weight, in the gradient's type.
 
-    Args:
-        block: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
+    ``block``: the block size of the rotation that the weight is stored in, and the gradient is not; 0: none.
     """
     weight = dequantise_weight(q, scale, grad_y.dtype)
-    if block and rotates_weight(grad_y, grad_y.shape[-1]):
+    if not block:
+        return grad_y @ weight
+    if rotates_weight(grad_y, grad_y.shape[-1]):
         return grad_y @ rotate_rows(weight, block)
     return rotate_rows(grad_y @ weight, block)
 
@@ -194,67 +235,68 @@ def serves(x: Tensor) -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
-    return FALLBACK.failed.get(device) or _found_out(device)
+    warning = "products NOT in int8 on {device}, multiplying with dequantised weights: {reason}"
+    return FALLBACK.failed.get(device) or failure_of(_try_products, device, warning)
 
 
-why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
+def why_not_rotated(device: torch.device) -> str | None:
+    """Why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
+    warning = "products NOT in int8 on {device} where inputs are rotated, but with dequantised weights: {reason}"
+    return failure_of(_try_rotated_rows, device, warning)
 
 
-@lru_cache(maxsize=8)
-def _found_out(device: torch.device) -> str | None:
+for _constant in (why_not, why_not_rotated):  # not failure_of: with lru_cache, the compiler would trace into it
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's decorator imports all of dynamo
+
+
+@lru_cache(maxsize=32)
+def failure_of(trial: Callable[[torch.device], str | None], device: torch.device, warning: str) -> str | None:
+    """What a trial of a kernel finds wrong, or why it fails, logged once; None if nothing is wrong."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
-        reason = _why_not(device)
+        try:
+            reason = trial(device)
+        except ImportError as error:
+            reason = f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler or headers, or it fails
+            words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+            reason = f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"
     if reason is not None:
-        say(f"products NOT in int8 on {device}, multiplying with dequantised weights: {reason}")
+        say(warning.format(device=device, reason=reason))
     return reason
 
 
-def _why_not(device: torch.device) -> str | None:
+def _try_products(device: torch.device) -> str | None:
+    """Compare rows with the CPU's, and products of odd sizes and extreme values, in both layouts, with exact sums."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
             return f"it is {sm(capability)}, and int8 products need {sm(OLDEST)} or newer"
     elif device.type != "cpu":
         return f"there is no kernel for {device.type}"
-    return try_kernel(_tried, device)
-
-
-def try_kernel(tried: Callable[[torch.device], str | None], device: torch.device) -> str | None:
-    """What a trial of a kernel finds wrong, or why it fails; None if nothing is wrong."""
-    try:
-        return tried(device)
-    except ImportError as error:
-        return f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler, no headers, or a failing kernel
-        words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-        return f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"
-
-
-def _tried(device: torch.device) -> str | None:
-    """Compare rows with the CPU's, and products of odd sizes and extreme values, in both layouts, with exact sums."""
     numbers = torch.arange(33 * 96).remainder(255).sub(127).to(torch.int8).view(33, 96)
     weight = torch.full((40, 96), -127, dtype=torch.int8)
     weight[::3] = numbers[:14]
-    if device.type == "cuda":
-        from simpletune.engine.quant import int8_rows_kernel  # not the operator, which would hide a failure
-
-        rows = int8_rows_kernel.rows(weight.to(device).float(), None, LEAST)
+    multiply: Callable[..., Tensor] = int8_product
+    if device.type == "cuda":  # the kernels, not the operators, which would hide a failure; without tuning
+        multiply = partial(_product_by_kernel, tunes=False)
+        rows = rows_kernels().rows(weight.to(device).float(), None, LEAST)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, int8_rows(weight.float()), strict=True)):
             return "the kernel's rows differ from the CPU's"
     ones = torch.ones(33, device=device)
     for laid in (weight, weight.t().contiguous().t()):
-        found = _plain_product(numbers.to(device), ones, laid.to(device))
+        found = multiply(numbers.to(device), ones, laid.to(device), None, None, torch.float32)
         if not torch.equal(found.cpu().double(), numbers.double() @ weight.double().t()):
             return "the kernel's sums are not exact"
     return None
 
 
-def _plain_product(x: Tensor, x_scale: Tensor, weight: Tensor) -> Tensor:
-    """Multiply without tuning."""
-    if x.device.type == "cpu":
-        return int8_product(x, x_scale, weight, None, None, torch.float32)
-    from simpletune.engine.quant import int8_gradient_kernel, int8_kernel
-
-    if int8_gradient_kernel.reads_words(weight):
-        return int8_gradient_kernel.gradient((x, x_scale), weight, torch.float32, int8_gradient_kernel.TILES[-1])
-    return int8_kernel.product((x, x_scale), weight, None, None, torch.float32, int8_kernel.SAFE_TILE)
+def _try_rotated_rows(device: torch.device) -> str | None:
+    """Compare rotated rows with the CPU's."""
+    if device.type != "cuda":
+        return None
+    numbers = torch.arange(5 * 768).remainder(255).sub(127).float().view(5, 768)
+    for block in SIZES:
+        rows = rows_kernels().rotated_rows(numbers.to(device), block, LEAST)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _rotated_rows_on_cpu(numbers, block), strict=True)):
+            return "the kernel's rotated rows differ from the CPU's"
+    return None

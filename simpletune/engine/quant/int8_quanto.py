@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from simpletune.engine.quant.precision import QuantisedPrecision
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 class Int8Quanto(QuantisedPrecision):
@@ -35,10 +35,6 @@ class Int8Quanto(QuantisedPrecision):
 
         twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
         twin.freeze()
-        twin.register_forward_pre_hook(_contiguous)  # a UNet's tokens are a transposed view of its features
+        # quanto's CPU kernel crashes or refuses otherwise: a UNet's tokens are a transposed view of its features
+        twin.register_forward_pre_hook(lambda module, inputs: tuple(value.contiguous() for value in inputs))
         return twin.requires_grad_(False)
-
-
-def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Lay out inputs in memory as quanto's CPU kernel needs them; it crashes or refuses otherwise."""
-    return tuple(value.contiguous() for value in inputs)

@@ -1,6 +1,6 @@
 """Triton kernels that quantise rows to int8 in one launch: as they are, rotated (rotation.py), or after GELU.
 
-Called by ``int8_products.py``, ``int8_rotated.py`` and ``int8_gelu.py`` on CUDA; importing this module needs Triton. A
+Called by ``int8_products.py`` and ``int8_gelu.py`` on CUDA; importing this module needs Triton. A
 row becomes multiples of its largest magnitude / 127. Rotated and activated rows stay in registers, unless they are
 longer than ``LONGEST_BLOCK``, so that they are neither written nor computed again. The order of additions is
 ``rotation.hadamard``'s and ``enable_fp_fusion`` is off, so that the results match the CPU's bit for bit.
@@ -164,22 +164,23 @@ def warps_of(length: int) -> int:
     return next(warps for most, warps in WARPS if length <= most)
 
 
-def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
-    """Quantise rows to int8 with one scale each.
-
-    Args:
-        x: [..., k], any floating type; reads strided rows without a copy.
-        columns: fp32 [k], multiplied with every row first; or None.
-        least: a row whose largest magnitude is smaller becomes zeros.
-
-    Returns:
-        int8 [m, k] and fp32 [m].
-    """
+def _laid_out(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [outer, inner, k], int8 [m, k], fp32 [m]
+    """Rows, without a copy if their elements are adjacent, and memory for their int8 numbers and scales."""
     k = x.shape[-1]
     parts = x if x.dim() == 3 else x.reshape(1, -1, k)
     parts = parts if parts.stride(2) == 1 else parts.contiguous()
     count = parts.shape[0] * parts.shape[1]
-    q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
+    return parts, x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
+
+
+def rows(
+    x: Tensor,  # [..., k], any floating type; strided rows are read without a copy
+    columns: Tensor | None,  # fp32 [k], multiplied with every row first
+    least: float,
+) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
+    """Quantise rows to int8 with one scale each; a row whose largest magnitude is less than ``least`` becomes zeros."""
+    parts, q, scale = _laid_out(x)
+    count, k = q.shape
     if count:
         block = min(triton.next_power_of_2(k), LONGEST_LOAD)
         with torch.cuda.device_of(x):
@@ -190,23 +191,15 @@ def rows(x: Tensor, columns: Tensor | None, least: float) -> tuple[Tensor, Tenso
     return q, scale
 
 
-def rotated_rows(x: Tensor, block: int, least: float, longest: int = LONGEST_BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantise rotated rows to int8 with one scale each.
-
-    Args:
-        x: [..., k], any floating type; reads strided rows without a copy.
-        block: 16, 64 or 256, which divides k.
-        least: a rotated row whose largest magnitude is smaller becomes zeros.
-        longest: elements of a row to hold at once; a power of two, at least the block.
-
-    Returns:
-        int8 [m, k] and fp32 [m].
-    """
-    k = x.shape[-1]
-    parts = x if x.dim() == 3 else x.reshape(1, -1, k)
-    parts = parts if parts.stride(2) == 1 else parts.contiguous()
-    count = parts.shape[0] * parts.shape[1]
-    q, scale = x.new_empty((count, k), dtype=torch.int8), x.new_empty((count,), dtype=torch.float32)
+def rotated_rows(
+    x: Tensor,  # as in ``rows``
+    block: int,  # 16, 64 or 256, which divides k
+    least: float,
+    longest: int = LONGEST_BLOCK,
+) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
+    """Quantise rotated rows like ``rows``; holds ``longest`` elements at once, a power of two, at least the block."""
+    parts, q, scale = _laid_out(x)
+    count, k = q.shape
     if count:
         length = min(triton.next_power_of_2(k), longest)
         with torch.cuda.device_of(x):
@@ -218,21 +211,14 @@ def rotated_rows(x: Tensor, block: int, least: float, longest: int = LONGEST_BLO
 
 
 def gelu_rows(
-    x: Tensor, grad: Tensor | None, columns: Tensor | None, block: int, least: float, longest: int = LONGEST_BLOCK
-) -> tuple[Tensor, Tensor]:
-    """Quantise rows of GELU, or of the gradient of its input, to int8 with one scale each.
-
-    Args:
-        x: [..., k], any floating type: the input of GELU.
-        grad: [..., k], the gradient of its output; None: quantise its output.
-        columns: fp32 [k], multiplied with every row first; or None.
-        block: size of the blocks of a rotation of the rows (rotation.py), which divides k; 0: none.
-        least: a row whose largest magnitude is smaller becomes zeros.
-        longest: elements of a row to hold at once; a power of two, at least the block.
-
-    Returns:
-        int8 [m, k] and fp32 [m].
-    """
+    x: Tensor,  # [..., k], any floating type: the input of GELU
+    grad: Tensor | None,  # [..., k], the gradient of its output; None: quantise its output
+    columns: Tensor | None,  # fp32 [k], multiplied with every row first
+    block: int,  # of a rotation of the rows, which divides k; 0: none
+    least: float,
+    longest: int = LONGEST_BLOCK,
+) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
+    """Quantise rows of GELU, or of the gradient of its input, like ``rotated_rows``."""
     k = x.shape[-1]
     x, grad = x.contiguous(), None if grad is None else grad.contiguous()
     count = x.numel() // k

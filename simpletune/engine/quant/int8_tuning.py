@@ -17,20 +17,12 @@ OF_TEXT = (".add_", ".to_add_out", ".ff_context")  # layers of a block that see 
 
 
 class Tuning(NamedTuple):
-    """A product for which a kernel is tuned.
+    """A product for which a kernel is tuned."""
 
-    Args:
-        rows: power of two of rows.
-        outputs: columns of the result.
-        inputs: length of the sum.
-        transposed: whether it is an input's gradient, which reads the weight transposed.
-        bias: whether a bias is added.
-    """
-
-    rows: int
+    rows: int  # the power of two from the number of rows on
     outputs: int
     inputs: int
-    transposed: bool
+    transposed: bool  # an input's gradient, which reads the weight transposed
     bias: bool
 
 
@@ -59,10 +51,7 @@ def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[
 def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> None:
     """Multiply random numbers of each shape once, which tunes the kernels and keeps the timings for later runs.
 
-    Args:
-        shapes: the result of ``tunings``.
-        device: a CUDA device that multiplies in int8.
-        dtype: the type of the run's activations and biases.
+    ``device`` is a CUDA device that multiplies in int8, ``dtype`` the type of the run's activations and biases.
     """
     for m, n, k, transposed, bias in sorted(shapes):
         x, weight = (torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
@@ -74,12 +63,7 @@ def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> 
 
 
 def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int, device: torch.device) -> None:
-    """Log how much tuning the first step includes, if any layer multiplies in int8.
-
-    Args:
-        model: see ``tunings``; likewise the next two.
-        device: a CUDA device.
-    """
+    """Log how much tuning the first step includes, if any layer multiplies in int8 on this CUDA device."""
     shapes = len(tunings(model, image_rows, text_rows))
     if shapes and why_not(device) is None:
         from simpletune.engine.quant.int8_kernel import TILES

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from simpletune.engine.quant.rotation import (
+    Rotate,
     Rotation,
-    rotate,
     rotate_rows,
     rotate_weight,
     rotates_weight,
@@ -29,19 +29,12 @@ from simpletune.engine.quant.rotation import (
 BLOCK, GROUP = 64, 256
 
 
-def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> uint8 [ceil(o i / 2), 1], fp32 [k]
-    """Round each weight to one of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)."""
-    return torch.ops.bitsandbytes.quantize_4bit.default(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
-
-
 def quantise_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [k] -> uint8 [g, 256], fp32 [g, 2]
     """Quantise scales to 8 bits: 256 even steps from the smallest to the largest of each group; |error| <= step / 2.
 
     bitsandbytes uses a table of uneven steps around one mean. The scales of blocks are close to each other, so even
-    steps over each group's range are as accurate, and need no table on every device.
-
-    Returns:
-        The quantised scales, with the last group padded, and each group's smallest scale and step.
+    steps over each group's range are as accurate, and need no table on every device. Returns the quantised scales, with
+    the last group padded, and each group's smallest scale and step.
     """
     if absmax.is_meta:  # computing shapes operation by operation takes milliseconds a layer
         groups = -(-len(absmax) // GROUP)
@@ -61,7 +54,6 @@ def _dequantise(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:  # [o, i]
-    """Dequantise a weight."""
     if steps is not None:
         absmax = _scales(absmax, steps, shape)
     return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, BLOCK, "nf4", shape, dtype)
@@ -123,17 +115,17 @@ class Nf4Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, double: bool, rotation: Rotation = "none") -> Nf4Linear:
-        """Quantise a linear layer on its device.
+        """Quantise a linear layer with weights in any floating type, on its device.
 
         Args:
-            linear: the layer, with weights in any floating type.
             dtype: the type of the bias.
             double: whether to quantise the scales too.
-            rotation: the rotation of its inputs.
         """
         twin = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         twin.block = rotation_block(rotation, linear)
-        packed, absmax = quantise_blocks(rotate_weight(linear.weight.detach(), twin.block))
+        weight = rotate_weight(linear.weight.detach(), twin.block).float().contiguous()
+        # each weight becomes one of 16 quantiles times its block's largest magnitude (arXiv:2305.14314, eq. 4)
+        packed, absmax = torch.ops.bitsandbytes.quantize_4bit.default(weight, BLOCK, "nf4", torch.uint8)
         steps = None
         if double:
             absmax, steps = quantise_scales(absmax)
@@ -146,14 +138,16 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Multiply with the dequantised weight in the input's type."""
-        block, own = self.block, (self.bias, self.weight, self.absmax, self.steps, self._shape)
+        block, shape = self.block, (self.out_features, self.in_features)
+        own = self.bias, self.weight, self.absmax, self.steps, shape
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
-            return _FrozenNf4Product.apply(rotate(x, block), *own, 0)
+            return _FrozenNf4Product.apply(Rotate.apply(x, block), *own, 0)
         return _FrozenNf4Product.apply(x, *own, block)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""
-        weight = _dequantise(self.weight, self.absmax, self.steps, self._shape, torch.float32)
+        shape = self.out_features, self.in_features
+        weight = _dequantise(self.weight, self.absmax, self.steps, shape, torch.float32)
         return rotate_weight(weight, self.block)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
@@ -161,12 +155,9 @@ class Nf4Linear(nn.Linear):
         width = self.in_features
         if width % BLOCK:
             return self.dequantise()[first:last]
-        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, self._shape)
+        whole = self.out_features, width
+        absmax = self.absmax if self.steps is None else _scales(self.absmax, self.steps, whole)
         packed, absmax = self.weight[first * width // 2 : last * width // 2], absmax[first * width // BLOCK :]
         shape = last - first, width
         weight = _dequantise(packed, absmax[: shape[0] * width // BLOCK], None, shape, torch.float32)
         return rotate_weight(weight, self.block)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features

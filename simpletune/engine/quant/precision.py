@@ -55,17 +55,14 @@ class WeightPrecision(Option):
     @property
     def in_words(self) -> str:
         """The compute type for messages."""
+        if self.compute != "auto":
+            return self.compute
         new, old = self.auto_compute(), self.auto_compute(has_bf16=False)
-        other = f" ({old} on a card without bf16)" if new != old else ""
-        return self.compute if self.compute != "auto" else f"{new}{other}"
+        return new if new == old else f"{new} ({old} on a card without bf16)"
 
     def compute_dtype(self) -> torch.dtype:
-        """The type of activations and of unquantised weights in a quantised base."""
+        """The type of activations, and of weights that are not quantised."""
         return self.product_dtype()
-
-    def base_dtype(self) -> torch.dtype:
-        """The type of unquantised weights."""
-        return self.compute_dtype()
 
     def product_dtype(self) -> torch.dtype:
         """The type of the transformer's products, with autocast applied."""
@@ -111,22 +108,18 @@ class WeightPrecision(Option):
         return False
 
     def convert(self, name: str, layer: nn.Module) -> nn.Module:
-        """Quantise a layer on its device.
+        """Quantise a layer, for which ``quantises`` is true, on its device.
 
         On the meta device, creates the quantised layer's tensors for a cached base to fill.
 
         Args:
-            name: the layer's name inside the model.
-            layer: the layer, in its type on disk; ``quantises`` must be true for it.
+            name: its name inside the model.
+            layer: the layer, in its type on disk.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
     def prepare(self, units: Iterable[nn.Module]) -> None:
-        """Change how a model's units compute in training, once its adapter is attached.
-
-        Args:
-            units: changed in place.
-        """
+        """Change, in place, how a model's units compute in training, once its adapter is attached."""
 
 
 class QuantisedPrecision(WeightPrecision):

@@ -24,14 +24,11 @@ ROWS = 1024  # of a weight that are rotated at once
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _LIBRARY.define("rotated(Tensor x, int block) -> Tensor")
-_LIBRARY.impl("rotated", torch.library.fallthrough_kernel, "Autograd")  # _Rotation defines the gradient
+_LIBRARY.impl("rotated", torch.library.fallthrough_kernel, "Autograd")  # Rotate defines the gradient
 
 
 def rotation_block(rotation: Rotation, layer: nn.Linear) -> int:
-    """The size of the blocks in which a layer's inputs are rotated; 0: they are not.
-
-    They are not if ``rotation`` is none, or no size divides the layer's inputs.
-    """
+    """The size of the blocks in which a layer's inputs are rotated; 0: they are not, or no size divides them."""
     return next((size for size in SIZES if rotation != "none" and layer.in_features % size == 0), 0)
 
 
@@ -39,11 +36,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:  # fp32 [..., i] -> [..., i]
     """Multiply x by H in fp32 with the kernel's order of additions (int8_rows_kernel.py), on any device.
 
     Each pass multiplies one base-4 digit of the index by R4 (half the sum of four, minus the opposite one) and moves it
-    to the front; after all passes, the digits are in order again.
-
-    Args:
-        x: its last dimension must be a multiple of the block.
-        block: a power of 4.
+    to the front; after all passes, the digits are in order again. The block, a power of 4, divides x's last dimension.
     """
     values, count = x.reshape(-1, block), 1
     while count < block:
@@ -69,9 +62,7 @@ def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # 
     return hadamard(torch.eye(block, device=device), block).to(dtype)
 
 
-@torch.library.register_fake("simpletune::rotated", lib=_LIBRARY)
-def _(x: Tensor, block: int) -> Tensor:
-    return x.new_empty(x.shape)
+torch.library.register_fake("simpletune::rotated", lambda x, block: x.new_empty(x.shape), lib=_LIBRARY)
 
 
 @torch.library.impl(_LIBRARY, "rotated", "CompositeExplicitAutograd")
@@ -86,8 +77,8 @@ def rotate_rows(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
     return torch.ops.simpletune.rotated(x.contiguous(), block) if block else x
 
 
-class _Rotation(torch.autograd.Function):
-    """x H; its gradient is the output's gradient times H^T = H. Saves no tensor."""
+class Rotate(torch.autograd.Function):
+    """``rotate_rows`` with a gradient: the output's times H^T = H. Saves no tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: int) -> Tensor:
@@ -99,16 +90,6 @@ class _Rotation(torch.autograd.Function):
         return rotate_rows(grads[0], ctx.block), None
 
 
-def rotate(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
-    """``rotated`` with a gradient."""
-    return _Rotation.apply(x, block) if block else x
-
-
 def rotates_weight(x: Tensor, outputs: int) -> bool:
-    """Whether it costs less to rotate a dequantised weight back than to rotate x: whichever has fewer rows is rotated.
-
-    Args:
-        x: [..., i].
-        outputs: rows of the weight.
-    """
+    """Whether it costs less to rotate a dequantised weight of so many rows back than to rotate x [..., i]."""
     return x.numel() > outputs * x.shape[-1]

@@ -221,7 +221,7 @@ class Family(FamilyFacts):
             cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device)
             model = cached.load(on_host) or cached.make(on_host, fresh)
         if sizes is not None:
-            self.fit_to(model, sizes, tensors, precision.base_dtype())
+            self.fit_to(model, sizes, tensors, precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
 
     def empty_denoiser(
@@ -241,7 +241,7 @@ class Family(FamilyFacts):
         config = self.known_config()
         model = fill_model(self.empty_model(config), self.empty_tensors(config), precision, device, on_host)
         if sizes is not None:
-            self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.base_dtype())
+            self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
 
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:

@@ -92,7 +92,7 @@ def fill_model(
     quantised = quantised_layers(model, precision)
     for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
         module = model.get_submodule(name)
-        dtype = None if name in quantised else precision.base_dtype()
+        dtype = None if name in quantised else precision.compute_dtype()
         for own, expected in own_tensors(module):
             tensor = tensors.get(f"{name}.{own}")
             if tensor.shape != expected.shape:

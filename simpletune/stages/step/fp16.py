@@ -8,59 +8,73 @@ change must not depend on when exactly it reads them, so that a resumed run repe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.engine.optim.loss_scale import SMALLEST, LossScale
 from simpletune.models.shared.fp16_blocks import Fp16Blocks, flagged_blocks
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.variant import GradientNorms, StepVariant
 from simpletune.system.options import Json
 
 LATER = 2
 """Steps from a block's overflow until the block computes in fp32."""
 
 
-@dataclass
-class Fp16:
-    """State of training steps with products in fp16.
+class Fp16(StepVariant):
+    """Scales the loss, undoes a step that overflows, and widens blocks.
 
     Args:
+        inner: the step to change.
         scale: the loss scale.
-        blocks: the transformer's blocks, which watch their activations.
-        wide_from: the first step (counted from 0) at which a block computes in fp32, by block.
+        blocks: the denoiser's blocks, which watch their activations.
+        parameters: the trained parameters.
+        optimizer: updates them.
     """
 
-    scale: LossScale
-    blocks: Fp16Blocks
-    wide_from: dict[int, int] = field(default_factory=dict)
-    figures: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The last step's loss scale and the blocks' flags, fp32 [1 + blocks], on the device."""
+    def __init__(
+        self,
+        inner: StepVariant,
+        scale: LossScale,
+        blocks: Fp16Blocks,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ):
+        super().__init__(inner)
+        self.scale, self.blocks, self.parameters, self.optimizer = scale, blocks, parameters, optimizer
+        self.wide_from: dict[int, int] = {}
+        """The first step (counted from 0) at which a block computes in fp32, by block."""
+        self.figures = torch.empty(0)
+        """The last step's loss scale and the blocks' flags, fp32 [1 + blocks], on the device."""
 
-    def at_step(self, step: int) -> None:
-        """Choose the blocks that compute in fp32 in a step."""
+    def at_step(self, step: int, steps: int) -> None:
         self.blocks.wide = frozenset(block for block, first in self.wide_from.items() if first <= step)
+        super().at_step(step, steps)
 
-    def begin(self) -> None:
-        """Clear the last step's flags."""
+    def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
         self.blocks.clear()
+        return super().accumulate(batches, compute)
 
-    def note(self, norm: Tensor) -> None:
-        """Record, on the device, whether the step overflowed, its scale and its flags.
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self.scale.scaled(loss))
 
-        Args:
-            norm: the norm of all unscaled gradients, fp32 [].
-        """
-        self.scale.note(norm)
-        self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norm.device).float()])
+    def norms(self) -> GradientNorms:
+        scaled = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if scaled:  # updates in the backward pass have unscaled and freed theirs
+            self.scale.unscale(scaled)
+        norms = super().norms()
+        self.scale.note(norms.whole)
+        self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norms.whole.device).float()])
+        self.scale.update()  # for the next step: this one's gradients are unscaled
+        return norms
+
+    def update(self) -> None:
+        self.scale.step(self.optimizer)
 
     def widen(self, step: int, flags: Sequence[float]) -> list[int]:
-        """Compute flagged blocks in fp32, starting ``LATER`` steps after ``step``.
-
-        Returns:
-            The blocks that were not in fp32 before.
-        """
+        """Compute flagged blocks in fp32, starting ``LATER`` steps after ``step``; return those that are new."""
         new = [block for block in flagged_blocks(flags) if block not in self.wide_from]
         self.wide_from |= dict.fromkeys(new, step + LATER)
         return new

@@ -1,8 +1,9 @@
-"""Explain an out-of-memory error: memory by kind, and options that would save most."""
+"""Explain why a run ended early: a full device, with the options that would save most; the compiler; a stop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,22 +11,43 @@ from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.tensors import plain_tensors, trained_parameters
-from simpletune.estimate.levers import savings
+from simpletune.models.shared.compile import failure as compiling_failed
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
+from simpletune.runs.summary import print_stopped
 from simpletune.system.options import UserError
+from simpletune.system.signals import Stopped
+from simpletune.training.trainer import Trainer
 
 MIB = 2**20
 SHOWN = 3
 
 
-def memory_by_kind(denoiser: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """Count bytes on the device by kind: frozen and trained weights, gradients, optimizer; on CUDA also the rest.
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """Within this context, explain a full device, a compiler failure and a stop.
 
-    Args:
-        transformer: model with its adapter.
-        optimizer: optimizer of the trained parameters.
-        device: device whose memory is full.
+    Raises:
+        UserError: instead of the device's or the compiler's error.
     """
+    core = trainer.core
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        kinds = memory_by_kind(core.denoiser, core.optimizer, core.device)
+        raise out_of_memory(core.config, kinds, error, trainer.folder) from None
+    except RuntimeError as error:
+        failed = compiling_failed(error)
+        if failed is None:
+            raise
+        raise failed from error
+    except Stopped:
+        if trainer.main:
+            print_stopped(trainer.folder, trainer.steps)
+        raise
+
+
+def memory_by_kind(denoiser: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Count bytes on the device by kind: frozen and trained weights, gradients, optimizer; on CUDA also the rest."""
     parameters = list(denoiser.parameters())
     trained = list(trained_parameters(denoiser).values())
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -61,8 +83,11 @@ def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, 
         error: error of the device.
         folder: run folder.
     """
+    from simpletune.estimate.levers import savings
+
     lines = ["the device's memory is full: " + str(error).partition("\n")[0]]
     lines += [f"  {kind:<26} {size / MIB:>8,.0f} MiB" for kind, size in kinds.items()]
+
     found = savings(config)[:SHOWN]
     if found:
         lines.append("These options would save most (predicted for the training step; costs in brackets):")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from simpletune.commands.train.accelerator import make_accelerator, require_processes
+from simpletune.commands.train.class_pictures import with_class_pictures
+from simpletune.commands.train.load import load, with_batch_size
 from simpletune.config.batches import kept_batch, of_process, with_batch
 from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import checked_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
@@ -36,7 +38,7 @@ from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
 from simpletune.runs.resume import check_resumable
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
-from simpletune.stages.plan_data import PlannedData, plan_data
+from simpletune.stages.plan_data import plan_data
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.attention import settle_attention
 from simpletune.system.atomic import write_json
@@ -46,13 +48,7 @@ from simpletune.system.environment import describe_machine
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads, use_threads
-from simpletune.training.accelerator import make_accelerator, require_processes
-from simpletune.training.class_pictures import with_class_pictures
-from simpletune.training.load import load
-from simpletune.training.nonfinite import NonFiniteGuard
-from simpletune.training.run import Run
-from simpletune.training.trackers import open_trackers
-from simpletune.training.validation_pictures import Previews
+from simpletune.training.trainer import Job
 
 if TYPE_CHECKING:
     from simpletune.estimate.job_estimate import Estimate
@@ -77,8 +73,8 @@ class StartOptions:
     store: CheckpointStore = LocalOnly()
 
 
-def set_up(config: TrainConfig, options: StartOptions) -> Run:
-    """Do everything before the first step: device, data, caches, folder and model.
+def set_up(config: TrainConfig, options: StartOptions) -> Job:
+    """Do everything before the first step: device, settings, data, caches, folder and model.
 
     Args:
         config: configuration as the user gave it.
@@ -90,21 +86,26 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     accelerator, reason = make_accelerator(config)
     device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     stages = StageTimer(cuda=device.type == "cuda")
-    saved = find_saved(options.resume, run_folder(config), accelerator)
+    with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
+        saved = checkpoint.find_checkpoint(options.resume, run_folder(config)) if options.resume else None
     start, before = (saved.step, saved.config) if saved else (0, None)
+
+    # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
     config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = checked_folders(config)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
-    fitted, guarded = fit_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
-    config, resolved, data = with_train_of(fitted, config), with_train_of(fitted, resolved), divide_plan(data, fitted)
+    settled, tries_batch = settle_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
+    config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
+    data = with_batch_size(data, settled)
     if main:
         require_room(resolved, data.plan, start, options.force)
     predicted, timed = (
-        estimate_start(of_process(fitted, processes), device, data.plan, options) if main else (None, None)
+        estimate_start(of_process(settled, processes), device, data.plan, options) if main else (None, None)
     )
+
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
@@ -112,39 +113,30 @@ def set_up(config: TrainConfig, options: StartOptions) -> Run:
     if main:
         open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
         options.attempt.begin(reason, start, stages)
-        put_chosen(resolved, fitted, threads)
+        put_chosen(resolved, settled, threads)
+    state_bytes = None
+    if tries_batch:  # as known to the first process
+        state_bytes = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
+        state_bytes = max(gather_object([state_bytes])) if processes > 1 else state_bytes
     with stages.stage("load"):
-        ready = load(fitted, prepared, accelerator, saved, state_bytes_of(predicted, accelerator) if guarded else None)
-    config, model, prepared = with_train_of(ready.config, config), ready.model, ready.prepared
-    folder = run_folder(config)
-    if main and guarded:
+        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes)
+    config = config.model_copy(update={"train": core.config.train})
+    if main and tries_batch:
         write_config(config)
-    trackers = open_trackers(config, folder, start, main)
-    return Run(
+    return Job(
         config=config,
-        folder=folder,
         accelerator=accelerator,
         device=reason,
         stages=stages,
         prepared=prepared,
-        **vars(model),
-        batches=ready.batches,
-        previews=Previews(resolved, prepared.requests, prepared.text, folder / "samples", model.core),
-        trackers=trackers,
+        core=core,
+        batches=batches,
         start=start,
-        steps=config.steps(prepared.plan.steps_per_epoch),
         attention=attention,
         attempt=options.attempt,
         store=options.store,
-        guard=NonFiniteGuard(config, folder, model.core, ready.batches, start, trackers.warn),
         predicted=predicted,
     )
-
-
-def find_saved(resume: str | None, folder: Path, accelerator: Accelerator) -> checkpoint.SavedState | None:
-    """Find the checkpoint to continue from; the first process goes first, because it sets damaged ones aside."""
-    with accelerator.main_process_first():
-        return checkpoint.find_checkpoint(resume, folder) if resume else None
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
@@ -158,10 +150,10 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
     return threads
 
 
-def fit_memory(
+def settle_memory(
     config: TrainConfig, accelerator: Accelerator, plan: Plan, saved: checkpoint.SavedState | None
 ) -> TrainConfig:
-    """Resolve the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
+    """Settle the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
 
     Raises:
         ConfigError: there are too many processes for a step of this size.
@@ -183,23 +175,7 @@ def fit_memory(
     count = before.get("checkpointed")
     earlier = None if count is None else RecomputeCounts(count, before.get("keeping_attention", 0))
     chosen = choose_on(of_process(config, processes), device, plan.largest(), earlier)
-    return with_train_of(config, chosen)
-
-
-def divide_plan(data: PlannedData, config: TrainConfig) -> PlannedData:
-    """Return the data with a plan for the configuration's batch sizes."""
-    return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
-
-
-def with_train_of(settled: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """Return a configuration with the batch size of another one, which differs only in resolved values."""
-    return config.model_copy(update={"train": settled.train})
-
-
-def state_bytes_of(predicted: Estimate | None, accelerator: Accelerator) -> int:
-    """Return the predicted size of the optimizer's state, as known to the first process."""
-    own = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
-    return max(gather_object([own])) if accelerator.num_processes > 1 else own
+    return chosen.model_copy(update={"train": config.train})
 
 
 def estimate_start(

@@ -1,4 +1,5 @@
-"""Sum the gradients of a step's micro-batches by a fixed tree, so that the sum does not depend on who computed them.
+"""A step that sums the gradients of its micro-batches by a fixed tree, so that the sum does not depend on who computed
+them (``train.reduce`` ``exact``).
 
 ``step/assignment.py`` describes the tree. Sums are in fp32. A process keeps one partial sum per level of its part
 of the tree (log2 of its micro-batches), besides the gradients that it is computing. The processes then exchange these
@@ -11,14 +12,33 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 
+from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import accounting
 from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.variant import PlainStep
 
 BUCKET = 2**22  # numbers exchanged together; the buffers take three times as many
 Sums = list[Tensor | None]
 """The sum of the losses [1], then the sums of each parameter's gradients, in fp32; None: no gradient."""
+
+
+class ExactSums(PlainStep):
+    """Sums by ``TreeSum``. Its processes begin with the first one's weights."""
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    ):
+        super().__init__(config, model, optimizer, accelerator)
+        processes = accelerator.num_processes
+        self.tree = TreeSum(self.parameters, processes, passes=2 if config.prior.second_pass else 1)
+        for parameter in self.parameters if processes > 1 else ():
+            distributed.broadcast(parameter.data, 0)
+
+    def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
+        return self.tree.over(batches, compute)
 
 
 class TreeSum:
@@ -33,16 +53,11 @@ class TreeSum:
     def __init__(self, parameters: Sequence[nn.Parameter], processes: int = 1, passes: int = 1):
         self.parameters, self.processes, self.passes = list(parameters), processes, passes
 
-    def share_weights(self) -> None:
-        """Copy the first process's weights to all processes."""
-        for parameter in self.parameters if self.processes > 1 else ():
-            distributed.broadcast(parameter.data, 0)
-
     def over(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
         """Compute a step's micro-batches and leave the sum of all processes' gradients in ``grad``.
 
         Args:
-            batches: this process's batches, in the order of ``dealing.leaves``.
+            batches: this process's batches, in the order of ``assignment.leaves``.
             compute: runs one forward and backward pass and returns its part of the loss.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Carry out requests in the control file between two steps: draw, save, stop. They do not change the run's bits.
+"""Interruptions of a run: signals, and requests in its control file (draw, save, stop), which do not change its bits.
 
 The first of several processes reads the file, at the cost of one ``stat`` per step, and sends what it found to the
 others with the step's figures, so that all of them stop after the same step.
@@ -7,6 +7,7 @@ others with the step's figures, so that all of them stop after the same step.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -30,13 +31,15 @@ from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
 from simpletune.system.options import Json, UserError
 from simpletune.system.redact import redact
+from simpletune.system.signals import SIGNALS, received_signal
+from simpletune.training.pending_steps import NOTHING, InterruptFlags
 
 SETTLED = 2.0  # seconds for which an unreadable file may still be in the process of being written
 A_REQUEST = "a request"
 
 
-class Control:
-    """Watch a run's control file and answer it; as a context manager, refuse at the end whatever is left.
+class Interrupts:
+    """Watches signals and a run's control file, and answers it; as a context manager, refuses at the end what is left.
 
     Args:
         folder: run folder; None in a process that does not read the file.
@@ -54,41 +57,50 @@ class Control:
     ):
         self.folder, self.attempt, self.warn, self.alone = folder, attempt, warn, alone
         self.stopped_by: str | None = None
+        self.asked = NOTHING
+        """What was asked of this process at the last ``poll``."""
         self._began = attempt.all[-1].started if attempt is not None else datetime.now(UTC)
         self._answered = set() if folder is None else answered_ids(folder)
         self._waiting: list[AnyRequest] = []
         self._mark: tuple[int, ...] | None = None
-        self._agreed = False
+        self._agreed = False  # all processes know of the requests and have logged every step
+        self._stop_asked = False
 
-    @property
-    def stops(self) -> bool:
-        """Whether a request asks to stop."""
-        return any(isinstance(request, StopRequest) for request in self._waiting)
+    def poll(self) -> InterruptFlags:
+        """Return what is asked of this process now."""
+        self._read()
+        stops = sum(isinstance(request, StopRequest) for request in self._waiting)
+        self._stop_asked = stops > 0
+        self.asked = InterruptFlags(received_signal() is not None or self._stop_asked, len(self._waiting) > stops)
+        return self.asked
 
-    @property
-    def waits(self) -> bool:
-        """Whether a request other than stop is waiting."""
-        return any(not isinstance(request, StopRequest) for request in self._waiting)
+    def ends_by(self, asked: bool) -> int | None:
+        """The signal that ends the run after the last launched step, the same in all processes; SIGINT for a request.
+
+        Args:
+            asked: whether any process was asked to stop when the steps that are logged now were launched. Several
+                processes stop together at the first such step; a single one also for what has arrived since.
+        """
+        if not (asked or (self.alone and (received_signal() is not None or self._stop_asked))):
+            return None
+        return received_signal() or (signal.SIGINT if self._stop_asked else SIGNALS[0])
 
     @property
     def ready(self) -> bool:
         """Whether requests can be answered after this step: several processes must first have logged the same steps."""
-        return self.waits and (self.alone or self._agreed)
-
-    def agree(self) -> None:
-        """Record that all processes know of the requests and have logged every step."""
-        self._agreed = True
+        return self.asked.answer and (self.alone or self._agreed)
 
     @property
     def may_answer(self) -> bool:
         """Whether requests may be answered after this step; the same in all processes."""
         return self.ready or self._agreed
 
-    def settle(self) -> None:
-        """Record, in all processes, that the requests are answered."""
-        self._agreed = False
+    def agree(self, agreed: bool = True) -> None:
+        """Record, in all processes, that they know of the requests and have logged every step; or that the requests
+        are answered."""
+        self._agreed = agreed
 
-    def look(self) -> None:
+    def _read(self) -> None:
         """Read the file if it has changed."""
         if self.folder is None:
             return
@@ -184,7 +196,7 @@ class Control:
             place = f"left where it is ({failed.strerror})"
         self.warn(f"{error}\n{file} was {place}; nothing in it is answered")
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> Interrupts:
         return self
 
     def __exit__(
@@ -193,7 +205,7 @@ class Control:
         if self.folder is None or self.attempt is None:
             return
         try:
-            self.look()
+            self._read()
             late = f"training has ended. To draw now: simpletune generate --run {self.folder}"
             for request in list(self._waiting):
                 self._put(request, self.attempt.last_step, "refused", {"why": late})

@@ -1,0 +1,169 @@
+"""Load a run's model, and try out a micro-batch size that was chosen by prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+
+from simpletune.config.batches import smaller_batch
+from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
+from simpletune.data.plan import GlobalBatch, Plan
+from simpletune.data.samples import SampleDraw
+from simpletune.engine.fsdp.checkpoints import require_shared
+from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
+from simpletune.engine.quant.int8_tuning import announce_tuning
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import Denoiser
+from simpletune.runs import checkpoint
+from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_base, load_base_together
+from simpletune.stages.plan_data import PlannedData
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.assignment import RankMicroBatches
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep, assemble, average_of
+from simpletune.stages.text_side import load_text_side
+from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
+from simpletune.system.signals import stop_if_requested
+
+T = TypeVar("T", PreparedData, PlannedData)
+
+
+def load(
+    config: TrainConfig,
+    prepared: PreparedData,
+    accelerator: Accelerator,
+    saved: checkpoint.SavedState | None,
+    state_bytes: int | None,
+) -> tuple[TrainStep, BatchLoader, PreparedData]:
+    """Load the model and this process's micro-batches.
+
+    Args:
+        config: configuration with folders, ``memory`` and batch size settled.
+        prepared: plan and caches.
+        accelerator: accelerate's view of processes and device.
+        saved: checkpoint to continue from, if any.
+        state_bytes: bytes that the optimizer's state will take on the device, if this start chose the micro-batch size
+            by prediction and must try it out: one pass for each bucket's size. If any process runs out of memory, all
+            of them halve the micro-batch and load the model again; no step has been taken yet, and random numbers
+            depend only on the step.
+
+    Returns:
+        The training step, whose configuration has the micro-batch size that fits, the micro-batches, and the data with
+        a plan for that size.
+
+    Raises:
+        UserError: the smallest micro-batch is too large.
+    """
+    stop_if_requested()
+    while True:
+        core = load_model(config, prepared, accelerator, saved)
+        processes, train = accelerator.num_processes, config.train
+        share = RankMicroBatches(
+            accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes)
+        )
+        batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
+        size = None if state_bytes is None else too_large(core, batches, state_bytes)
+        if size is None:
+            return core, batches, prepared
+        pictures = f"{plural(train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
+        smaller = smaller_batch(config, processes)
+        if smaller is None:
+            raise UserError(
+                f"train.batch_size: the device's memory is full with {pictures} in a micro-batch, the fewest that "
+                "train.global_batch allows. Save memory (simpletune plan CONFIG), or use a smaller data.resolution",
+                code=5,
+            )
+        config, train = smaller, smaller.train
+        say(
+            f"batch   out of memory with {pictures}: starts again with {train.accumulation} micro-batches of "
+            f"{train.micro_batch}"
+        )
+        prepared = with_batch_size(prepared, config)
+        del core, batches
+        free_memory(accelerator.device)
+
+
+def with_batch_size(data: T, config: TrainConfig) -> T:
+    """Return the data with a plan for the configuration's batch sizes."""
+    return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
+
+
+def too_large(core: TrainStep, batches: BatchLoader, state_bytes: int) -> Size | None:
+    """Return the size of the first bucket whose micro-batch does not fit in some process's memory."""
+    for draws in batches.plan.of_each_size():
+        failed = torch.tensor(float(runs_out(core, batches, draws, state_bytes)), device=core.device)
+        if core.accelerator.reduce(failed, "sum").item() > 0:
+            return draws[0].view.bucket
+    return None
+
+
+def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], state_bytes: int) -> bool:
+    """Return whether memory runs out in a micro-batch's passes, given what the rest of the step will take."""
+    train, later = core.config.train, state_bytes
+    if train.reduce == "exact":  # partial sums of the gradients
+        own = -(-train.accumulation // core.accelerator.num_processes)
+        later += (own - 1).bit_length() * 4 * sum(parameter.numel() for parameter in core.parameters)
+    try:
+        held = torch.empty(later, dtype=torch.uint8, device=core.device)
+        batch = batches.trial(draws)
+        core.denoiser.train()
+        with core.accelerator.no_sync(core.model):
+            for _ in range(2):  # the second adds to the first's gradients
+                core.compute(batch)
+        del held
+    except torch.OutOfMemoryError:
+        return True
+    finally:
+        core.denoiser.eval()
+        core.losses = []
+        core.optimizer.zero_grad(set_to_none=True)
+        free_memory(core.device)
+    return False
+
+
+def load_model(
+    config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, saved: checkpoint.SavedState | None
+) -> TrainStep:
+    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
+
+    Args:
+        config: configuration with folders and ``memory`` settled.
+        prepared: plan and caches.
+        accelerator: accelerate's view of processes and device.
+        saved: checkpoint to continue from, if any.
+    """
+    device, plan = accelerator.device, prepared.plan
+    sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
+    if divided:  # each unit moves to the device when it is sharded
+        denoiser = load_base(config, torch.device("cpu"), sizes, cache)
+    else:
+        denoiser = load_base_together(config, accelerator, sizes, cache)
+    text = load_text_side(config, prepared.text, plan.captions() if config.text.trains else [], device)
+    core = assemble(config, denoiser, accelerator, len(plan.sizes()), text)
+    core.average = average_of(config, denoiser, core.optimizer)
+    if core.fsdp is not None:
+        driver = RankZeroDriver(core.fsdp)
+        require_shared(run_folder(config), core.fsdp)
+        if core.average is not None:
+            core.average = GatheredAverage(core.average, driver)
+    if saved:
+        checkpoint.restore(saved, denoiser, core.optimizer, config.optimizer, core.average)
+        if core.fp16 is not None and saved.fp16 is not None:
+            core.fp16.load(saved.fp16)
+    total, trainable = config.model.parameter_count(), sum(parameter.numel() for parameter in core.named.values())
+    say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
+    announce_kernel(config, denoiser, device, plan)
+    return core
+
+
+def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.device, plan: Plan) -> None:
+    """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
+    if device.type == "cuda":
+        batch = config.train.micro_batch
+        image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
+        announce_tuning(denoiser, image_rows, batch * config.model.text_tokens, device)

@@ -1,0 +1,182 @@
+"""The parts of a training step, and what a variant of the step may change of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from simpletune.adapters.methods.adapter import TrainingMethod
+from simpletune.adapters.text.update import text_disabled, without_text
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.fsdp.fsdp_model import held_parameters
+from simpletune.engine.optim.in_backward import clip_each
+from simpletune.stages.sample import autocast_of
+from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.system.phases import phase
+
+
+class GradientNorms(NamedTuple):
+    """Norms of a step's unscaled gradients before clipping, fp32, on the device."""
+
+    parameters: list[nn.Parameter]
+    """The parameters that have a gradient."""
+    each: Tensor  # [len(parameters)]
+    whole: Tensor  # []
+    """The norm of all of them; not finite if any gradient is not."""
+
+    @classmethod
+    def of(cls, norms: dict[nn.Parameter, Tensor]) -> GradientNorms:
+        each = torch.stack(list(norms.values()))
+        return cls(list(norms), each, torch.linalg.vector_norm(each))
+
+
+class StepVariant:
+    """A change of some parts of a training step; the others are those of the step inside.
+
+    No part reads from the device: only so does a step run without synchronisation, under fake tensors and under
+    compile. ``TrainStep.step`` calls the parts in the order in which they stand here.
+
+    Args:
+        inner: the step to change.
+    """
+
+    def __init__(self, inner: StepVariant):
+        self.inner = inner
+
+    def at_step(self, step: int, steps: int) -> None:
+        """Follow a schedule, before step number ``step`` (from 0) of a run of ``steps``."""
+        self.inner.at_step(step, steps)
+
+    def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
+        """Leave the sum of the micro-batches' gradients in ``grad``.
+
+        Args:
+            batches: this process's micro-batches.
+            compute: runs one forward and backward pass, and returns its part of the step's loss [].
+
+        Returns:
+            The step's loss [], of this process or of all (``train.reduce``).
+        """
+        return self.inner.accumulate(batches, compute)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The model's prediction for one micro-batch: [b, c, h, w] in the type of its products."""
+        return self.inner.predict(model, batch)
+
+    def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
+        """The loss of a prediction, fp32 []: the mean over the samples; over the fillers if there is nothing else."""
+        return self.inner.loss(prediction, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a loss []."""
+        self.inner.backward(loss)
+
+    def norms(self) -> GradientNorms:
+        """Make the gradients those of the loss, and measure them."""
+        return self.inner.norms()
+
+    def clip(self, norms: GradientNorms) -> None:
+        """Clip the gradients by ``train.clip``."""
+        self.inner.clip(norms)
+
+    def update(self) -> None:
+        """Let the optimizer update the trained parameters."""
+        self.inner.update()
+
+    def constrain(self) -> None:
+        """Bring the trained parameters back within their bounds after an update."""
+        self.inner.constrain()
+
+
+class PlainStep(StepVariant):
+    """A step without a variant.
+
+    Args:
+        config: the run's configuration.
+        model: the denoiser with what trains, wrapped in DDP if there are several processes with whole weights.
+        optimizer: updates the trained parameters.
+        accelerator: synchronises processes.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+    ):
+        self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
+        self.parameters = list(held_parameters(model).values())
+        self.process = config.objective.process(config.model.scheduler_config)
+
+    def at_step(self, step: int, steps: int) -> None:
+        pass
+
+    def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
+        total = torch.zeros((), device=batches[0].z_0.device)
+        for number, batch in enumerate(batches, 1):  # DDP exchanges the gradients in the last pass
+            with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
+                total += compute(batch)
+        return total
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        precision = self.config.precision
+        with phase("noise"):
+            z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
+        with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
+            time, dtype = self.process.time(batch.level), precision.compute_dtype()
+            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
+
+    def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
+        target = self.process.target(batch.z_0, batch.noise, batch.level)
+        return self.compared(prediction, target, batch, batch.weight)
+
+    def compared(self, prediction: Tensor, target: Tensor, batch: Batch, weight: Tensor | None) -> Tensor:
+        """The loss [] against a target, without fillers unless the micro-batch has nothing else."""
+        level = batch.level
+        if 0 < batch.fillers < len(target):
+            rows = slice(-batch.fillers)
+            prediction, target, level = prediction[rows], target[rows], level[rows]
+            weight = None if weight is None else weight[rows]
+        return self.process.loss(prediction, target, level, weight)
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def norms(self) -> GradientNorms:
+        gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        return GradientNorms.of(dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True)))
+
+    def clip(self, norms: GradientNorms) -> None:
+        option = self.config.train
+        if option.clip_norm is None:
+            return
+        if option.clip == "global":
+            # A NaN norm must not scale: NaN then stays in the parameters that caused it, and these can be reported.
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, option.clip_norm, norms.whole.nan_to_num(nan=0.0))
+        else:
+            clip_each(self.parameters, option.clip_norm)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def constrain(self) -> None:
+        model = unwrapped(self.model)
+        with without_text(model):
+            self.config.adapter.constrain(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DDP around it."""
+    found: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return found
+
+
+@contextmanager
+def untrained(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
+    """Restore the exact base model within this context, on the text side too."""
+    with text_disabled(model), adapter.disabled(model):
+        yield

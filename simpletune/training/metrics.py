@@ -1,0 +1,93 @@
+"""Log each step's loss, gradient norm and times to the metrics file, the trackers and the progress line."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from torch import Tensor
+
+from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.folder import append_metrics
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.console import TrainingProgress
+from simpletune.training.nonfinite import NonFiniteGuard
+from simpletune.training.pending_steps import DeviceEvent, InterruptFlags, PendingStep, global_figures
+from simpletune.training.trackers import Trackers
+
+
+class Metrics:
+    """Checks and logs steps once the device has finished them.
+
+    The host stays one step ahead of the device: it launches a step before it reads the figures of the previous one.
+    With ``train.on_nonfinite`` ``skip`` it waits for every step anyway.
+
+    Args:
+        folder: run folder.
+        core: training step.
+        guard: check for NaN and infinity.
+        attempt: record of this process.
+        trackers: other places to log to.
+        steps_per_epoch: number of steps of an epoch.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        core: TrainStep,
+        guard: NonFiniteGuard,
+        attempt: AttemptRecorder,
+        trackers: Trackers,
+        steps_per_epoch: int,
+    ):
+        self.folder, self.core, self.guard, self.attempt, self.trackers = folder, core, guard, attempt, trackers
+        self.steps_per_epoch, self.main = steps_per_epoch, core.accelerator.is_main_process
+        self.to_first_step: float | None = None
+        """Seconds from the start to the end of this process's first step."""
+        self._pending: deque[PendingStep] = deque()
+        self._ahead = 0 if guard.skips else 1
+
+    def launched(
+        self, step: int, began: DeviceEvent, loss: Tensor, norm: Tensor, asked: InterruptFlags, waited: float | None
+    ) -> None:
+        """Start copying a launched step's figures to the host.
+
+        Args:
+            step: number of steps before it.
+            began: event before the step's data.
+            loss: loss of the step, on the device.
+            norm: gradient norm of the step, on the device.
+            asked: what is asked of this process.
+            waited: seconds that the step waited for a remote cache; None if there is none.
+        """
+        figures = global_figures(loss, norm, self.core, asked)
+        self._pending.append(PendingStep.launched(step, began, self.core, figures, waited))
+
+    def log(self, progress: TrainingProgress, everything: bool) -> InterruptFlags:
+        """Log the steps that are due; with ``everything`` all, which waits for the device.
+
+        Returns:
+            What any process was asked when these steps were launched.
+
+        Raises:
+            UserError: a step was non-finite, or the disk is full.
+        """
+        stop = answer = False
+        while len(self._pending) > (0 if everything else self._ahead):
+            done = self._pending.popleft()
+            loss, norm, asked, fp16 = done.read()
+            stop, answer = stop or asked.stop, answer or asked.answer
+            seconds = done.ended.since(done.began)  # on the device, from the end of the previous step
+            self.to_first_step = self.to_first_step or done.began.clock + seconds - self.attempt.began
+            if not (self.guard.check(done, loss, norm, fp16) and self.main):
+                continue
+            row = {"loss": loss, "lr": done.lr, "seconds": round(seconds, 6), "grad_norm": norm}
+            if fp16:
+                row["loss_scale"] = fp16[0]
+            if done.waited is not None:
+                row["waited"] = round(done.waited, 6)
+            append_metrics(self.folder, {"step": done.step + 1, "epoch": done.step // self.steps_per_epoch, **row})
+            self.attempt.last_step = done.step + 1
+            self.trackers.scalars(done.step + 1, row)
+            progress.update(done.step + 1, loss, seconds)
+        return InterruptFlags(stop, answer)

@@ -1,0 +1,272 @@
+"""Train: run the steps of a job, and save, evaluate, draw and answer between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.config.validation_schedule import is_due, is_validation_due
+from simpletune.engine.fsdp.rank_zero import rank_zero_driver
+from simpletune.engine.profiling.traces import EpochTraces
+from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.best_checkpoint import since_best
+from simpletune.runs.folder import PLANNED
+from simpletune.runs.remote.checkpoint_store import CheckpointStore
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.atomic import write_json
+from simpletune.system.console import TrainingProgress, say
+from simpletune.system.options import plural
+from simpletune.system.phases import phase
+from simpletune.system.signals import (
+    SIGNALS,
+    Stopped,
+    deferred_signals,
+    is_listening,
+    received_signal,
+    stop_if_requested,
+)
+from simpletune.system.stage_timer import StageTimer
+from simpletune.training.checkpointer import Checkpointer
+from simpletune.training.interrupts import Interrupts
+from simpletune.training.metrics import Metrics
+from simpletune.training.nonfinite import NonFiniteGuard
+from simpletune.training.optional_tasks import OptionalTasks
+from simpletune.training.pending_steps import DeviceEvent
+from simpletune.training.profiler import traces_of
+from simpletune.training.requested_pictures import answer_drawing
+from simpletune.training.trackers import open_trackers
+from simpletune.training.validation_loss import validation_samples
+from simpletune.training.validator import Validator
+
+if TYPE_CHECKING:
+    from simpletune.estimate.job_estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is settled and loaded before training.
+
+    Args:
+        config: configuration as the user gave it, except that its batch size is settled; the model's own, with folders
+            and memory settled, too, is ``core.config``.
+        accelerator: accelerate's view of processes and device.
+        device: description of the device and why it was chosen.
+        stages: time and memory so far.
+        prepared: plan and caches.
+        core: the loaded model and its training step, restored from a checkpoint if the run continues.
+        batches: this process's micro-batches.
+        start: first step of this process.
+        attention: attention kernel.
+        attempt: record of this process.
+        store: keeps the run's checkpoints, if an object store does.
+        predicted: predicted memory, if any.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    device: str
+    stages: StageTimer
+    prepared: PreparedData
+    core: TrainStep
+    batches: BatchLoader
+    start: int
+    attention: str
+    attempt: AttemptRecorder
+    store: CheckpointStore
+    predicted: Estimate | None = None
+
+
+class Trainer:
+    """Trains a job. Its ``trackers`` and ``interrupts`` are contexts, to be held open until the run is finished."""
+
+    def __init__(self, job: Job):
+        config, core, plan = job.config, job.core, job.prepared.plan
+        self.job, self.config, self.core, self.plan, self.batches = job, config, core, plan, job.batches
+        self.accelerator, self.main = job.accelerator, job.accelerator.is_main_process
+        self.stages, self.attempt = job.stages, job.attempt
+        self.folder = folder = run_folder(config)
+        self.start, self.steps = job.start, config.steps(plan.steps_per_epoch)
+        self.early: str | None = None
+        """Why the run ended before its planned length, if it did."""
+
+        self.trackers = open_trackers(config, folder, job.start, self.main)
+        self.guard = NonFiniteGuard(config, folder, core, job.batches, job.start, self.trackers.warn)
+        self.metrics = Metrics(folder, core, self.guard, job.attempt, self.trackers, plan.steps_per_epoch)
+        self.checkpointer = Checkpointer(config, folder, core, plan, job.stages, job.attempt, job.store)
+        if self.main:
+            planned = {"steps": self.steps, "steps_per_epoch": plan.steps_per_epoch}
+            predicted = {} if job.predicted is None else {"predicted": job.predicted.as_json()["stages"]}
+            write_json(folder / PLANNED, planned | predicted)
+        job.store.begins(job.start)
+        alone = self.accelerator.num_processes == 1
+        self.interrupts = Interrupts(folder, job.attempt, self.trackers.warn, alone) if self.main else Interrupts()
+        samples = validation_samples(config, plan.samples_per_step, self.steps, resumed=job.start > 0)
+        self.tasks = OptionalTasks(self.accelerator.device, self.trackers.warn)
+        self.validator = Validator(
+            config, folder, core, job.batches, job.prepared, samples, job.stages, job.attempt, self.trackers, self.tasks
+        )
+
+    def train(self) -> EpochTraces:
+        """Validate the base, run the steps, and save the last one.
+
+        Returns:
+            The profiler's traces.
+
+        Raises:
+            Stopped: a signal or a request ended the run; it is saved.
+            UserError: a step was non-finite, or the disk is full.
+        """
+        self.first_alone(self.validator.before_training, self.start, self.steps)
+        self.attempt.set_up()
+        processes = self.accelerator.num_processes
+        if self.main and self.start < self.steps and is_listening():
+            most = "one step" if processes == 1 else "two steps"  # the others learn of it a step later
+            say(f"stops   SIGTERM or Ctrl-C finishes at most {most} and saves; a second one stops at once")
+        stop_if_requested()
+        with deferred_signals(processes):
+            traces = self._steps()
+            if self.start < self.steps:
+                self.first_alone(self.checkpointer.save, self.steps)
+            self._stop_together()
+        stop_if_requested()
+        return traces
+
+    def _steps(self) -> EpochTraces:
+        """The training loop: plan, noise, predict, loss, backward, update, log."""
+        config, core, progress = self.config, self.core, self._progress()
+        prefetcher = Prefetcher(self.batches, self.steps, on=config.speed.prefetch and self.stages.cuda)
+        core.denoiser.train()
+        traces = traces_of(config, core, self.batches, self.steps, self.stages.cuda, self.trackers.warn)
+        traces.announce(self.start)
+        with traces, progress, prefetcher, self.stages.stage("train"):
+            for step in range(self.start, self.steps):
+                began = DeviceEvent(core.device)
+                traces.before_step(step)
+                with phase("data"):
+                    batches = prefetcher.step(step)
+                loss, norm = core.run(step, self.steps, batches, self.guard.allows_update)
+                self.metrics.launched(step, began, loss, norm, self.interrupts.poll(), prefetcher.waited)
+                traces.after_step()  # may write a trace, which does not count as the step's time
+
+                done, last = step + 1, step + 1 == self.steps
+                pauses = is_due(config.checkpoint.every, done) or is_due(config.validation.every, done)
+                ends = self._log(progress, everything=last or pauses or self.interrupts.ready)
+                if last:
+                    break  # finish() validates and draws
+                if pauses or ends is not None or self.interrupts.may_answer:
+                    self.first_alone(self._between_steps, done, progress, ends is not None)
+                    self.interrupts.agree(False)
+                if ends is not None:
+                    self.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
+                    raise Stopped(ends, by=None if received_signal() else self.interrupts.stopped_by)
+                if self._stops_early(done):
+                    break
+        return traces
+
+    def _log(self, progress: TrainingProgress, everything: bool) -> int | None:
+        """Log the steps that the device has finished.
+
+        Returns:
+            The signal that ends the run after the last launched step, the same in all processes; if there is one, every
+            step has been logged.
+        """
+        stop, answer = self.metrics.log(progress, everything)
+        if answer:
+            stop |= self.metrics.log(progress, everything=True).stop
+            self.interrupts.agree()
+        ends = self.interrupts.ends_by(stop)
+        if ends is not None:
+            self.metrics.log(progress, everything=True)
+        return ends
+
+    def _between_steps(self, done: int, progress: TrainingProgress, stops: bool) -> None:
+        """Save, evaluate and draw after ``done`` steps if due, and do what the control file asks.
+
+        Args:
+            done: number of finished steps.
+            progress: progress display.
+            stops: whether the run stops here; then it saves but does not draw.
+
+        Raises:
+            Stopped: a signal arrived while evaluating or drawing; this step is saved too.
+        """
+        config, save = self.config, self.checkpointer.save
+        saves = stops or is_due(config.checkpoint.every, done)
+        if saves:
+            with progress.interrupted("save"):
+                save(done)
+        if stops:
+            self.interrupts.stop(self.folder, done)
+            return
+        try:
+            if is_validation_due(config, done) or is_due(config.validation.every, done):
+                with progress.interrupted("validate"):
+                    self.validator.after_step(done)
+            if self.interrupts.ready:
+                with progress.interrupted("request"):
+                    draw = partial(answer_drawing, self.validator, self.job.predicted)
+                    self.interrupts.answer(done, saves, save, draw)
+        except Stopped:
+            if not saves:
+                save(done)
+            raise
+
+    def _stops_early(self, done: int) -> bool:
+        """Return whether training ends after ``done`` steps because the validation loss no longer falls; the same in
+        all processes. If so, the run's length becomes ``done``."""
+        option = self.config.validation.early_stop
+        if option is None or done < option.min_steps or not is_validation_due(self.config, done):
+            return False
+        if not self._any_process(self.main and since_best(self.folder) >= option.patience):
+            return False
+        without = plural(option.patience, "evaluation")
+        self.early = f"stopped early at step {done} of {self.steps}: no lower validation loss in {without}"
+        if self.main:
+            say(self.early)
+        self.steps = done
+        return True
+
+    def _stop_together(self) -> None:
+        """Stop all processes after the last step if any received a signal; a launcher ends all when one ends.
+
+        Raises:
+            Stopped: a process received a signal.
+        """
+        if self.accelerator.num_processes > 1 and self._any_process(received_signal() is not None):  # after the save
+            raise Stopped(received_signal() or SIGNALS[0])
+
+    def _any_process(self, asked: bool) -> bool:
+        """Return whether something holds in any process."""
+        if self.accelerator.num_processes == 1:
+            return asked
+        flag = torch.tensor(float(asked), device=self.accelerator.device)
+        return self.accelerator.reduce(flag, "sum").item() > 0
+
+    def _progress(self) -> TrainingProgress:
+        """The progress display of the steps."""
+        first = self.stages.by_name.get("validate")
+        every = {"save": self.config.checkpoint.every, "validate": self.config.validation.every}
+        took = {"validate": first.seconds} if first else {}
+        samples = self.plan.samples_per_step
+        progress = TrainingProgress(self.steps, self.start, samples, self.stages.memory_now, every, took)
+        if not self.validator.previews.requests:
+            progress.look = "evaluation" if self.validator.evaluator.samples else ""
+        return progress
+
+    def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
+        """Let the first process work alone between two steps. If the weights are sharded, the others help it."""
+        driver = rank_zero_driver(self.core.denoiser)
+        if self.main:
+            with nullcontext() if driver is None else driver.lead():
+                work(*arguments)
+        elif driver is not None:
+            driver.follow(self.core.average, self.checkpointer.save_own_part)

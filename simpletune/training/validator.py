@@ -1,0 +1,113 @@
+"""Evaluate and draw before, during and after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image
+
+from simpletune.config.schema import TrainConfig
+from simpletune.config.validation_schedule import describe_validation, is_due, is_validation_due, scalar_name
+from simpletune.engine.optim.ema import use_average
+from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.folder import EVALUATION, has_validation, record_validation
+from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.atomic import write_json
+from simpletune.system.options import Json
+from simpletune.system.stage_timer import StageTimer
+from simpletune.training.optional_tasks import OptionalTasks
+from simpletune.training.trackers import Trackers
+from simpletune.training.validation_loss import LossEvaluator
+from simpletune.training.validation_pictures import Previews
+
+EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
+
+
+class Validator:
+    """Computes the validation loss and draws the validation pictures when they are due; a failure is only a warning.
+
+    Args:
+        config: configuration as the user gave it.
+        folder: run folder.
+        core: training step.
+        batches: source of the batches.
+        prepared: plan and caches.
+        samples: number of samples of an evaluation.
+        stages: records the time and memory of the stage ``validate``.
+        attempt: record of this process.
+        trackers: where losses and pictures are logged.
+        tasks: runs what may fail.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        core: TrainStep,
+        batches: BatchLoader,
+        prepared: PreparedData,
+        samples: int,
+        stages: StageTimer,
+        attempt: AttemptRecorder,
+        trackers: Trackers,
+        tasks: OptionalTasks,
+    ):
+        self.config, self.folder, self.core, self.plan, self.stages = config, folder, core, prepared.plan, stages
+        self.attempt, self.trackers, self.tasks = attempt, trackers, tasks
+        self.evaluator = LossEvaluator(core, batches, config.adapter, folder, samples)
+        self.previews = Previews(core.config, prepared.requests, prepared.text, folder / "samples", core)
+
+    @property
+    def evaluated_on(self) -> Json:
+        """Describe what the validation loss measures."""
+        return describe_validation(self.plan, self.evaluator.samples)
+
+    def before_training(self, start: int, steps: int) -> None:
+        """Evaluate and draw before the first step of this process, if that is still to be done."""
+        if start == 0:
+            before = self.try_to_evaluate(0)
+            write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
+            self.try_to_draw(0)
+        elif start < steps:
+            self.after_step(start)  # if the run was stopped while evaluating or drawing
+
+    def after_step(self, step: int) -> None:
+        """Evaluate and draw if due after ``step`` steps; skips what a stopped run has already done."""
+        evaluated = not self.evaluator.samples or has_validation(self.folder, step)
+        if is_validation_due(self.config, step) and not evaluated:
+            self.try_to_evaluate(step)
+        if is_due(self.config.validation.every, step) and not self.previews.has_pictures(step):
+            self.try_to_draw(step)
+        self.attempt.update()
+
+    def try_to_evaluate(self, step: int) -> float | None:
+        """Evaluate; None if there are no samples, or if it fails."""
+        return self.tasks.run(EVALUATING, self.evaluate, step)
+
+    def try_to_draw(self, step: int) -> None:
+        """Draw the validation pictures; a failure is only a warning."""
+        self.tasks.run(DRAWING, self.draw, step)
+
+    def evaluate(self, step: int) -> float | None:
+        """Compute the validation loss and the drift, and record them by step."""
+        with self.stages.stage("validate"), use_average(self.core.average):
+            found = self.evaluator.evaluate(self.core.denoiser, step)
+        if found is None:
+            return None
+        record_validation(self.folder, {"step": step, **found.row(), "held_out": bool(self.plan.held_out)})
+        drift = {f"drift_{group}": value for group, value in found.drift.items()}
+        self.trackers.scalars(step, {scalar_name(self.plan): found.loss, **drift})
+        return found.loss
+
+    def draw(self, step: int) -> None:
+        """Draw the validation pictures; at step 0, with the base model."""
+        with self.stages.stage("validate"), use_average(self.core.average):
+            if step == 0:
+                self.previews.generate_base(self.core.denoiser)
+                return
+            self.previews.generate_tuned(self.core.denoiser, step)
+            sheet = self.previews.write_grid()
+        if sheet is not None:
+            self.trackers.picture(step, "samples", Image.open(sheet))
