@@ -31,7 +31,6 @@ REASONS: dict[str, str] = {
     r"stage_timer\.py::StageTimer\.": GPU,
     r"memory_row\.py::measure": GPU,
     r"int8_products\.py::_try_products|int8_gelu\.py::_tried": GPU,
-    r"adaln_operators\.py::\w+_on_cuda": GPU,
     r"training/drawn\.py::draw|pipeline/load\.py::load_base_together|probe_steps\.py::take_steps": GPU,
     r"host_probes\.py::(_of_streams|beside_each_other)": GPU,
     r"benchmarks/dry_(row|operations)\.py::": DRY,

@@ -12,7 +12,7 @@ from reference.adaln import gated_sum, modulated_norm, rms_norm
 from torch import Tensor
 
 from simpletune.engine.kernels import adaln_kernels, rms_kernels
-from simpletune.engine.kernels.sizes import ROWS, NormTokens
+from simpletune.engine.kernels.sizes import ROWS
 
 TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """One rounding of each type, relative: half a unit in the last place, with a little for fp32's own."""
@@ -85,9 +85,9 @@ def test_their_gradients_are_within_one_rounding_of_float64(
     outs = [modulated_norm(wide, scale, shift, EPS) for scale in wide_scales]
     torch.autograd.backward(outs, [grad.double() for grad in grads])
     mean, variance = x.double().mean(-1), x.double().var(-1, unbiased=False)
-    tokens_ = NormTokens(x, y if adds and trains else None, gate if adds else None, grad_total if joined else None)
+    given = (x, y if adds and trains else None, gate if adds else None, grad_total if joined else None)
     statistics = [mean.float(), (variance + EPS).rsqrt().float()]
-    found = adaln_kernels.modulate_backward(grads, tokens_, scales, statistics, trains)
+    found = adaln_kernels.modulate_backward(grads, *given, scales, statistics, EPS, trains)
     assert wide.grad is not None
     steep = (variance + EPS).rsqrt()[:, :, None]
     sizes = 40 * steep * (1 + steep * x.double().abs())
@@ -114,7 +114,7 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
     x, y, grad = tokens(shape, dtype, seed, 3)
     gate = views(shape[0], shape[2], dtype, seed, 3)[1]
     exact = gated_sum(x.double(), y.double(), gate.double())
-    close(adaln_kernels.add(x, y, gate), exact, x.double().abs() + 4)
+    close(adaln_kernels.add_gated(x, y, gate), exact, x.double().abs() + 4)
     grad_y, *sums = adaln_kernels.gate_backward(grad, y if trains else None, gate)
     close(grad_y, grad.double() * gate.double()[:, None], 1.0)
     assert len(sums) == trains
@@ -135,8 +135,8 @@ def test_norms_of_queries_are_within_one_rounding_of_float64(
     wide, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     exact = rms_norm(wide, wide_weight, EPS)
     exact.backward(grad.double())
-    close(rms_kernels.normed(x, weight, EPS), exact.detach(), exact.detach().abs() + 1)
-    grad_x, *sums = rms_kernels.backward(grad, x, weight, EPS, trains)
+    close(rms_kernels.rms_norm(x, weight, EPS), exact.detach(), exact.detach().abs() + 1)
+    grad_x, *sums = rms_kernels.rms_norm_backward(grad, x, weight, EPS, trains)
     assert wide.grad is not None and wide_weight.grad is not None and len(sums) == trains
     steep = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     close(grad_x, wide.grad, 40 * steep)
@@ -149,8 +149,7 @@ def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:
     gate, scale = views(2, 40, torch.bfloat16, 5, 2)
     statistics = [torch.zeros(2, 3 * ROWS + 1), torch.ones(2, 3 * ROWS + 1)]
     first, second = (
-        adaln_kernels.modulate_backward([grad], NormTokens(x, y, gate, None), [scale], statistics, True)
-        for _ in range(2)
+        adaln_kernels.modulate_backward([grad], x, y, gate, None, [scale], statistics, EPS, True) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -160,7 +159,7 @@ def test_rows_that_do_not_lie_in_order_are_read_all_the_same() -> None:
     (x, y), gate = tokens((2, 9, 24), torch.float32, 3, 2), tokens((24, 2), torch.float32, 4, 1)[0].t()
     turned = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert not turned.is_contiguous()
-    assert torch.equal(adaln_kernels.add(turned, y, gate), adaln_kernels.add(x, y, gate.contiguous()))
+    assert torch.equal(adaln_kernels.add_gated(turned, y, gate), adaln_kernels.add_gated(x, y, gate.contiguous()))
     scale = tokens((2, 24), torch.float32, 6, 1)[0]
     for a, b in zip(
         adaln_kernels.modulate(turned, y, gate, [scale], [scale], EPS),

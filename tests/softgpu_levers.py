@@ -20,7 +20,7 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, SampleDraw
-from simpletune.engine.kernels import adaln_operators, rms_norm
+from simpletune.engine.kernels import adaln, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
 from simpletune.engine.optim.optimizer import state_to_tensors
@@ -197,7 +197,7 @@ def run(levers: Levers, device: str = "cuda", kernels: bool = False) -> Result:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
-            for operators in (adaln_operators, rms_norm):
+            for operators in (adaln, rms_norm):
                 patch.setitem(operators.FALLBACK.failed, torch.device("cuda", 0), "bits are compared")
         return _run(levers, device)
 

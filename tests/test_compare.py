@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare, models_to_compare, resolve_weights
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
-from simpletune.commands.generate.image_scores import ImageScores
+from simpletune.commands.generate.image_scores import open_encoder
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import open_session
 from simpletune.commands.train.train import train
@@ -252,14 +252,14 @@ def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
     with pytest.raises(UserError, match="--dino: .*nowhere does not exist. Give a folder or a hub name"):
-        ImageScores("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
+        open_encoder("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
     with pytest.raises(UserError, match="--clip: .* is a dino model. Use one of clip"):
-        ImageScores("--clip", str(dino), torch.device("cpu"))
+        open_encoder("--clip", str(dino), torch.device("cpu"))
     (dino / "model.safetensors").rename(tmp_path / "model.safetensors")
     shutil.copy(dino / "config.json", tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"--dino: .* lacks \d+ weights of its model"):
-        ImageScores("--dino", str(tmp_path), torch.device("cpu"))
+        open_encoder("--dino", str(tmp_path), torch.device("cpu"))
 
 
 def by_transformers(folder: Path, pictures: list[Image.Image], resized: int) -> torch.Tensor:
@@ -286,7 +286,8 @@ def test_likeness_is_the_papers() -> None:
     images = [pictures.draw(scene, 96) for scene in scenes]
     for option, title, resized in (("--clip", "tiny-clip", 64), ("--dino", "tiny-dino", 73)):
         folder, side = ENCODERS[f"demo:{title}"], 64
-        found = ImageScores(option, f"demo:{title}", torch.device("cpu")).of_pictures(images)
+        encoder = open_encoder(option, f"demo:{title}", torch.device("cpu"))
+        found = torch.nn.functional.normalize(encoder.of_pictures(images), dim=-1)
         expected = by_transformers(folder, images, resized)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
         other = by_transformers(folder, images, 73 if resized == side else side)
@@ -300,5 +301,6 @@ def test_prompts_are_likened_as_by_transformers() -> None:
     with torch.no_grad():
         found = AutoModel.from_pretrained(folder).get_text_features(**tokens)
     expected = torch.nn.functional.normalize(found if isinstance(found, torch.Tensor) else found.pooler_output, dim=-1)
-    own = ImageScores("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
+    own = open_encoder("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
+    own = torch.nn.functional.normalize(own, dim=-1)
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)

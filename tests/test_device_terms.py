@@ -15,8 +15,8 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import (
-    CudaLayouts,
     attention_kernel,
+    cuda_layouts,
     cudnn_backward,
     efficient_backward,
     efficient_forward,
@@ -85,7 +85,7 @@ def test_results_are_laid_out_as_on_cuda_and_keep_their_values(kernel: str, out_
     q = torch.randn(1, 2, 10, 64, requires_grad=True)
     plain = functional.scaled_dot_product_attention(q, q * 1, q * 1)
     (wanted,) = torch.autograd.grad(plain.square().sum(), q)
-    with CudaLayouts(kernel):
+    with Accounting(layouts=cuda_layouts(kernel)):
         k, v = q * 1, q * 1
         out = functional.scaled_dot_product_attention(q, k, v)
         grads = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)

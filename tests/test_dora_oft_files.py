@@ -179,6 +179,8 @@ def test_a_unet_s_file_comes_back_and_comfyui_computes_it(method: str, tmp_path:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     fold_lora(model)
     tensors = load_file(file)
+    rewritten = load_file(write_lora(read_lora(file), tmp_path / "again.safetensors", "kohya"))
+    assert {k: tensor.shape for k, tensor in rewritten.items()} == {k: tensor.shape for k, tensor in tensors.items()}
     layers = [name for name, _ in all_layers(again)]
     assert {len(state[f"{name}.weight"].shape) for name in layers} == {2, 4}
     for name in layers:

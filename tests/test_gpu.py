@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.adapters.methods.lora_product import add_update
+from simpletune.adapters.methods.lora_layers import add_update
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory.block_offload import BlockOffload

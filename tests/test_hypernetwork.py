@@ -27,11 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.files.describe import describe, format_description
+from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.hypernetwork_layer import networks_of
 from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111, write_hypernetwork
 from simpletune.adapters.methods.layers import all_layers
-from simpletune.adapters.methods.lora import OUTPUT, Lora
+from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate

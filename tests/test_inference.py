@@ -206,7 +206,7 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     base, live, fused = session.draw_all(models, requests())
     assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
     assert latent_distance(live.latents[0], fused.latents[0]) < 1e-5 < latent_distance(live.latents[0], base.latents[0])
-    assert session.draw(BASE, requests())[0] == base.pictures
+    assert session.draw_all([BASE], requests())[0].pictures == base.pictures
 
 
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
@@ -335,7 +335,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
 ) -> None:
     from types import SimpleNamespace
 
-    from simpletune.commands.generate import estimate
+    from simpletune.commands.generate import compare as module
     from simpletune.system.gpus import Card
 
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
@@ -345,18 +345,18 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
         drawn.append((largest.width, precision.weights, batch))
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 
-    monkeypatch.setattr(estimate, "card_at_hand", lambda device: (card, held))
-    monkeypatch.setattr(estimate, "simulate_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
-    monkeypatch.setattr(estimate, "generation_bytes", drawing_bytes)
-    monkeypatch.setattr(estimate, "decoding_bytes", lambda config, request: request.width * mib)
-    monkeypatch.setattr(estimate, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
-    monkeypatch.setattr(estimate, "needed", lambda size: size)
+    monkeypatch.setattr(module, "card_at_hand", lambda device: (card, held))
+    monkeypatch.setattr(module, "simulate_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
+    monkeypatch.setattr(module, "generation_bytes", drawing_bytes)
+    monkeypatch.setattr(module, "decoding_bytes", lambda config, request: request.width * mib)
+    monkeypatch.setattr(module, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
+    monkeypatch.setattr(module, "needed", lambda size: size)
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:
         speed = SimpleNamespace(batch_size=8)
         session = SimpleNamespace(config=None, device=torch.device(kind), speed=speed)
-        estimate.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
+        module.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
 
     require("cuda")  # 3,996 MiB beside 100 in use fill the card's 4,096 to the byte
     assert sorted(drawn) == [(3996, "bf16", 3), (3996, "int8", 3)], "the largest picture, in each precision once"

@@ -198,7 +198,7 @@ def test_streamed_blocks_give_the_resident_ones_bit_for_bit() -> None:
         queues = LateCopies(), LateCopies()
         offload = BlockOffload(list(model), [0, 1, 3], torch.device("cpu"), queues=queues, poison=True)
         assert offload.host_bytes == 3 * 6 * 512  # weights, scales and biases, each rounded up
-        set_passes(list(model), 4, around=offload)
+        set_passes(list(model), 4, weights=offload)
 
     ours, theirs = chain_run(stream), chain_run(lambda model: None)
     assert torch.equal(ours[0], theirs[0])

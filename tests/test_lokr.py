@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.methods.layer_method import LayerMethod
 from simpletune.adapters.methods.layers import UpdateLayer, detach, outer_layers, updates_disabled
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.lokr import Lokr
 from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
+from simpletune.adapters.methods.targets import LayerMethod
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.int8 import Int8

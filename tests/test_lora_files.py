@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.describe import describe, find_weight_file, format_description
 from simpletune.adapters.files.header import ADAPTER_METADATA, open_lora
-from simpletune.adapters.files.layouts import layout_of
+from simpletune.adapters.files.keys import layout_of
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate, fuse, split
 from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora

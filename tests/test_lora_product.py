@@ -11,8 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.methods.lora_layers import compute_in_output_type
-from simpletune.adapters.methods.lora_product import add_update
+from simpletune.adapters.methods.lora_layers import add_update, compute_in_output_type
 
 
 def factors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

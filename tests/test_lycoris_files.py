@@ -17,15 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.files.attach import fold_lora, load_loras, strengths
+from simpletune.adapters.files.attach import fold_lora, load_loras, wrapping_layer
 from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.factors import resize_update
-from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.updates import LohaUpdate, LokrUpdate, LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter
-from simpletune.adapters.methods.layers import ADAPTER, move_updates, rescale
+from simpletune.adapters.methods.layers import ADAPTER, all_layers, move_updates, rescale
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -253,7 +252,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
         if isinstance(update, LoraUpdate):
             continue
         linear = nn.Linear(update.shape[1], update.shape[0], bias=False)
-        wrapped = update.layer(linear, ADAPTER)
+        wrapped = wrapping_layer(update, linear, ADAPTER)
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
         close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())
@@ -343,9 +342,10 @@ def test_with_a_lora_at_strengths_on_one_model(tiny_config: dict, train_once, tm
     live = base(data)
     names = load_loras(live, chosen)
     close(velocity(live), expected)
-    with strengths(live, dict.fromkeys(names, 0.0)):
-        close(velocity(live), velocity(base(data)))
-    close(velocity(live), expected)
+    for strengths, velocities in (((0.0,) * 3, velocity(base(data))), ([s for _, s in chosen], expected)):
+        for _, layer in all_layers(live):
+            layer.scaling.update({n: s for n, s in zip(names, strengths, strict=True) if n in layer.scaling})
+        close(velocity(live), velocities)
     rescale(live, 0.0), move_updates(live, CPU)
     assert not torch.equal(velocity(live), expected)
     rescale(live, 0.5)

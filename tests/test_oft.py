@@ -26,7 +26,7 @@ SIDE = 8
 def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias: bool) -> None:
     base: Any = frozen(kind, bias)
     triangle = torch.randn(OUT // SIDE, SIDE * (SIDE - 1) // 2) * 0.2
-    layer = OftLayer(base, triangle)
+    layer = OftLayer(base, {"oft_triangle": triangle})
     w, offset = weight_of(base), None if base.bias is None else base.bias.double()
     x = torch.randn(2, IN, 3, 4) if kind == "conv" else torch.randn(2, 5, IN)
     wide, blocks = x.double().requires_grad_(), upper(triangle.double(), SIDE).requires_grad_()
@@ -56,9 +56,11 @@ def test_a_rotation_is_orthogonal_and_a_zero_one_changes_nothing() -> None:
     rotation = turn(torch.randn(3, 28), SIDE) + torch.eye(SIDE)
     torch.testing.assert_close(rotation @ rotation.transpose(1, 2), torch.eye(SIDE).expand(3, -1, -1))
     base, x = frozen("linear"), torch.randn(4, IN)
-    torch.testing.assert_close(OftLayer(base, torch.zeros(OUT // SIDE, 28))(x), base(x), rtol=0, atol=0)
+    torch.testing.assert_close(
+        OftLayer(base, {"oft_triangle": torch.zeros(OUT // SIDE, 28)})(x), base(x), rtol=0, atol=0
+    )
     w = frozen("linear").get_parameter("weight")
-    turned = OftLayer(base, torch.randn(OUT // SIDE, 28)).merged(w)
+    turned = OftLayer(base, {"oft_triangle": torch.randn(OUT // SIDE, 28)}).merged(w)
     torch.testing.assert_close(torch.linalg.svdvals(turned), torch.linalg.svdvals(w))  # the paper's point
     triangle = torch.randn(2, 28)
     torch.testing.assert_close(triangle_of(upper(triangle, SIDE)), triangle, rtol=0, atol=0)
@@ -111,7 +113,7 @@ def test_disabled_it_is_the_base() -> None:
 
 
 def test_compiled_without_a_break_it_computes_the_same() -> None:
-    layer = OftLayer(frozen("linear"), torch.randn(OUT // SIDE, 28) * 0.2)
+    layer = OftLayer(frozen("linear"), {"oft_triangle": torch.randn(OUT // SIDE, 28) * 0.2})
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, IN, requires_grad=True)
     results = []

@@ -12,8 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletune.engine.fsdp.checkpoints import NonFinite, held_rows, parameter_ranges, require_written, restore_parts
-from simpletune.engine.fsdp.files import VALUES, SavedStates, part_file, restore_states
+from simpletune.engine.fsdp.checkpoints import (
+    VALUES,
+    NonFinite,
+    SavedStates,
+    held_rows,
+    parameter_ranges,
+    part_file,
+    require_written,
+    restore_parts,
+    restore_states,
+)
 from simpletune.engine.fsdp.fsdp_model import KEY
 from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.optimizer import state_to_tensors
@@ -41,7 +50,7 @@ def parts(tensor: Tensor, starts: list[int]) -> list[Tensor]:
 
 
 def write(folder: Path) -> tuple[Path, Path]:
-    """The files of three processes and their indices, by the layout that ``fsdp.files`` describes."""
+    """The files of three processes and their indices, by the layout that ``fsdp.checkpoints`` describes."""
     for kind, tensors in (("trainable", WEIGHTS), ("optimizer", STATE)):
         cut = {name: parts(tensor, STARTS[name.partition("/")[0]]) for name, tensor in tensors.items()}
         files = []

@@ -133,7 +133,7 @@ def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.engine.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
     assert losses[-1] != losses[-1]
 

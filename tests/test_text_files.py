@@ -17,10 +17,8 @@ from torch import Tensor
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.describe import describe, format_description
-from simpletune.adapters.files.dora_oft import OftUpdate
-from simpletune.adapters.files.lokr_loha import LokrUpdate
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, OftUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main

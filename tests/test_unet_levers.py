@@ -114,7 +114,7 @@ def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.Monkey
 def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
-    monkeypatch.setattr("simpletune.engine.memory.host_block.HostBlock.point_at_host", lambda self: None)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
     losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True), family="sd2")
     assert losses[-1] != losses[-1]
 

@@ -27,8 +27,7 @@ from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import file_tensors, write_lora
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.adapters.methods.lora_layers import lora_layers
-from simpletune.adapters.methods.lora_product import add_pointwise_update
+from simpletune.adapters.methods.lora_layers import add_pointwise_update, lora_layers
 from simpletune.apps.cli.main import main
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.sd3.option import SD3

@@ -25,7 +25,7 @@ from simpletune.apps.web.form.fields import HIDDEN, sections_of
 from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.suggest import suggest
+from simpletune.commands.init.choices import suggest
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.config.shipped import shipped_names

@@ -16,7 +16,7 @@ from simpletune.config.output import Output
 from simpletune.config.prior import NoPrior, Prior
 from simpletune.config.speed import Speed
 from simpletune.config.validation import Validation
-from simpletune.data.sources.option import Data
+from simpletune.data.sources.multi_source import Data
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer
 from simpletune.engine.optim.adamw import AdamW

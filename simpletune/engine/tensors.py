@@ -45,8 +45,8 @@ def is_wrapper(kind: type) -> bool:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor, or the plain tensors inside a subclass (integers and scales of a quantised weight)."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if is_wrapper(type(tensor)):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
         for part in [each for each in parts if hasattr(each, "untyped_storage")]:  # a DTensor also lists its mesh
             yield from plain_tensors(part)
     else:

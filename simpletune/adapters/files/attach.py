@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,30 +14,45 @@ from torch import Tensor, nn
 from simpletune.adapters.files.detect_model import MEDIUM_35
 from simpletune.adapters.files.header import open_lora, require_safetensors
 from simpletune.adapters.files.read import updates_of
-from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates
+from simpletune.adapters.files.updates import (
+    DoraUpdate,
+    LohaUpdate,
+    LokrUpdate,
+    LoraUpdate,
+    LoraUpdates,
+    OftUpdate,
+    Update,
+    Updates,
+)
+from simpletune.adapters.methods.dora_layers import DoraLayer, by_norms
 from simpletune.adapters.methods.hypernetwork_layer import put_before
 from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
 from simpletune.adapters.methods.layers import (
     ADAPTER,
     UpdateLayer,
-    all_layers,
     innermost_layer,
     layer_shapes,
     outer_layers,
+    shape_of,
     wrap,
 )
+from simpletune.adapters.methods.loha_layer import LohaLayer
+from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
+from simpletune.adapters.methods.oft_layer import OftLayer
 from simpletune.models.lora_names import title_of
 from simpletune.models.shared.text_layers import split_text
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import read_header
 
+SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
+"""The factor of LoKr's and LoHa's that an update's scale is folded into."""
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
 
 def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """Add a LoRA to a transformer in place, like ``load_loras`` with one file."""
+    """``load_loras`` with one file."""
     load_loras(model, [(file, scale)])
 
 
@@ -53,7 +67,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
 
     Returns:
-        The names of the adapters, in the order of the files, for ``strengths``.
+        The names of the adapters, in the order of the files, by which the layers' ``scaling`` holds the strengths.
 
     Raises:
         UserError: keys match no layer, shapes belong to another model, or ``read_lora`` refuses a file.
@@ -78,7 +92,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         layer.set_adapter([name for name in names if name in layer.lora_A])
     compute_in_output_type(model)
     for name, layer_name, update, scale in structured:  # around PEFT's layers, which cannot wrap these
-        wrapped = update.layer(model.get_submodule(layer_name), name)
+        wrapped = wrapping_layer(update, model.get_submodule(layer_name), name)
         wrapped.scaling[name] = scale
         wrap(model, layer_name, wrapped)
     for name, hypernetwork, scale in reversed(networks):  # the first reads x first; LoRAs update what they feed
@@ -88,6 +102,37 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
                 layer.scaling[name] = scale
     model.requires_grad_(False)
     return names
+
+
+def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer:
+    """Wrap a frozen layer, or a layer that wraps it already, with an update. PEFT wraps those of LoRA.
+
+    Args:
+        adapter: the name by which the wrapping layer's ``scaling`` holds the strength.
+    """
+    if isinstance(update, LokrUpdate | LohaUpdate):
+        named = update.factors.items()
+        factors = {name: f.float() * update.scale if name in SCALED else f.float() for name, f in named}
+        if isinstance(update, LokrUpdate):
+            return LokrLayer(base, factors, adapter, update.skipped)
+        return LohaLayer(base, factors, adapter)
+    if isinstance(update, OftUpdate):
+        shape = shape_of(innermost_layer(base))
+        assert shape is not None
+        return OftLayer(base, {"oft_triangle": update.triangle(shape[1])}, adapter)
+    assert isinstance(update, DoraUpdate)
+    layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
+    with torch.no_grad():
+        layer.lora_A.weight.copy_(update.update.down)
+        layer.lora_B.weight.copy_(update.update.up)
+        if update.magnitude is not None:
+            layer.magnitude.copy_(update.magnitude)
+        else:
+            assert update.relative is not None
+            own = layer.magnitude.detach().clone()  # ||W||
+            layer.magnitude.copy_(by_norms(update.relative.to(own.device) * layer.exact_norms(), own))
+    layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
+    return layer
 
 
 def holds_hypernetwork(file: Path) -> bool:
@@ -101,42 +146,12 @@ def holds_hypernetwork(file: Path) -> bool:
 
 
 def updated_layers(file: Path) -> list[str]:
-    """Return the layers whose weights a file updates; a hypernetwork updates none.
-
-    Raises:
-        UserError: ``read_lora`` refuses the file.
-    """
+    """The layers whose weights a file updates; a hypernetwork updates none."""
     return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
 
 
-@contextmanager
-def strengths(model: nn.Module, scales: dict[str, float]) -> Iterator[None]:
-    """Change the strengths of adapters within this context.
-
-    Args:
-        model: the transformer.
-        scales: strengths by adapter name, as returned by ``load_loras``.
-    """
-    before = {}
-    for layer_name, layer in all_layers(model):
-        for name, scale in scales.items():
-            if name in layer.scaling:
-                before[layer_name, name] = layer.scaling[name]
-                layer.scaling[name] = scale
-    try:
-        yield
-    finally:
-        for layer_name, layer in all_layers(model):
-            layer.scaling.update({name: scale for (owner, name), scale in before.items() if owner == layer_name})
-
-
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
-    """Check that a model has every layer of a LoRA, with the same shape.
-
-    Args:
-        place: the location of the LoRA, for messages.
-        updates: its updates.
-        model: the transformer.
+    """Check that a model has every layer of the LoRA at a place, with the same shape.
 
     Raises:
         UserError: layers are missing or have another shape.
@@ -192,7 +207,7 @@ def fold_lora(model: nn.Module) -> None:
 
 
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
-    """Return the fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
+    """The fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
     if isinstance(layer, UpdateLayer):
         return layer.merged(_merged(layer.base_layer, weight))
     if isinstance(layer, LoraLayer):

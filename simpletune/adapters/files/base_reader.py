@@ -50,49 +50,41 @@ class BaseReader:
     """
 
     def __init__(self, name: str):
+        from simpletune.models.shared.weights import open_tensors
+
         self.name = name
         self.part: Part | None = None
         if (Path(name) / KEPT).is_file():
-            self._open_kept(Path(name))
-        else:
-            self.family, self.part = locate_denoiser(name)
-            self._open_part(self.part)
-
-    def _open_part(self, part: Part) -> None:
-        from simpletune.models.shared.weights import open_tensors
-
-        self.file = part.file
-        self.tensors: TensorReader = open_tensors(part)
-        if part.file is None:
-            assert part.folder is not None
-            self.config: ModelConfig = part.config()
-            entries = {k: v for file in weight_files(part.folder) for k, v in read_header(file).items()}
+            self.file: Path | None = None
+            self.tensors: TensorReader = (kept := QuantisedBaseReader(Path(name)))
+            self.family, self.config, self.shapes = kept.family, kept.config, kept.shapes
+            self.kinds = {tensor: kept.kind(tensor) for tensor in self.shapes}
+            return
+        self.family, self.part = locate_denoiser(name)
+        self.file, self.tensors = self.part.file, open_tensors(self.part)
+        if self.file is None:
+            assert self.part.folder is not None
+            self.config = self.part.config()
+            entries = {k: v for file in weight_files(self.part.folder) for k, v in read_header(file).items()}
             self.kinds = {k: v["dtype"] for k, v in entries.items() if k != "__metadata__"}
             self.shapes = {k: tuple(v["shape"]) for k, v in entries.items() if k != "__metadata__"}
             return
-        single = part.single_file()
+        single = self.part.single_file()
         self.config = single.denoiser_config
-        found, origins = single.tensors_of(part.name), single.layout.origins(self.config)
-        self.shapes = {}
-        for name, origin in origins.items():
-            first, *others = found[origin.name]["shape"]
-            self.shapes[name] = (first if origin.third is None else first // 3, *others)
-        self.kinds = {k: found[origins[k].name]["dtype"] for k in self.shapes}
-        self.kinds = {k: "BF16" if kind in FP8 else kind for k, kind in self.kinds.items()}
-
-    def _open_kept(self, folder: Path) -> None:
-        self.file = None
-        self.tensors = kept = QuantisedBaseReader(folder)
-        self.family, self.config = kept.family, kept.config
-        self.shapes = kept.shapes
-        self.kinds = {name: kept.kind(name) for name in self.shapes}
+        found, origins = single.tensors_of(self.part.name), single.layout.origins(self.config)
+        self.shapes, self.kinds = {}, {}
+        for tensor, origin in origins.items():
+            entry = found[origin.name]
+            first, *others = entry["shape"]
+            self.shapes[tensor] = (first if origin.third is None else first // 3, *others)
+            self.kinds[tensor] = "BF16" if entry["dtype"] in FP8 else entry["dtype"]
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU in its type on disk; dequantises a quantised one."""
         return self.tensors.get(name)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of every linear layer and 1x1 convolution."""
+        """(outputs, inputs) of every linear layer and 1x1 convolution."""
         weights = {k: v for k, v in self.shapes.items() if k.endswith(".weight")}
         matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
@@ -107,11 +99,8 @@ class BaseReader:
 
 
 class QuantisedBaseReader:
-    """Reads a cached quantised base, dequantising layers on demand.
-
-    Args:
-        folder: the folder with ``transformer.safetensors`` and ``made_from.json``.
-    """
+    """Reads a cached quantised base, a folder with ``transformer.safetensors`` and ``made_from.json``, and dequantises
+    layers on demand."""
 
     def __init__(self, folder: Path):
         from pydantic import TypeAdapter
@@ -124,16 +113,16 @@ class QuantisedBaseReader:
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self.family = _family_of(self.config)
         self._model = self.family.empty_model(self.config)
-        self._layers = quantised_layers(self._model, self._precision)
+        self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
 
     def kind(self, name: str) -> str:
-        """Return the type of a tensor as returned by ``get``, by safetensors' name."""
-        return "F32" if self._quantised(name) else KINDS[self._reader.get(name).dtype]
+        """The type of a tensor as returned by ``get``, by safetensors' name."""
+        return "F32" if name in self._quantised else KINDS[self._reader.get(name).dtype]
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU; the weight of a quantised layer is dequantised to fp32."""
-        if not self._quantised(name):
+        if name not in self._quantised:
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
         twin = self._precision.convert(owner, self._model.get_submodule(owner))
@@ -141,9 +130,6 @@ class QuantisedBaseReader:
         if isinstance(twin, Int8Linear | Int8Conv2d | Nf4Linear):
             return twin.dequantise()
         return twin.get_parameter("weight").dequantize().float()  # quanto's
-
-    def _quantised(self, name: str) -> bool:
-        return name.endswith(".weight") and name.removesuffix(".weight") in self._layers
 
 
 def locate_denoiser(name: str) -> tuple[Family, Part]:
@@ -167,26 +153,18 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         raise UserError(f"{name} does not exist. Check the path")
     if (path.is_absolute() or name.startswith(".")) and not path.exists():
         raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
-    candidates = inside or [family for family in FAMILIES if _may_hold(family, name, path)] or [FAMILIES[0]]
-    family = candidates[0]
+    if path.is_file() and path.suffix == ".safetensors":
+        header = read_header(path)
+        fitting = [f for f in FAMILIES if any(prefix + f.layout.marker in header for prefix in DENOISER_PREFIXES)]
+    else:  # a Hub name of a family that ships with this package
+        fitting = [f for f in FAMILIES if f.bundled_config(name) is not None]
+    family = (inside or fitting or [FAMILIES[0]])[0]
     try:
         return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
     except UserError as error:  # the message begins with a configuration option
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
 
 
-def _may_hold(family: Family, name: str, path: Path) -> bool:
-    """Whether a name is a Hub name of the family that ships with this package, or a single file with its denoiser."""
-    if path.is_file() and path.suffix == ".safetensors":
-        header = read_header(path)
-        return any(prefix + family.layout.marker in header for prefix in DENOISER_PREFIXES)
-    return family.bundled_config(name) is not None
-
-
 def _family_of(config: ModelConfig) -> Family:
-    """Return the family of a denoiser's configuration; without a class name it is SD3's, whose single files have none.
-
-    Raises:
-        UserError: no family's denoiser has this class.
-    """
+    """The family of a denoiser's configuration; without a class name it is SD3's, whose single files have none."""
     return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from simpletune.adapters.files.detect_model import TEXT_ALONE, is_known, is_sd3, is_unet
-from simpletune.adapters.files.header import LoraHeader, Module
-from simpletune.adapters.files.module_kind import DORA, LORA, OFT
+from simpletune.adapters.files.header import LoraHeader
+from simpletune.adapters.files.keys import DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
-from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE
+from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE
 from simpletune.models.shared.text_layers import T5, style_of
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
@@ -23,27 +23,17 @@ CLOSE = 1e-6
 
 @dataclass
 class ToolSupport:
-    """How a tool loads a file.
-
-    Args:
-        tool: its name.
-        loads: ``yes``, ``partly``, ``silently nothing`` (at most logged) or ``refuses``.
-        notes: caveats: scales that the tool reads differently, keys that it drops.
-    """
+    """How a tool loads a file."""
 
     tool: str
     loads: str
+    """``yes``, ``partly``, ``silently nothing`` (at most logged) or ``refuses``."""
     notes: list[str] = field(default_factory=list)
+    """Caveats: scales that the tool reads differently, keys that it drops."""
 
 
 def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[ToolSupport]:
-    """Return how each tool loads a LoRA for SD3 or a U-Net; for other models, only that simpletune refuses it.
-
-    Args:
-        header: the file's header.
-        refusal: why simpletune refuses it; None if it does not.
-        damaged: whether it contains NaN or infinite values.
-    """
+    """How each tool loads a LoRA for SD3 or a U-Net; for other models, only why simpletune refuses it (``refusal``)."""
     own = ToolSupport(SIMPLETUNE, "refuses", [refusal]) if refusal else ToolSupport(SIMPLETUNE, "yes")
     if is_known(header.family[0]) and {DORA, OFT} & set(header.kinds):
         others = _depends_on_the_weight(header)
@@ -64,32 +54,28 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
 
 def _add_text(verdict: ToolSupport, header: LoraHeader) -> None:
     """Add which updates of text encoders a tool drops."""
-    modules = header.text_modules.values()
-    lost = [module for module in modules if verdict.tool in _deaf_to(module, is_unet(header.family[0]))]
+    modules, unet = header.text_modules.values(), is_unet(header.family[0])
+    lost = []
+    for module in modules:
+        style, is_t5 = style_of(module.name), module.layers[:1] and module.layers[0].startswith(f"{T5}.")
+        deaf = {DIFFUSERS_TOOL} if is_t5 or style == "comfy" or style == "kohya" and not unet else set()
+        deaf |= {DIFFUSERS_TOOL} if module.kind not in (LORA, DORA) else set()
+        deaf |= {FORGE} if style == "comfy" else set()
+        deaf |= {COMFYUI, FORGE} if is_t5 and style == "diffusers" else set()
+        lost += [module] if verdict.tool in deaf else []
     if verdict.tool == DIFFUSERS_TOOL and not any(".out_proj" in layer for m in modules for layer in m.layers):
         # diffusers 0.42.1 recognises these names by out_proj's, and otherwise silently drops the attention's
         lost += [m for m in modules if m not in lost and style_of(m.name) == "kohya" and "_self_attn_" in m.name]
     if lost and verdict.loads in ("yes", "partly"):
         whole = len(lost) == len(modules) and not header.modules
-        for_diffusers = verdict.tool == DIFFUSERS_TOOL and not is_unet(header.family[0])
-        remedy = f"such as {lost[0].name}: export to {'diffusers' if for_diffusers else 'kohya'}"
+        layout = "diffusers" if verdict.tool == DIFFUSERS_TOOL and not unet else "kohya"
+        remedy = f"such as {lost[0].name}: export to {layout}"
         verdict.loads = "silently nothing" if whole else "partly"
         verdict.notes.append(f"drops {len(lost)} of {len(modules)} layers of text encoders, {remedy}")
 
 
-def _deaf_to(module: Module, unet: bool) -> set[str]:
-    """Return the tools that do not read a text encoder's update under its name."""
-    style, is_t5 = style_of(module.name), module.layers[:1] and module.layers[0].startswith(f"{T5}.")
-    deaf = {DIFFUSERS_TOOL} if is_t5 or style == "comfy" or style == "kohya" and not unet else set()
-    if module.kind not in (LORA, DORA):
-        deaf.add(DIFFUSERS_TOOL)
-    if style == "comfy":
-        deaf.add(FORGE)
-    return deaf | ({COMFYUI, FORGE} if is_t5 and style == "diffusers" else set())
-
-
 def _depends_on_the_weight(header: LoraHeader) -> list[ToolSupport]:
-    """Return how tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
+    """How tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
     merged = "merge it into its base instead"
     diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
     forge = ToolSupport(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
@@ -123,16 +109,20 @@ def _comfyui_dora(header: LoraHeader) -> ToolSupport:
 
 
 def _diffusers(header: LoraHeader) -> ToolSupport:
-    if other := _not_lora(header):
-        return _refused_by_diffusers(other)
+    if refused := _only_by_rank(header):
+        return refused
     without_lora = [name for name in header.names if "lora" not in name and name not in header.bundled]
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
         return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
     if _layout(header) != "diffusers":
         return ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["no key starts with transformer.: convert it first"])
-    notes = [f"scales by alpha / rank from the header's settings: {_scales(header)}"] if header.settings else []
-    if not header.settings and len(_ranks(header)) > 1:
+    notes = []
+    if header.settings:
+        scales = sorted({header.header_scale(module) for module in header.modules.values()})
+        listed = ", ".join(f"{scale:g}" for scale in scales)
+        notes.append(f"scales by alpha / rank from the header's settings: {listed}")
+    elif len({header.rank(module) or 0 for module in header.modules.values() if DOWN in module.keys}) > 1:
         notes.append("ranks differ: versions that use the first layer's rank as every alpha scale the others wrongly")
     return ToolSupport(DIFFUSERS_TOOL, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
@@ -143,17 +133,20 @@ def _comfyui(header: LoraHeader) -> ToolSupport:
     if _layout(header) == "bare":
         return ToolSupport(COMFYUI, "silently nothing", ["names without a prefix match no layer in ComfyUI"])
     notes = []
-    if (ignored := _ignored_scale(header)) is not None:
-        notes.append(f"applies it at scale 1 instead of {ignored}, because it ignores alpha in the header")
-    if _layout(header) in ("kohya", "comfy") and _without_alpha(header):
+    without_alpha = [module for module in header.modules.values() if module.alpha is None]
+    if _layout(header) in ("diffusers", "peft", "onetrainer") and header.settings is not None:
+        scales = {header.header_scale(module) for module in without_alpha if module.layers}
+        if ignored := ", ".join(f"{scale:g}" for scale in sorted(scales) if abs(scale - 1) > CLOSE):
+            notes.append(f"applies it at scale 1 instead of {ignored}, because it ignores alpha in the header")
+    if _layout(header) in ("kohya", "comfy") and without_alpha:
         notes.append("modules without .alpha are applied at scale 1")
     return ToolSupport(COMFYUI, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
 
 def _forge(header: LoraHeader) -> ToolSupport:
-    with_rank = " with --rank" if _not_lora(header) else ""
+    with_rank = " with --rank" if _only_by_rank(header) else ""
     if _layout(header) == "kohya":
-        return ToolSupport(FORGE, "partly" if header.unmatched else "yes", list(_dropped(header)))
+        return ToolSupport(FORGE, "partly" if header.unmatched else "yes", _dropped(header))
     if _layout(header) == "comfy":
         return ToolSupport(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
     return ToolSupport(
@@ -162,8 +155,8 @@ def _forge(header: LoraHeader) -> ToolSupport:
 
 
 def _diffusers_unet(header: LoraHeader) -> ToolSupport:
-    if other := _not_lora(header):
-        return _refused_by_diffusers(other)
+    if refused := _only_by_rank(header):
+        return refused
     layout = _layout(header)
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
@@ -178,12 +171,12 @@ def _diffusers_unet(header: LoraHeader) -> ToolSupport:
     if any(ALPHA in module.keys for module in header.modules.values()):
         return ToolSupport(DIFFUSERS_TOOL, "refuses", ["rejects alpha tensors outside kohya's layout: export to kohya"])
     if layout == "diffusers":
-        return ToolSupport(DIFFUSERS_TOOL, loads, list(_dropped(header)))
+        return ToolSupport(DIFFUSERS_TOOL, loads, _dropped(header))
     return ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["no key starts with unet. or lora_unet_: export to kohya"])
 
 
 def _others_unet(header: LoraHeader) -> Iterator[ToolSupport]:
-    """Return the verdicts for ComfyUI, and for Forge, which uses ComfyUI's names for a U-Net's layers."""
+    """The verdicts for ComfyUI, and for Forge, which uses ComfyUI's names for a U-Net's layers."""
     layout = _layout(header)
     modules = [module.name for module in header.modules.values()]
     lost = []
@@ -203,50 +196,22 @@ def _layout(header: LoraHeader) -> str | None:
     return header.layout.name if header.layout else None
 
 
-def _not_lora(header: LoraHeader) -> str | None:
-    """Name the kinds of a file's modules besides LoRA."""
-    return " and ".join(kind for kind in header.kinds if kind != LORA) or None
-
-
-def _refused_by_diffusers(kinds: str) -> ToolSupport:
+def _only_by_rank(header: LoraHeader) -> ToolSupport | None:
+    """That diffusers refuses a file with modules other than LoRA; None if it has none."""
+    if not (kinds := " and ".join(kind for kind in header.kinds if kind != LORA)):
+        return None
     note = f"reads no {kinds}: export to diffusers with --rank, which approximates it by a LoRA"
     return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
 
 
-def _ignored_scale(header: LoraHeader) -> str | None:
-    """Describe scales other than 1 that only the header specifies."""
-    if _layout(header) not in ("diffusers", "peft", "onetrainer") or header.settings is None:
-        return None
-    scales = {header.header_scale(m) for m in header.modules.values() if m.alpha is None and m.layers}
-    wrong = sorted(scale for scale in scales if abs(scale - 1) > CLOSE)
-    return ", ".join(f"{scale:g}" for scale in wrong) or None
-
-
-def _dropped(header: LoraHeader) -> Iterator[str]:
-    if header.unmatched:
-        listed = ", ".join(header.unmatched[:3])
-        yield f"{len(header.unmatched)} keys match no layer of the transformer: {listed}"
-
-
-def _without_alpha(header: LoraHeader) -> bool:
-    return any(module.alpha is None for module in header.modules.values())
-
-
-def _ranks(header: LoraHeader) -> set[int]:
-    return {header.rank(module) or 0 for module in header.modules.values() if "down" in module.keys}
-
-
-def _scales(header: LoraHeader) -> str:
-    return ", ".join(f"{scale:g}" for scale in sorted({header.header_scale(m) for m in header.modules.values()}))
+def _dropped(header: LoraHeader) -> list[str]:
+    listed = ", ".join(header.unmatched[:3])
+    count = len(header.unmatched)
+    return [f"{count} keys match no layer of the transformer: {listed}"] if header.unmatched else []
 
 
 def embedding_verdicts(keys: Keys, file: str) -> list[ToolSupport]:
-    """Return how each tool reads a token's vectors, by their keys.
-
-    Args:
-        keys: keys of the token.
-        file: the file's name.
-    """
+    """How each tool reads a token's vectors in a file of this name, by their keys."""
     own = ToolSupport(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
     if keys.place == "output":
         note = "knows no outputs of text encoders"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
 from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
 from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_key, open_lora, require_tensors
-from simpletune.adapters.files.layouts import TITLES as LAYOUT_TITLES
-from simpletune.adapters.files.layouts import title
-from simpletune.adapters.files.module_kind import is_whole
+from simpletune.adapters.files.keys import DORA, LORA, is_whole
+from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.files.values import row_norms, scan_values
-from simpletune.adapters.methods.hypernetworks.about import about_hypernetwork, hypernetwork_lines
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.adapters.methods.adapter import OUTPUT
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
-from simpletune.models.recognise import denoiser_in
+from simpletune.models.families import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural
@@ -34,22 +35,14 @@ def find_weight_file(path: Path) -> Path:
     """Find the weight file at a path: the path itself, or a run's result or a model's weights inside a folder."""
     if not path.is_dir():
         return path
-    from simpletune.adapters.methods.lora import OUTPUT
-
     if (path / OUTPUT).is_file():
         return path / OUTPUT
     return weight_files(denoiser_in(path) or path)[0]
 
 
 def describe(file: Path, values: bool = True) -> Json:
-    """Describe a safetensors file.
-
-    Args:
-        file: the file.
-        values: whether to scan a LoRA's values for NaN and for zero factors.
-
-    Returns:
-        Plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or ``model``.
+    """Describe a safetensors file as plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or
+    ``model``. ``values``: scan a LoRA's values for NaN and for zero factors.
 
     Raises:
         UserError: the file is damaged, empty, or a pickle file, which is never opened.
@@ -60,14 +53,19 @@ def describe(file: Path, values: bool = True) -> Json:
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     embeddings = _embeddings(header, values)
     if embeddings and not header.is_lora:
-        found = _hash(header) if values else {}
-        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **found}
+        hashed = _hash(header) if values else {}
+        return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **hashed}
     if is_hypernetwork(header.names):
-        found = about_hypernetwork(file, header.metadata, header.shapes, UNET_BY_TEXT_WIDTH)
-        return about | {"kind": "hypernetwork", **found, "metadata": _short(header.metadata)}
+        return about | {"kind": "hypernetwork", **_hypernetwork(header)}
     if not header.is_lora:
         return about | {"kind": "model", **_model(header)}
-    found = _values(header) | _hash(header) if values else {}
+    found: Json = {}
+    if values:
+        scanned = scan_values(header.file, header.entries)
+        found["not_finite"] = {name: count for name, (count, _) in scanned.items() if count}
+        zero = {name for name, (_, is_zero) in scanned.items() if is_zero}
+        found["zero_updates"] = sum(not zero.isdisjoint(module.factors.values()) for module in header.all_modules)
+        found |= _hash(header)
     bundled = {"bundled": embeddings} if embeddings else {}
     return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
 
@@ -108,8 +106,28 @@ def _model(header: LoraHeader) -> Json:
     }
 
 
+def _hypernetwork(header: LoraHeader) -> Json:
+    structure, widths = structure_of(header.file, header.metadata, header.shapes), widths_of(header.shapes)
+    bent = structure.layer_norm and structure.activation != "linear"
+    comfyui = ["wrongly, because it activates the last layer too, where a layer norm follows"] if bent else []
+    exported = "after simpletune export --format a1111"
+    return {
+        "family": next((UNET_BY_TEXT_WIDTH[width] for width in widths if width in UNET_BY_TEXT_WIDTH), "a U-Net"),
+        "widths": widths,
+        "structure": asdict(structure),
+        "parameters": sum(structure.parameters(width) for width in widths),
+        "tools": [
+            {"tool": "A1111", "loads": "no", "notes": [f"{exported}, from models/hypernetworks"]},
+            {"tool": "ComfyUI", "loads": "no", "notes": [f"{exported}, by its node HypernetworkLoader", *comfyui]},
+            {"tool": "diffusers", "loads": "no", "notes": ["has no hypernetworks"]},
+            {"tool": "simpletune", "loads": "yes", "notes": ["at any strength"]},
+        ],
+        "metadata": _short(header.metadata),
+    }
+
+
 def _lora(header: LoraHeader, damaged: bool) -> Json:
-    family, shown = header.family
+    (family, shown), settings = header.family, header.settings or {}
     whole = [m for m in header.all_modules if is_whole(m.keys)]
     text = [layer for module in header.text_modules.values() for layer in module.layers]
     refusal = None
@@ -118,54 +136,39 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     except UserError as error:
         refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
     refusal = refusal or ("values are NaN or infinite" if damaged else None)
+    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
+    places = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
+    base = {key: header.metadata[key] for key in BASE_KEYS if key in header.metadata}
+    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', header.metadata.get("simpletune_config", "")):
+        base["simpletune_config"] = match.group(1)
+    layout_title = "unknown layout"
+    if header.layout is not None:
+        name, prefix = header.layout.name, header.layout.prefix
+        layout_title = f"{LAYOUT_TITLES.get(name, name)} ({prefix}*)" if prefix else "diffusers' names without a prefix"
+    elif not header.modules and header.text:
+        style = style_of(header.text[0])
+        layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {
-        "method": ", ".join(header.methods) or _method(header),
+        "method": ", ".join(header.methods) or ("DoRA" if settings.get("use_dora") else " and ".join(header.kinds)),
         "layout": header.layout.name if header.layout else None,
-        "layout_title": _layout_title(header),
+        "layout_title": layout_title,
         "family": family,
         "family_shown_by": shown,
         "modules": len(header.modules),
         "layers": sum(len(module.layers) for module in header.modules.values()),
-        "ranks": _counted(header.rank_words(module) for module in whole),
-        "targets": _targets(header),
+        "ranks": _counted(
+            str(header.rank(m) if m.kind in (LORA, DORA) else header.size(m) or "unknown") for m in whole
+        ),
+        "targets": dict(sorted(Counter(places).items())),
         "alpha": _alpha(header),
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
-        "parameters": sum(_size(header.shapes[key]) for m in whole for key in m.factors.values()),
-        "base": _base(header.metadata),
+        "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
+        "base": base,
         "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
         "unmatched": header.unmatched,
         "incomplete": header.halves,
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
-    }
-
-
-def _layout_title(header: LoraHeader) -> str:
-    if header.layout is None and not header.modules and header.text:
-        style = style_of(header.text[0])
-        return f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
-    return title(header.layout) if header.layout else "unknown layout"
-
-
-def _method(header: LoraHeader) -> str:
-    return "DoRA" if (header.settings or {}).get("use_dora") else " and ".join(header.kinds)
-
-
-def _base(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the header's information about the base."""
-    found = {key: metadata[key] for key in BASE_KEYS if key in metadata}
-    if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', metadata.get("simpletune_config", "")):
-        found["simpletune_config"] = match.group(1)
-    return found
-
-
-def _values(header: LoraHeader) -> Json:
-    found = scan_values(header.file, header.entries)
-    return {
-        "not_finite": {name: value.not_finite for name, value in found.items() if value.not_finite},
-        "zero_updates": sum(
-            any(key in found and found[key].zero for key in module.factors.values()) for module in header.all_modules
-        ),
     }
 
 
@@ -188,22 +191,8 @@ def _alpha(header: LoraHeader) -> Json:
     return {"where": " and ".join(where) or "nowhere", "tensors": tensors, "header": settings}
 
 
-def _targets(header: LoraHeader) -> dict[str, int]:
-    """Count layers by name, ignoring which block they are in."""
-    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
-    layers = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
-    return dict(sorted(Counter(layers).items()))
-
-
 def _counted(items: Iterator[str]) -> dict[str, int]:
     return dict(sorted(Counter(items).items(), key=lambda item: natural_sort_key(item[0])))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for side in shape:
-        size *= side
-    return size
 
 
 def _short(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -223,24 +212,20 @@ def _lines(about: Json) -> Iterator[tuple[str, str]]:
     types = ", ".join(about["types"])
     yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
     if about["kind"] == "model":
-        yield from _model_lines(about)
+        yield "what", about["family"]
+        if about["blocks"]:
+            yield "blocks", str(about["blocks"])
+        if about["with"]:
+            yield "with", ", ".join(about["with"])
+        yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
     elif about["kind"] == "embeddings":
         yield from _embedding_lines(about["embeddings"])
     elif about["kind"] == "hypernetwork":
-        yield from hypernetwork_lines(about)
+        yield from _hypernetwork_lines(about)
     else:
         yield from _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
         yield "metadata" if number == 0 else "", f"{key}: {value}"
-
-
-def _model_lines(about: Json) -> Iterator[tuple[str, str]]:
-    yield "what", about["family"]
-    if about["blocks"]:
-        yield "blocks", str(about["blocks"])
-    if about["with"]:
-        yield "with", ", ".join(about["with"])
-    yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
 
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
@@ -275,6 +260,18 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
             "zero",
             f"{about['zero_updates']} of {about['modules']} modules are zero: untrained, or truncated to zero",
         )
+
+
+def _hypernetwork_lines(about: Json) -> Iterator[tuple[str, str]]:
+    structure = about["structure"]
+    multiples = ", ".join(f"{multiple:g}" for multiple in structure["layer_structure"])
+    parts = [f"hypernetwork of structure {multiples}", f"activation {structure['activation']}"]
+    parts += ["layer norm"] if structure["layer_norm"] else []
+    parts += [f"dropout {structure['dropout']:g} in training"] if structure["dropout"] else []
+    yield "what", f"{', '.join(parts)}, {plural(about['parameters'], 'parameter')}"
+    yield "for", f"{about['family']} (attention inputs of width {', '.join(map(str, about['widths']))})"
+    for verdict in about["tools"]:
+        yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
 
 
 def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:

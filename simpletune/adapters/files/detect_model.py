@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from simpletune.adapters.files.layouts import OTHER_METHODS, layout_of, split_key
+from simpletune.adapters.files.keys import layout_of, split_key
 
 MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
 SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
@@ -35,6 +35,16 @@ UNET_BY_TEXT_WIDTH = {
     1024: SD2,
     2048: "Stable Diffusion XL",
 }
+# Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
+OTHER_METHODS = (
+    (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
+    (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
+    (r"\.lora_mid\.weight$", "LoCon with a middle convolution (lora_mid)"),
+    (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "full weight differences (.diff)"),
+    (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
+    (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
+    (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
+)
 # Whole models: names of tensors.
 MODELS = (
     (r"(^|\.)joint_blocks\.\d+\.x_block\.attn2\.", f"{MEDIUM_35}, in the original layout"),
@@ -75,19 +85,15 @@ def is_lora(names: list[str]) -> bool:
 
 
 def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Return the model that a LoRA is for, and the evidence. The name of every SD3 model starts with ``Stable Diffusion
-    3``.
-
-    Args:
-        shapes: the shapes of the file's tensors, by key.
-    """
+    """The model that a LoRA is for, and the evidence, from the shapes of the file's tensors, by key. The name of every
+    SD3 model starts with ``Stable Diffusion 3``."""
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
-    if not _sd3_modules(names):
+    if not _has_sd3_layers(names):
         return "an unknown model", names[0] if names else "no keys"
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
@@ -95,11 +101,7 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
 
 
 def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
-    """Return the model that updates are for.
-
-    Args:
-        shapes: (outputs, inputs) of each layer, by diffusers' name.
-    """
+    """The model that updates are for, from (outputs, inputs) of each layer, by diffusers' name."""
     downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
     ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
     return family_of_lora(downs | ups)[0]
@@ -121,7 +123,7 @@ def is_known(family: str) -> bool:
 
 
 def kind_of_model(names: list[str]) -> str | None:
-    """Return the kind of a file that is not a LoRA; None if unknown."""
+    """The kind of a file that is not a LoRA; None if unknown."""
     return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
 
 
@@ -129,16 +131,13 @@ def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
 
 
-def _sd3_modules(names: list[str]) -> list[str]:
+def _has_sd3_layers(names: list[str]) -> bool:
+    """Whether a module's name is that of a layer of SD3 in any layout; a file may mix layouts."""
     modules = sorted({split[0] for name in names if (split := split_key(name))})
-    groups = [[m for m in modules if m.startswith(p)] for p in ("transformer.", "lora_unet_", "diffusion_model.")]
-    groups += [[m for m in modules if m.startswith(p)] for p in ("base_model.model.", "lora_transformer_", "lycoris_")]
-    groups.append([m for m in modules if not any(m in group for group in groups)])
-    found = []
-    for group in groups:
-        layout = layout_of(group)
-        found += [module for module in group if layout and layout.layers(module)]
-    return found
+    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
+    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
+    groups.append([m for m in modules if not m.startswith(prefixes)])
+    return any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups)
 
 
 def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:

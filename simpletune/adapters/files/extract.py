@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,14 +15,8 @@ from simpletune.system.options import UserError, join_names
 
 @dataclass
 class LayerResult:
-    """One layer of an extraction.
-
-    Args:
-        layer: diffusers' name.
-        rank: the update's rank.
-        norm: Frobenius norm of the difference.
-        residual: Frobenius norm of the part that the update omits.
-    """
+    """One layer of an extraction: the update's rank, and the Frobenius norms of the difference and of the part that the
+    update omits."""
 
     layer: str
     rank: int
@@ -37,14 +31,8 @@ class LayerResult:
 
 @dataclass
 class ExtractionResult:
-    """The result of an extraction.
-
-    Args:
-        updates: fp32 updates by layer.
-        rows: one result per layer.
-        left_out: tensors that differ but that no LoRA can represent (biases, norms, larger convolutions), with the
-            norm of the difference.
-    """
+    """Updates in fp32 by layer, one result per layer, and tensors that differ but that no LoRA can represent (biases,
+    norms, larger convolutions), with the norm of the difference."""
 
     updates: dict[str, LoraUpdate] = field(default_factory=dict)
     rows: list[LayerResult] = field(default_factory=list)
@@ -74,13 +62,8 @@ def extract(
 ) -> ExtractionResult:
     """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
 
-    Args:
-        base: the checkpoint to which the LoRA will be applied.
-        tuned: the fine-tuned checkpoint.
-        rank: the largest rank of a layer; None does not limit it.
-        energy: the fraction of squared singular values to keep in each layer; None keeps all that ``rank`` allows.
-        device: where to compute the decompositions.
-        done: called after each tensor.
+    ``rank`` is the largest rank of a layer, ``energy`` the fraction of squared singular values to keep in each. Calls
+    ``done`` after each tensor.
 
     Raises:
         UserError: the checkpoints have different architectures, or do not differ.
@@ -95,7 +78,9 @@ def extract(
         if norm > 0 and name != layer and layer in linears:
             u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
             kept = rank_for(s, rank, energy)
-            found.updates[layer] = _on_host(truncate(u, s, vt, kept), pointwise=difference.ndim == 4)
+            best = truncate(u, s, vt, kept)
+            pointwise = difference.ndim == 4
+            found.updates[layer] = LoraUpdate(best.down.cpu(), best.up.cpu(), pointwise=pointwise)
             found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
         elif norm > 0:
             found.left_out[name] = norm
@@ -108,20 +93,17 @@ def extract(
     return found
 
 
-def _on_host(update: LoraUpdate, pointwise: bool) -> LoraUpdate:
-    return LoraUpdate(update.down.cpu(), update.up.cpu(), pointwise=pointwise)
-
-
 def _require_same(base: BaseReader, tuned: BaseReader) -> None:
     """Check that both have the same names and shapes."""
-    for problem in _differences(base, tuned):
-        raise UserError(f"{base.name} and {tuned.name} have different architectures: {problem}")
-
-
-def _differences(base: BaseReader, tuned: BaseReader) -> Iterator[str]:
-    for one, other in ((base, tuned), (tuned, base)):
-        if lost := sorted(set(one.shapes) - set(other.shapes)):
-            yield f"{other.name} has no {join_names(lost, 5)}"
-    for name, shape in base.shapes.items():
-        if tuned.shapes[name] != shape:
-            yield f"{name} is {list(shape)} in one and {list(tuned.shapes[name])} in the other"
+    problems = [
+        f"{other.name} has no {join_names(lost, 5)}"
+        for one, other in ((base, tuned), (tuned, base))
+        if (lost := sorted(set(one.shapes) - set(other.shapes)))
+    ]
+    problems = problems or [
+        f"{name} is {list(shape)} in one and {list(tuned.shapes[name])} in the other"
+        for name, shape in base.shapes.items()
+        if tuned.shapes[name] != shape
+    ]
+    if problems:
+        raise UserError(f"{base.name} and {tuned.name} have different architectures: {problems[0]}")

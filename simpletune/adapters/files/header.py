@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,7 @@ from simpletune.adapters.files.detect_model import (
     kind_of_model,
     other_methods,
 )
-from simpletune.adapters.files.layouts import layout_of, split_key
-from simpletune.adapters.files.module_kind import (
+from simpletune.adapters.files.keys import (
     DORA,
     DORA_ROLES,
     LORA,
@@ -28,11 +28,13 @@ from simpletune.adapters.files.module_kind import (
     UpdateShape,
     is_by_output,
     is_whole,
+    layout_of,
     module_kind,
+    split_key,
     update_shape,
 )
-from simpletune.adapters.files.settings import DAMAGED, scale_for, validate_settings
-from simpletune.adapters.methods.hypernetworks.structure import require_updates
+from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.models.families import DENOISERS
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
 from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
@@ -43,6 +45,8 @@ ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's setting
 LISTED = 6
 FAMILIES = ", ".join(names.title for names in LAYOUTS)
 PLAIN_ONLY = "Only plain LoRA can be applied exactly"
+LONGEST_PATTERN = 200  # characters
+DAMAGED = "The file is damaged: download or export it again"
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
 
@@ -64,29 +68,29 @@ class Module:
         keys: keys by role.
         layers: diffusers' names of the layers that it updates: one, or three for a fused q, k, v.
         alpha: the value of its own alpha tensor, or None.
+        kind: LoRA, DoRA, LoKr, LoHa or OFT, by its roles.
+        factors: keys by role, without alpha.
     """
 
     name: str
     keys: dict[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     alpha: float | None = None
-
-    @property
-    def kind(self) -> str:
-        """Kind of the module (LoRA, DoRA, LoKr, LoHa or OFT), by its roles."""
-        return module_kind(self.keys)
-
-    @property
-    def factors(self) -> dict[str, str]:
-        """Keys by role, without alpha."""
-        return {role: key for role, key in self.keys.items() if role != ALPHA}
+    kind: str = LORA
+    factors: dict[str, str] = field(default_factory=dict)
 
 
 class LoraHeader:
     """The header of a LoRA file.
 
-    Args:
-        file: a safetensors file.
+    Attributes:
+        entries: entries of the tensors by name; ``shapes``: their shapes.
+        modules: updated modules of the denoiser by name; ``text_modules``: of text encoders; ``all_modules``: both.
+        methods: methods other than plain LoRA, with the keys that identify them.
+        is_lora: whether the file contains updates rather than a model.
+        kinds: kinds of the denoiser's modules.
+        unmatched: keys that match no layer of the family's denoiser or of a text encoder.
+        halves: modules that lack a factor.
 
     Raises:
         UserError: the file is damaged, or not a safetensors file.
@@ -98,43 +102,38 @@ class LoraHeader:
         header = read_header(file)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, TensorEntry] = header
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self.entries.items()}
         self.names = list(self.entries)
         self.text = [name for name in self.names if TEXT_KEY.match(name)]
         self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
         self.methods = other_methods(self.names)
+        self.is_lora = is_lora(self.names)
         self.odd_alphas: list[str] = []
-        found = self._modules()
+        found: dict[str, Module] = {}
+        for key in self.names:
+            if (split := split_key(key)) is not None:
+                module = found.setdefault(split[0], Module(split[0]))
+                module.keys[split[1]] = key
+                if split[1] == ALPHA:
+                    module.alpha = self._scalar(key)
+        for module in found.values():
+            module.kind = module_kind(module.keys)
+            module.factors = {role: key for role, key in module.keys.items() if role != ALPHA}
+        found = {name: found[name] for name in sorted(found, key=natural_sort_key)}
         self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
-        names = [module.name for module in self.modules.values()]
-        self.layout: Layout | None = layout_of(names)
+        self.all_modules = [*self.modules.values(), *self.text_modules.values()]
+        self.layout: Layout | None = layout_of(list(self.modules))
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
         for module in self.text_modules.values():
             layer = text_layer(module.name)
             module.layers = (layer,) if layer else ()
-
-    def _modules(self) -> dict[str, Module]:
-        found: dict[str, Module] = {}
-        for key in self.names:
-            split = split_key(key)
-            if split is None:
-                continue
-            module = found.setdefault(split[0], Module(split[0]))
-            module.keys[split[1]] = key
-            if split[1] == ALPHA:
-                module.alpha = self._scalar(key)
-        return {name: found[name] for name in sorted(found, key=natural_sort_key)}
-
-    @property
-    def all_modules(self) -> list[Module]:
-        """The modules of the denoiser, then those of text encoders."""
-        return [*self.modules.values(), *self.text_modules.values()]
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by key."""
-        return {name: tuple(entry["shape"]) for name, entry in self.entries.items()}
+        self.kinds = sorted({module.kind for module in self.modules.values()})
+        self.halves = [module.name for module in self.all_modules if not is_whole(module.keys)]
+        lost = {key for module in self.all_modules if not module.layers for key in module.keys.values()}
+        known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)
+        self.unmatched = [name for name in self.names if name not in known or name in lost]
 
     @cached_property
     def family(self) -> tuple[str, str]:
@@ -148,45 +147,19 @@ class LoraHeader:
         as_lora |= {f"{name}.lora_B.weight": (size.outputs, 1) for name, size in known.items()}
         return family_of_lora(self.shapes | as_lora)
 
-    @property
-    def is_lora(self) -> bool:
-        """Whether the file contains updates rather than a model."""
-        return is_lora(self.names)
-
-    @property
-    def unmatched(self) -> list[str]:
-        """Keys that match no layer of the family's denoiser or of a text encoder."""
-        lost = [key for module in self.all_modules if not module.layers for key in module.keys.values()]
-        known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)
-        return [name for name in self.names if name not in known or name in lost]
-
-    @property
-    def halves(self) -> list[str]:
-        """Modules that lack a factor."""
-        return [module.name for module in self.all_modules if not is_whole(module.keys)]
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of the denoiser's modules."""
-        return sorted({module.kind for module in self.modules.values()})
-
     def size(self, module: Module) -> UpdateShape | None:
-        """Return the size of a module's update; None if factors are missing or do not match."""
+        """The size of a module's update; None if factors are missing or do not match."""
         if not is_whole(module.keys):
             return None
         return update_shape({role: self.shapes[key] for role, key in module.factors.items()})
 
     def rank(self, module: Module) -> int | None:
-        """Return the number to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell.
-        None: alpha is ignored."""
+        """What to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell. None: ignore
+        alpha."""
         if module.kind in (LORA, DORA) and DOWN in module.keys:
             return (self.shapes[module.keys[DOWN]] or (0,))[0]
         size = self.size(module)
         return 0 if size is None else size.rank
-
-    def rank_words(self, module: Module) -> str:
-        """Describe a module's rank, and LoKr's factors."""
-        return str(self.rank(module) if module.kind in (LORA, DORA) else self.size(module) or "unknown")
 
     @cached_property
     def settings(self) -> Json | None:
@@ -196,17 +169,17 @@ class LoraHeader:
                 found = json.loads(self.metadata[ADAPTER_METADATA])
             except (ValueError, RecursionError):
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
-            return validate_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
+            return _valid_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
         if self.layout and self.layout.name == "peft" and beside.is_file():
             try:
-                return validate_settings(json.loads(beside.read_text()), str(beside))
+                return _valid_settings(json.loads(beside.read_text()), str(beside))
             except ValueError:
                 raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None
 
     def scale(self, module: Module) -> float:
-        """Return the scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
+        """The scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)
         if module.alpha is not None and rank is None:
             return 1.0
@@ -215,13 +188,20 @@ class LoraHeader:
         return self.header_scale(module)
 
     def header_scale(self, module: Module) -> float:
-        """Return the scale that PEFT derives from the header's settings; 1 without settings."""
+        """The scale that PEFT derives from the header's settings; 1 without settings."""
         layer, settings = module.layers[0] if module.layers else module.name, self.settings
-        if settings is not None and is_text(layer):
+        if settings is None:
+            return 1.0
+        if is_text(layer):
             encoder, layer = encoder_of(layer)
             own = {k.removeprefix(f"{encoder}."): v for k, v in settings.items() if k.startswith(f"{encoder}.")}
-            settings = validate_settings(own, f"{self.file}: {ADAPTER_METADATA} in its header")
-        return 1.0 if settings is None else scale_for(layer, settings)
+            settings = _valid_settings(own, f"{self.file}: {ADAPTER_METADATA} in its header")
+        # alpha has different names for LoRA and for LoKr and LoHa
+        alpha = _by_pattern(settings.get("alpha_pattern"), layer, settings.get("lora_alpha", settings.get("alpha")))
+        rank = _by_pattern(settings.get("rank_pattern"), layer, settings.get("r"))
+        if alpha is None or not rank:
+            return 1.0
+        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
@@ -238,12 +218,40 @@ class LoraHeader:
         return float(struct.unpack(of.struct, data)[0])
 
 
-def require_tensors(header: LoraHeader) -> None:
-    """Refuse an empty file.
+def _valid_settings(found: object, where: str) -> Json:
+    """Validate the values of PEFT's settings, and take the denoiser's prefix off their names."""
+    denoisers = "|".join(DENOISERS)
+    given = found if isinstance(found, dict) else {}
+    settings = {re.sub(rf"^({denoisers})\.", "", str(k)): v for k, v in given.items()}
+    numbers = [settings.get(name) for name in ("r", "lora_alpha", "alpha")]
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(name) or {}
+        numbers += patterns.values() if isinstance(patterns, dict) else [patterns]
+    odd = [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
+    if not isinstance(found, dict) or odd:
+        raise UserError(f"{where} contains the invalid value {str(odd[0] if odd else found)[:40]!r}. {DAMAGED}")
+    return settings
 
-    Raises:
-        UserError: it contains no tensors.
-    """
+
+def _by_pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
+    """PEFT's rule: the value of the first pattern that matches the end of a layer's name."""
+    for pattern, value in (patterns or {}).items():
+        if len(pattern) > LONGEST_PATTERN or len(re.findall(r"[*+?{]", pattern)) > 4 or re.search(r"\)[*+?{]", pattern):
+            raise UserError(
+                f"the pattern {pattern[:40]!r} in a LoRA's settings could take forever to match: patterns may have at "
+                f"most {LONGEST_PATTERN} characters and 4 repetitions, none of a group. Use the layers' names"
+            )
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", layer)
+        except re.error:
+            raise UserError(f"the pattern {pattern!r} in a LoRA's settings is invalid. {DAMAGED}") from None
+        if fits:
+            return value
+    return default
+
+
+def require_tensors(header: LoraHeader) -> None:
+    """Refuse an empty file."""
     if not header.names:
         raise UserError(f"{header.file} is empty: it contains no tensors. Download or export it again")
 
@@ -257,7 +265,12 @@ def open_lora(file: Path) -> LoraHeader:
     """
     header = LoraHeader(file)
     require_tensors(header)
-    require_updates(file, header.names)
+    if is_hypernetwork(header.names):
+        raise UserError(
+            f"{file} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
+            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
+            "FILE --format a1111"
+        )
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
@@ -270,7 +283,9 @@ def open_lora(file: Path) -> LoraHeader:
     if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
         raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
     if header.layout is None and header.modules:
-        raise UserError(f"{file} mixes layouts: {', '.join(_examples(header))}. Every key must have the same prefix")
+        by_start = {name.partition(".")[0].partition("_")[0]: name for name in header.modules}
+        listed = ", ".join(list(by_start.values())[:LISTED])
+        raise UserError(f"{file} mixes layouts: {listed}. Every key must have the same prefix")
     if header.unmatched:
         count, listed = len(header.unmatched), join_names(header.unmatched, LISTED)
         raise UserError(
@@ -282,7 +297,13 @@ def open_lora(file: Path) -> LoraHeader:
     if header.odd_alphas:
         raise UserError(f"{file}: {header.odd_alphas[0]}. {DAMAGED}")
     _require_shapes(header)
-    _require_scales(header)
+    for module in header.all_modules:
+        scale = header.scale(module)
+        if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
+            raise UserError(
+                f"{file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale must be finite and "
+                f"at most {LARGEST_SCALE:g}. {DAMAGED}"
+            )
     return header
 
 
@@ -312,21 +333,6 @@ def _require_shapes(header: LoraHeader) -> None:
             )
 
 
-def _require_scales(header: LoraHeader) -> None:
-    for module in header.all_modules:
-        scale = header.scale(module)
-        if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
-            raise UserError(
-                f"{header.file}: {module.keys.get(ALPHA, module.name)} gives a scale of {scale:g}. A scale must be "
-                f"finite and at most {LARGEST_SCALE:g}. {DAMAGED}"
-            )
-
-
-def _examples(header: LoraHeader) -> list[str]:
-    by_start = {name.partition(".")[0].partition("_")[0]: name for name in header.modules}
-    return list(by_start.values())[:LISTED]
-
-
 def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts block 2 before block 10."""
+    """A sort key that puts block 2 before block 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -5,7 +5,7 @@ Streams the output with one layer in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +30,12 @@ PREFIX = "model.diffusion_model."
 
 @dataclass
 class MergeResult:
-    """The result of a merge.
-
-    Args:
-        path: the written folder or file.
-        layers: the number of changed layers.
-        lost: rounding error of the file's type, relative to the updates (Frobenius norms over all layers).
-    """
+    """A written folder or file, and the number of changed layers."""
 
     path: Path
     layers: int
     lost: float
+    """Rounding error of the file's type, relative to the updates (Frobenius norms over all layers)."""
 
 
 class Merger:
@@ -76,7 +71,7 @@ class Merger:
                     )
 
     def kind(self, name: str) -> str:
-        """Return the type of a tensor in the output, by safetensors' name."""
+        """The type of a tensor in the output, by safetensors' name."""
         return KINDS[FLOATS[self._dtype]] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
@@ -88,7 +83,7 @@ class Merger:
         return self._merged(layer, tensor, dtype)
 
     def _merged(self, layer: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a layer's weight with its updates, in its output type."""
+        """A layer's weight with its updates, in its output type."""
         exact = tensor.float()
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
@@ -101,11 +96,7 @@ class Merger:
         return merged
 
     def merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
-        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type.
-
-        Raises:
-            UserError: the weight has another shape or a type that is not supported.
-        """
+        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type."""
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
         if kind not in TYPES or not update.fits(shape):
@@ -123,14 +114,8 @@ class Merger:
 
 
 def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
-    """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads.
-
-    Args:
-        merger: provides the merged tensors.
-        folder: the target, replaced if it exists.
-        metadata: strings for the header.
-        done: called after each tensor.
-    """
+    """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads; replaces an old one. Calls
+    ``done`` after each tensor."""
     entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
     if merger.text:
         raise UserError(
@@ -147,16 +132,14 @@ def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], d
 
 
 def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
-    """Write the merged transformer as one file in the original layout, with the other tensors of a single-file base.
-
-    Args:
-        merger: provides the merged tensors.
-        file: the target.
-        metadata: strings for the header, added to those of a single-file base.
-        done: called after each tensor.
-    """
+    """Write the merged transformer as one file in the original layout, with the other tensors and the metadata of a
+    single-file base. Calls ``done`` after each tensor."""
     base = merger.base
-    groups = _groups(base)
+    groups: dict[str, list[tuple[str, Origin]]] = {}  # the diffusers tensors that make up an original one
+    for name, origin in base.family.layout.origins(base.config).items():
+        groups.setdefault(origin.name, []).append((name, origin))
+    for parts in groups.values():
+        parts.sort(key=lambda part: part[1].third or 0)
     prefix = PREFIX
     others: dict[str, TensorEntry] = {}
     old: dict[str, str] = {}
@@ -174,20 +157,25 @@ def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done:
     file.parent.mkdir(parents=True, exist_ok=True)
     with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
         for original, parts in groups.items():
-            writer.write(prefix + original, _assemble(merger, parts))
+            tensors = [merger.get(name) for name, _ in parts]
+            swapped = len(parts) == 1 and parts[0][1].swapped
+            whole = tensors[0] if len(parts) == 1 else torch.cat(tensors)
+            writer.write(prefix + original, exchanged_halves(whole) if swapped else whole)
             for _ in parts:
                 done()
-        for name, data in _raw(base.file, others):
-            writer.write_bytes(name, merger.merged_text(text[name], others[name], data) if name in text else data)
+        if base.file is not None:
+            with open(base.file, "rb") as handle:
+                start = 8 + int.from_bytes(handle.read(8), "little")
+                for name, entry in others.items():
+                    begin, end = entry["data_offsets"]
+                    handle.seek(start + begin)
+                    data = handle.read(end - begin)
+                    writer.write_bytes(name, merger.merged_text(text[name], entry, data) if name in text else data)
     return MergeResult(file, len(merger.changed), merger.lost)
 
 
 def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the updated layers of text encoders by the names of their weights in a single file.
-
-    Raises:
-        UserError: the file lacks some of them.
-    """
+    """The updated layers of text encoders by the names of their weights in a single file."""
     places = merger.base.family.layout.prefixes
     found = {}
     for layer in merger.text:
@@ -201,34 +189,6 @@ def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str
             f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
         )
     return found
-
-
-def _groups(base: BaseReader) -> dict[str, list[tuple[str, Origin]]]:
-    """Map original names to the diffusers tensors that make them up, in order."""
-    found: dict[str, list[tuple[str, Origin]]] = {}
-    for name, origin in base.family.layout.origins(base.config).items():
-        found.setdefault(origin.name, []).append((name, origin))
-    return {original: sorted(parts, key=lambda part: part[1].third or 0) for original, parts in found.items()}
-
-
-def _assemble(merger: Merger, parts: Sequence[tuple[str, Origin]]) -> Tensor:
-    if len(parts) > 1:
-        return torch.cat([merger.get(name) for name, _ in parts])
-    name, origin = parts[0]
-    tensor = merger.get(name)
-    return exchanged_halves(tensor) if origin.swapped else tensor
-
-
-def _raw(file: Path | None, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, bytes]]:
-    """Read tensors of a file as bytes."""
-    if file is None:
-        return
-    with open(file, "rb") as handle:
-        start = 8 + int.from_bytes(handle.read(8), "little")
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            handle.seek(start + begin)
-            yield name, handle.read(end - begin)
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

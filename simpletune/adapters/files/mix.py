@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from simpletune.adapters.files.updates import LoraUpdate, Updates
+from simpletune.adapters.files.updates import LoraUpdate, Updates, require_additive
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError
 from simpletune.system.rng import random_key
@@ -44,10 +44,6 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     (sum a_n B_n) with a_n = sqrt(weight), so their product has cross terms. LoKr and LoHa are mixed as the equivalent
     LoRA.
 
-    Args:
-        loras: updates with their weights.
-        recipe: how to mix them.
-
     Returns:
         Updates with scale 1 for every layer that any LoRA has.
 
@@ -58,7 +54,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]
+        parts = [(require_additive(updates[name]).plain(), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.detect_model import SD15
-from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, limit_blocks
-from simpletune.adapters.files.header import LoraHeader, Module, open_lora
-from simpletune.adapters.files.lokr_loha import LohaUpdate, LokrUpdate
-from simpletune.adapters.files.module_kind import DORA, DORA_ROLES, LOKR, LORA, OFT
-from simpletune.adapters.files.settings import DAMAGED
-from simpletune.adapters.files.updates import LoraUpdate, Update, split
+from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
+from simpletune.adapters.files.keys import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update, split
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, LoraNames
 from simpletune.models.shared.text_layers import is_text
@@ -25,9 +22,6 @@ READ = (torch.float32, torch.float16, torch.bfloat16)
 
 def read_lora(file: Path) -> dict[str, Update]:
     """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
-
-    Args:
-        file: a safetensors file.
 
     Returns:
         Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and the layer's
@@ -42,11 +36,7 @@ def read_lora(file: Path) -> dict[str, Update]:
 
 
 def updates_of(header: LoraHeader) -> dict[str, Update]:
-    """Read the updates of a file whose header has been checked.
-
-    Raises:
-        UserError: values are not finite, a layer has two updates, or a type is not supported.
-    """
+    """``read_lora`` for a file whose header has been checked."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Update] = {}
@@ -79,22 +69,26 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
 
 
 def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Sequence[Update | None]:
-    """Return the updates of a module's layers."""
+    """The updates of a module's layers: one, or those that a fused q, k, v stacks."""
     count, scale = len(module.layers), header.scale(module)
-    if module.kind == LORA:
-        down, up = factors[DOWN], factors[UP]
-        update = LoraUpdate(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
-        return [update] if count == 1 else split(update, count)
     if module.kind == OFT:
-        names = _original_names(header, module.layers[0])
-        blocks = limit_blocks(factors[OFT_BLOCKS], module.alpha).chunk(count)
-        return [OftUpdate(b, (la, names) if names else None) for la, b in zip(module.layers, blocks, strict=True)]
-    if module.kind == DORA:
-        return _dora(header, module, factors, scale).parts(count)
+        blocks, names = factors[OFT_BLOCKS], _original_names(header, module.layers[0])
+        norm = float((blocks - blocks.transpose(1, 2)).norm())
+        if module.alpha and norm > module.alpha > 0:  # a limit on ||B - B^T||, as in ComfyUI
+            blocks = blocks * (module.alpha / norm)
+        own = zip(module.layers, blocks.chunk(count), strict=True)
+        return [OftUpdate(part, (layer, names) if names else None) for layer, part in own]
+    flat = {role: factor.flatten(1) for role, factor in factors.items() if role not in DORA_ROLES}
+    if module.kind in (LORA, DORA):
+        update = LoraUpdate(flat[DOWN], flat[UP], scale, pointwise=factors[DOWN].ndim == 4)
+        if module.kind == DORA:
+            return DoraUpdate(update, *_magnitudes(header, module, factors, update.shape)).parts(count)
+        return [update] if count == 1 else split(update, count)
     size = header.size(module)
     assert size is not None
-    flat = {role: factor.flatten(1) for role, factor in factors.items()}
-    pointwise = any(factor.ndim == 4 for factor in factors.values()) or _is_pointwise(header, module)
+    pointwise = any(factor.ndim == 4 for factor in factors.values())
+    if header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out")):
+        pointwise = True  # 1x1 convolutions, which 2-D factors do not tell
     whole: LokrUpdate | LohaUpdate = LohaUpdate(flat, scale, pointwise)
     if module.kind == LOKR:
         whole = LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
@@ -102,30 +96,22 @@ def _parts(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) ->
     return [whole.rows(number * height, height) for number in range(count)]
 
 
-def _dora(header: LoraHeader, module: Module, factors: Mapping[str, Tensor], scale: float) -> DoraUpdate:
-    """Return a module's DoRA update. Prefers PEFT's magnitudes; ``dora_scale`` has them, too, unless the header marks
-    it as made for ComfyUI."""
-    down, up = factors[DOWN], factors[UP]
-    update = LoraUpdate(down.flatten(1), up.flatten(1), scale, pointwise=down.ndim == 4)
+def _magnitudes(
+    header: LoraHeader, module: Module, factors: Mapping[str, Tensor], shape: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``DoraUpdate``'s magnitude and relative magnitude. Prefers PEFT's key; ``dora_scale`` has the magnitude, too,
+    unless the header marks it as made for ComfyUI."""
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
-    made_for_comfyui = DORA_MARK.items() <= header.metadata.items()
-    relative = vectors.get(DORA_SCALE) if made_for_comfyui else None
-    layout = header.layout
-    if (
-        relative is not None and layout and not layout.original and not is_text(module.layers[0])
-    ):  # its rows are in the original order, unlike the others
-        if layout.names.halves_swapped(module.layers[0], *update.shape):
-            relative = exchanged_halves(relative)
-    magnitude = vectors.get(MAGNITUDE, None if made_for_comfyui else vectors.get(DORA_SCALE))
-    return DoraUpdate(update, magnitude, relative)
+    scale, layout = vectors.get(DORA_SCALE), header.layout
+    if not DORA_MARK.items() <= header.metadata.items():
+        return vectors.get(MAGNITUDE, scale), None
+    if scale is not None and layout and not layout.original and not is_text(module.layers[0]):
+        if layout.names.halves_swapped(module.layers[0], *shape):
+            scale = exchanged_halves(scale)  # its rows are in the original order, unlike the others
+    return vectors.get(MAGNITUDE), scale
 
 
 def _original_names(header: LoraHeader, layer: str) -> LoraNames | None:
-    """Return the family's names if the file has a layer of the denoiser under its original name."""
+    """The family's names if the file has a layer of the denoiser under its original name."""
     layout = header.layout
     return layout.names if layout is not None and layout.original and not is_text(layer) else None
-
-
-def _is_pointwise(header: LoraHeader, module: Module) -> bool:
-    """Whether a module without a 4-D factor is a 1x1 convolution: Stable Diffusion 1.5's projections are."""
-    return header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.adapters.files.header import TensorEntry
@@ -12,27 +11,13 @@ from simpletune.system.safetensors_file import TYPES
 CHUNK = 2**22
 
 
-@dataclass(frozen=True)
-class ScannedValues:
-    """The findings about one tensor.
-
-    Args:
-        not_finite: how many values are NaN or infinite.
-        zero: whether all are zero.
-    """
-
-    not_finite: int
-    zero: bool
-
-
-def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, ScannedValues]:
-    """Scan the floating-point tensors of a file, 4 MiB at a time.
+def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, tuple[int, bool]]:
+    """Scan the floating-point tensors of a file with a valid header, 4 MiB at a time.
 
     A number is not finite if all bits of its exponent are ones, in every type except the 8-bit type without infinities.
 
-    Args:
-        file: a safetensors file with a valid header.
-        entries: the entries of the header.
+    Returns:
+        By name how many values are NaN or infinite, and whether all are zero.
     """
     import numpy as np
 
@@ -51,17 +36,12 @@ def scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Sca
                 begin += chunk.nbytes
                 not_finite += int(((chunk & of.exponent) == of.exponent).sum())
                 zero = zero and not (chunk & of.magnitude).any()
-            found[name] = ScannedValues(not_finite, zero)
+            found[name] = (not_finite, zero)
     return found
 
 
 def row_norms(file: Path, entry: TensorEntry) -> list[float]:
-    """Return the Euclidean norm of each row of a tensor in fp32, fp16 or bf16; one norm for a vector.
-
-    Args:
-        file: a safetensors file with a valid header.
-        entry: header entry of the tensor.
-    """
+    """The Euclidean norm of each row of a tensor in fp32, fp16 or bf16; one norm for a vector."""
     import numpy as np
 
     begin, end = entry["data_offsets"]

@@ -12,19 +12,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.dora_oft import DoraUpdate, OftUpdate, blocks_of, magnitudes_of
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
-from simpletune.adapters.files.layouts import written
-from simpletune.adapters.files.lokr_loha import LokrUpdate
-from simpletune.adapters.files.updates import LoraUpdate, LoraUpdates, Update, Updates, fuse
+from simpletune.adapters.files.updates import (
+    AdditiveUpdate,
+    DoraUpdate,
+    LohaUpdate,
+    LokrUpdate,
+    LoraUpdate,
+    LoraUpdates,
+    OftUpdate,
+    Updates,
+    fuse,
+)
 from simpletune.adapters.methods.layers import FLOATS
-from simpletune.models.lora_names import names_of, update_layout
-from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, Layout, LoraNames
+from simpletune.adapters.methods.oft_layer import named_blocks
+from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.lora_names import LAYOUTS, names_of, result_layout
+from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
+MERGE = "Merge it into its base with simpletune merge"
 
 
 def write_lora(
@@ -57,19 +67,22 @@ def write_lora(
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
-    others = {layer: u for layer, u in updates.items() if not isinstance(u, LoraUpdate | DoraUpdate | OftUpdate)}
+    others = {layer: u for layer, u in updates.items() if isinstance(u, LokrUpdate | LohaUpdate)}
+    tensors: dict[str, Tensor] = {}
     if layout == "lycoris":
         for layer in (*low_rank, *dora, *oft):
             raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
-        tensors = structured_tensors_of(others, kind) if others else {}
+        tensors = _lycoris_tensors(others, kind)
     elif others:
         raise _needs_rank(*max(others.items(), key=lambda each: each[1].rank))
-    else:
-        tensors = {}
-        if updates:
-            chosen = written(updates, layout)
-            tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
-            tensors |= magnitudes_of(dora, chosen) | blocks_of(oft, chosen)
+    elif updates:
+        chosen = next(each for each in LAYOUTS[names_of(updates)] if each.name == layout)
+        tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
+        tensors |= _magnitudes(dora, chosen)
+        for layer, turned in oft.items():  # ComfyUI would rotate the wrong rows under other names
+            if not chosen.alpha or chosen.original != (turned.original is not None):
+                raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
+        tensors |= named_blocks({layer: turned.blocks for layer, turned in oft.items()}, chosen)
     tensors |= text_tensors_of(text, layout, single, kind)
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
@@ -78,34 +91,38 @@ def write_lora(
     extra = {}
     if layout == "diffusers" and not dora:
         groups = {names_of(low_rank).denoiser: low_rank} if low_rank else {}
-        extra = _adapter_metadata(groups | _by_encoder(text))
+        for layer, update in text.items():
+            if isinstance(update, LoraUpdate):
+                encoder, name = encoder_of(layer)
+                groups.setdefault(encoder, {})[name] = update
+        extra = _adapter_metadata(groups)
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
-def _needs_rank(layer: str, update: Update) -> UserError:
+def _needs_rank(layer: str, update: AdditiveUpdate) -> UserError:
     return UserError(
         f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
         "smaller one to approximate it, or use --format lycoris"
     )
 
 
+def overflow(dtype: str | None) -> str:
+    """The predicate of a message about a tensor whose values overflow a type."""
+    return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
+
+
 def _tensors_of(
-    update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
+    update: AdditiveUpdate, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
 ) -> dict[str, Tensor]:
-    """Return an update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
+    """An update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
     factors, alpha = update.saved()
     tensors = {key(role): factor.to(dtype or factor.dtype, copy=True) for role, factor in factors.items()}
     return tensors | ({key(ALPHA): torch.tensor(alpha, dtype=torch.float32)} if with_alpha else {})
 
 
-def overflow(dtype: str | None) -> str:
-    """Return the predicate of a message about a tensor whose values overflow a type."""
-    return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
-
-
 def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a file in a layout, by key.
+    """The tensors of LoRA updates in a layout, by key.
 
     Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
     layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update. With diffusers'
@@ -123,16 +140,106 @@ def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None
     return tensors
 
 
+def _with_one_alpha(updates: LoraUpdates) -> dict[str, LoraUpdate]:
+    """Give every update the most common alpha (scale x rank), and scale the second factor of the others to match."""
+    alphas = Counter(update.scale * update.rank for update in updates.values())
+    common = alphas.most_common(1)[0][0] if alphas else 1.0
+    found = {}
+    for layer, update in updates.items():
+        factor = update.scale * update.rank / common
+        up = update.up if factor == 1 else (update.up.float() * factor).to(update.up.dtype)
+        found[layer] = replace(update, up=up, scale=common / update.rank)
+    return found
+
+
+def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraUpdate]:
+    """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ."""
+    found: dict[str, LoraUpdate] = {}
+    thirds: dict[str, list[LoraUpdate | None]] = {}
+    for layer, update in updates.items():
+        try:
+            module, third = names.original(layer)
+        except (KeyError, ValueError):
+            raise UserError(
+                f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
+            ) from None
+        if third is None:
+            found[module] = update.swapped() if names.halves_swapped(layer, *update.shape) else update
+        else:
+            thirds.setdefault(module, [None, None, None])[third] = update
+    return found | {module: fuse(parts) for module, parts in thirds.items()}
+
+
+def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
+    """The tensors by which tools scale the rows of DoRA, by key; in fp32, because rounding them changes whole rows.
+
+    ``lora_magnitude_vector`` is for diffusers, which reads only its own layout; ``dora_scale`` is for ComfyUI. A file
+    gets both if both are known.
+    """
+    for layer, update in updates.items():
+        if layout.alpha and update.relative is None:
+            raise UserError(
+                f"{layer} has a magnitude but no norm of its base's rows, which ComfyUI's dora_scale needs. {MERGE}"
+            )
+        if not layout.alpha and update.magnitude is None:
+            raise UserError(f"{layer} has only ComfyUI's dora_scale, which diffusers cannot apply. {MERGE}")
+    scales = {layer: update.relative for layer, update in updates.items() if update.relative is not None}
+    magnitudes = {layer: update.magnitude for layer, update in updates.items() if update.magnitude is not None}
+    exchanged = {layer for layer, update in updates.items() if layout.names.halves_swapped(layer, *update.shape)}
+    for layer in exchanged & scales.keys():  # rows are in ComfyUI's order, whatever the names
+        scales[layer] = exchanged_halves(scales[layer])
+    for layer in exchanged & magnitudes.keys() if layout.original else ():
+        magnitudes[layer] = exchanged_halves(magnitudes[layer])
+    tensors: dict[str, Tensor] = {}
+    for module, vector in _by_module(scales, layout).items():
+        sides = (1, 1, 1) if module in updates and updates[module].update.pointwise else (1,)
+        tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
+    return tensors | {layout.key(k, MAGNITUDE): v.float().clone() for k, v in _by_module(magnitudes, layout).items()}
+
+
+def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Vectors by the layout's modules; under the original names, those of q, k and v are stacked."""
+    if not layout.original:
+        return dict(vectors)
+    found: dict[str, Tensor] = {}
+    thirds: dict[str, dict[int, Tensor]] = {}
+    for layer, vector in vectors.items():
+        module, third = layout.names.original(layer)
+        if third is not None:
+            thirds.setdefault(module, {})[third] = vector
+        else:
+            found[module] = vector
+    for module, parts in thirds.items():
+        if len(parts) < 3:
+            raise UserError(
+                f"{module} fuses q, k and v, and this DoRA has {len(parts)} of them; the norms of the others' rows are "
+                "unknown. Use --format diffusers, which ComfyUI reads too"
+            )
+        found[module] = torch.cat([parts[number] for number in range(3)])
+    return found
+
+
+def _lycoris_tensors(updates: Mapping[str, AdditiveUpdate], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
+    tensors: dict[str, Tensor] = {}
+    layout = result_layout(updates, "lycoris") if updates else None
+    for layer in sorted(updates, key=natural_sort_key):
+        update = updates[layer]
+        assert layout is not None
+        if isinstance(update, LokrUpdate) and not update.is_own:
+            raise UserError(
+                f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
+                "by a LoRA: --format kohya --rank 32"
+            )
+        tensors |= _tensors_of(update, partial(layout.key, layer), dtype)
+    return tensors
+
+
 def text_tensors_of(
     text: Updates, layout: str, single: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of text encoders in a file, by key.
-
-    Args:
-        text: updates by ``text_encoder...`` names.
-        layout: ``diffusers``, ``kohya``, ``comfy`` or ``lycoris``.
-        single: whether the model has one text encoder.
-        dtype: None keeps their types.
+    """The tensors of text encoders in a file, by key, from updates by ``text_encoder...`` names. ``single``: the model
+    has one text encoder.
 
     Raises:
         UserError: no tool reads such an update of a text encoder under these keys.
@@ -142,7 +249,7 @@ def text_tensors_of(
     tensors: dict[str, Tensor] = {}
     for layer in sorted(others, key=natural_sort_key):
         update = others[layer]
-        if isinstance(update, DoraUpdate | OftUpdate):
+        if not isinstance(update, AdditiveUpdate):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)
@@ -167,88 +274,23 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def _by_encoder(text: Updates) -> dict[str, LoraUpdates]:
-    """Return the LoRA updates of each text encoder, by the layers' names in it."""
-    found: dict[str, dict[str, LoraUpdate]] = {}
-    for layer, update in text.items():
-        if isinstance(update, LoraUpdate):
-            encoder, name = encoder_of(layer)
-            found.setdefault(encoder, {})[name] = update
-    return dict(found)
-
-
-def structured_tensors_of(updates: Updates, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a LoKr or LoHa file by key: diffusers' layers under the names that ComfyUI reads.
-
-    Raises:
-        UserError: a layer has only rows of a LoKr that was trained on a fused layer.
-    """
-    layout = update_layout(updates)
-    tensors: dict[str, Tensor] = {}
-    for layer in sorted(updates, key=natural_sort_key):
-        update = updates[layer]
-        if isinstance(update, LokrUpdate) and not update.is_own:
-            raise UserError(
-                f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
-                "by a LoRA: --format kohya --rank 32"
-            )
-        tensors |= _tensors_of(update, partial(layout.key, layer), dtype)
-    return tensors
-
-
-def _with_one_alpha(updates: LoraUpdates) -> dict[str, LoraUpdate]:
-    """Give every update the most common alpha (scale x rank), and scale the second factor of the others to match."""
-    alphas = Counter(update.scale * update.rank for update in updates.values())
-    common = alphas.most_common(1)[0][0] if alphas else 1.0
-    found = {}
-    for layer, update in updates.items():
-        factor = update.scale * update.rank / common
-        up = update.up if factor == 1 else (update.up.float() * factor).to(update.up.dtype)
-        found[layer] = replace(update, up=up, scale=common / update.rank)
-    return found
-
-
-def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraUpdate]:
-    """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ.
-
-    Raises:
-        UserError: the family has no such layer.
-    """
-    found: dict[str, LoraUpdate] = {}
-    thirds: dict[str, list[LoraUpdate | None]] = {}
-    for layer, update in updates.items():
-        try:
-            module, third = names.original(layer)
-        except (KeyError, ValueError):
-            raise UserError(
-                f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
-            ) from None
-        if third is None:
-            found[module] = update.swapped() if names.halves_swapped(layer, *update.shape) else update
-        else:
-            thirds.setdefault(module, [None, None, None])[third] = update
-    return found | {module: fuse(parts) for module, parts in thirds.items()}
-
-
 def _adapter_metadata(groups: Mapping[str, LoraUpdates]) -> dict[str, str]:
-    """Build PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every
-    alpha.
+    """PEFT's settings for diffusers if ranks differ, from the updates of each part of the pipeline: older versions
+    would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
-
-    Args:
-        groups: the updates of each part of the pipeline.
     """
-    settings = {part: _settings(updates) for part, updates in groups.items()}
-    if not any("rank_pattern" in each for each in settings.values()):
-        return {}
-    flat = {f"{part}.{key}": value for part, each in settings.items() for key, value in each.items()}
-    return {ADAPTER_METADATA: json.dumps(flat)}
-
-
-def _settings(updates: LoraUpdates) -> Json:
-    ranks = {layer: update.rank for layer, update in updates.items()}
-    common = Counter(ranks.values()).most_common(1)[0][0]
-    others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
-    patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
-    return {"r": common, "lora_alpha": common, **patterns, "target_modules": sorted(ranks, key=natural_sort_key)}
+    flat: Json = {}
+    for part, updates in groups.items():
+        ranks = {layer: update.rank for layer, update in updates.items()}
+        common = Counter(ranks.values()).most_common(1)[0][0]
+        others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
+        patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
+        settings = {
+            "r": common,
+            "lora_alpha": common,
+            **patterns,
+            "target_modules": sorted(ranks, key=natural_sort_key),
+        }
+        flat |= {f"{part}.{key}": value for key, value in settings.items()}
+    return {ADAPTER_METADATA: json.dumps(flat)} if any(key.endswith(".rank_pattern") for key in flat) else {}

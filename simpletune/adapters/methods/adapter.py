@@ -12,6 +12,8 @@ from simpletune.system.options import Option, Problem
 if TYPE_CHECKING:
     from torch import nn
 
+OUTPUT = "pytorch_lora_weights.safetensors"
+"""The result of methods that do not change the base, by diffusers' name."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a model's parameters by name."""
 
@@ -38,11 +40,11 @@ class TrainingMethod(Option):
     """Whether it needs attention layers that read only the picture or only the prompt, like a U-Net's."""
 
     def result(self, denoiser: str) -> str:
-        """Return the file or folder of the result inside the run's folder."""
+        """The file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """Return a sentence on what to do before diffusers loads the result; None if it loads it as it is."""
+        """A sentence on what to do before diffusers loads the result; None if it loads it as it is."""
         return None
 
     def describe(self, shapes: Shapes) -> str:
@@ -62,8 +64,8 @@ class TrainingMethod(Option):
         yield from ()
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the
-        result. Such a module may be removed from the model."""
+        """Whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the result.
+        Such a module may be removed from the model."""
         return False
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -75,21 +77,19 @@ class TrainingMethod(Option):
         """
         raise NotImplementedError
 
-    @property
-    def has_lr_ratios(self) -> bool:
-        """Whether ``lr_ratio`` differs between parameters."""
-        return False
-
     def lr_ratio(self, name: str) -> float:
-        """Return the factor on the learning rate of a trained parameter, by its name in the model."""
+        """The factor on the learning rate of a trained parameter, by its name in the model."""
         return 1.0
 
     def constrain(self, model: nn.Module) -> None:
         """Bring the trained parameters back within their bounds after an update. Must not read from the device."""
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Restore the exact base model within this context. Only for methods that do not change the base."""
-        raise NotImplementedError
+        """Restore the exact base model within this context, by disabling all updates. Only for methods that do not
+        change the base."""
+        from simpletune.adapters.methods.layers import updates_disabled
+
+        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write the result in a format that other tools read.
@@ -118,28 +118,22 @@ class NoAdapter(TrainingMethod):
 
     trains: ClassVar[bool] = False
     holds_lora: ClassVar[bool] = True
-    output_name: ClassVar[str] = "pytorch_lora_weights.safetensors"
+    output_name: ClassVar[str] = OUTPUT
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         return "nothing of the denoiser"
 
     def trainable(self, shapes: Shapes) -> int:
-        """Return 0."""
         return 0
 
     def is_untouched(self, module: str) -> bool:
-        """Every module keeps its base weights."""
         return True
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Freeze the model."""
         model.requires_grad_(False)
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The model is the base already."""
         return nullcontext()
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-        """Write nothing: the text side is exported separately. Returns where a LoRA of the text encoders goes."""
-        return folder / self.output_name
+        return folder / self.output_name  # writes nothing: a LoRA of the text encoders goes there

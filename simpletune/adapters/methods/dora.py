@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.lora import OUTPUT, Lora
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
+from simpletune.adapters.methods.lora import Lora
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import DORA_MARK
 
@@ -25,22 +25,16 @@ class Dora(Lora):
     """DoRA: weight-decomposed LoRA, m (W + s B A) / ||W + s B A|| with a trained magnitude m for each output. The
     result is a LoRA file with magnitudes; docs/methods.md says which tools apply it exactly."""
 
-    def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
-        return f"DoRA {self._in_words(shapes)}"
-
     def trainable(self, shapes: Shapes) -> int:
-        """Sum rank x (inputs + outputs) + outputs over all targets."""
         return super().trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
     def exported(self, shapes: Shapes) -> int:
-        """Count the trained parameters, and the scale of each output that ComfyUI reads."""
+        # the trained parameters, and the scale of each output that ComfyUI reads
         return self.trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """As for ``TrainingMethod``: for a U-Net the result is in kohya's layout."""
         if denoiser == "transformer":
-            return None
+            return None  # a U-Net's result is in kohya's layout
         return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -48,12 +42,12 @@ class Dora(Lora):
         from simpletune.adapters.methods.dora_layers import DoraLayer
         from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
 
+        dropouts = self.dropout, self.rank_dropout, self.module_dropout
         for name in self.modules(freeze_for_updates(model, seed)):
-            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype])
-            wrap(model, name, layer.with_dropout(self.dropout, self.rank_dropout, self.module_dropout))
+            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype], dropouts=dropouts)
+            wrap(model, name, layer)
 
     def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield A and B of every update."""
         return ((layer.lora_A.weight, layer.lora_B.weight) for _, layer in dora_layers(model))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:

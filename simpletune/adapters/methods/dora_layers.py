@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, shape_of
-from simpletune.adapters.methods.lora_layers import UpdateDropout, row_norms
-from simpletune.adapters.methods.lora_product import Context
+from simpletune.adapters.methods.lora_layers import Context, UpdateDropout, row_norms
 from simpletune.engine.quant.unpack import row_blocks
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
@@ -102,6 +101,7 @@ class DoraLayer(UpdateLayer):
         scale: s.
         dtype: type of the factors.
         adapter: name by which ``scaling`` holds the strength.
+        dropouts: probabilities for the update's input, its ranks, and the whole update without its magnitudes.
     """
 
     squares: Tensor
@@ -114,39 +114,26 @@ class DoraLayer(UpdateLayer):
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
         adapter: str = ADAPTER,
+        dropouts: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ):
         super().__init__(base_layer, adapter)
         frozen = innermost_layer(base_layer)
         shape, device = shape_of(frozen), next(frozen.parameters()).device
         assert shape is not None
-        self.scale = scale
+        self.scale, self.pointwise = scale, len(shape) == 4
         self.lora_A = nn.Linear(shape[1], rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, shape[0], bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.lora_B.weight)
         self.register_buffer("squares", squared_norms(frozen), persistent=False)
         self.register_buffer("gain", None, persistent=False)
         self.magnitude = nn.Parameter(self.squares.sqrt())
-        self.input_dropout: nn.Module = nn.Identity()
-        self.update_dropout: nn.Module = nn.Identity()
-
-    def with_dropout(self, inputs: float, rank: float, module: float) -> DoraLayer:
-        """Add dropout on the update's input, its ranks and the whole update without its magnitudes."""
+        inputs, *others = dropouts
         self.input_dropout = nn.Dropout(inputs) if inputs else nn.Identity()
-        self.update_dropout = UpdateDropout(rank, module) if rank or module else nn.Identity()
-        return self
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether the frozen layer is a 1x1 convolution."""
-        return self.shape is not None and len(self.shape) == 4
+        self.update_dropout = UpdateDropout(*others) if any(others) else nn.Identity()
 
     @torch.no_grad()
     def norms(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]
-        """Return ||W_j + s B_j A||; the frozen layer itself computes W A^T.
-
-        Args:
-            dtype: type of that product.
-        """
+        """||W_j + s B_j A||; the frozen layer itself computes W A^T, in a type."""
         frozen, a, b = innermost_layer(self), self.lora_A.weight, self.lora_B.weight
         rows = a.t()[None, :, :, None] if self.pointwise else a  # as pixels, or as rows
         without = {} if frozen.bias is None else {"bias": torch.zeros_like(frozen.bias)}  # type: ignore[arg-type]
@@ -154,12 +141,6 @@ class DoraLayer(UpdateLayer):
         projected = projected[0, :, :, 0] if self.pointwise else projected.t()  # [o, r]
         with torch.autocast(a.device.type, enabled=False):
             return row_norms(self.squares, projected, a, b, self.scale)
-
-    def gains(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]
-        """Return m / ||W + s B A|| for every row; 0 for a row of zeros."""
-        if self.gain is not None:
-            return self.gain
-        return _ratio(self.magnitude, self.norms(dtype))
 
     @torch.no_grad()
     def exact_norms(self) -> Tensor:  # fp32 [o]
@@ -174,15 +155,11 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def exact_gains(self) -> Tensor:  # fp32 [o]
-        """Return ``gains`` computed with ``exact_norms``."""
-        return _ratio(self.magnitude, self.exact_norms())
-
-    def settle(self) -> None:
-        """Fix the norms, which makes inference as fast as with LoRA; the update must not change afterwards."""
-        self.gain = self.exact_gains()
+        """m / ||W + s B A|| for every row, by ``exact_norms``."""
+        return by_norms(self.magnitude, self.exact_norms())
 
     def saved(self, name: str, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
+        """The tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
         ComfyUI scales rows in the original layout's order, whatever the names."""
         down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
         if not layout.alpha:
@@ -199,25 +176,26 @@ class DoraLayer(UpdateLayer):
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""
-        gain = self.gains(y.dtype)
+        gain = by_norms(self.magnitude, self.norms(y.dtype)) if self.gain is None else self.gain
         b = self.update_dropout(self.lora_B.weight) * (gain * (self.strength * self.scale))[:, None]
         delta, bias = (gain - 1) * self.strength, innermost_layer(self).bias
         return rescaled(y, self.input_dropout(x), self.lora_A.weight, b, delta, bias)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + k (W' - W). Also scales the rows of other updates in the weight, as ``updated`` does."""
+        """W + k (W' - W). Also scales the rows of other updates in the weight, as ``updated`` does."""
         flat = weight.flatten(1)
         turned = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float())
         return torch.lerp(flat, self.exact_gains()[:, None] * turned, self.strength).view_as(weight)
 
 
-def _ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
+def by_norms(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """Divide by norms; 0 for rows of zeros."""
     return magnitude / torch.where(norms > 0, norms, torch.inf)
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]
-    """Return ||W_j||^2 of a frozen layer; dequantises its weight a few rows at a time."""
+    """||W_j||^2 of a frozen layer; dequantises its weight a few rows at a time."""
     shape = shape_of(frozen)
     assert shape is not None
     return torch.cat([block.square().sum(1) for block in row_blocks(frozen, shape[0])])

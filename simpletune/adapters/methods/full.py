@@ -24,24 +24,16 @@ class Full(TrainingMethod):
     supports_fsdp: ClassVar[bool] = True
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         return "all parameters of the model"
 
     def trainable(self, shapes: Shapes) -> int:
-        """Count all parameters."""
         return sum(math.prod(shape) for shape in shapes.values())
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Unfreeze everything."""
         model.requires_grad_(True)
 
     def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Refuse: the base weights are gone.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("full fine-tuning changes the base weights: load the base again instead")
+        raise TypeError(f"{self.method} fine-tuning changes the base weights: load the base again instead")
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and

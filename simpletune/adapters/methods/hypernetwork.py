@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
 from simpletune.adapters.methods.hypernetworks.structure import (
     LARGEST_MULTIPLE,
     LONGEST,
@@ -17,7 +16,6 @@ from simpletune.adapters.methods.hypernetworks.structure import (
     Structure,
     is_layer_structure,
 )
-from simpletune.adapters.methods.lora import OUTPUT
 from simpletune.models.lora_names import context_widths
 from simpletune.system.options import Problem
 
@@ -65,34 +63,29 @@ class Hypernetwork(TrainingMethod):
 
     @property
     def structure(self) -> Structure:
-        """Return the layers of the networks."""
         return Structure(tuple(self.layer_structure), self.activation, self.layer_norm, self.dropout)
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """As for ``TrainingMethod``."""
         return (
             "diffusers has no hypernetworks. AUTOMATIC1111's web UI and ComfyUI's node HypernetworkLoader read the "
             f"file that `simpletune export {OUTPUT} --format a1111` writes, from `models/hypernetworks`."
         )
 
     def chosen(self, shapes: Shapes) -> list[int]:
-        """Return the widths that get networks, from the base model's shapes."""
+        """The widths that get networks, from the base model's shapes."""
         text, picture = context_widths(shapes)
         known = {"text": text, "all": text | picture}
         return sorted(known[self.widths] if isinstance(self.widths, str) else set(self.widths))
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         widths = ", ".join(map(str, self.chosen(shapes)))
         multiples = ", ".join(f"{multiple:g}" for multiple in self.layer_structure)
         return f"hypernetwork of structure {multiples}, {self.activation}, for attention inputs of width {widths}"
 
     def trainable(self, shapes: Shapes) -> int:
-        """Sum the parameters of both networks of each width."""
         return sum(self.structure.parameters(width) for width in self.chosen(shapes))
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report widths that no attention of the model has."""
         text, picture = context_widths(shapes)
         for width in self.chosen(shapes):
             if text and width not in text | picture:
@@ -102,23 +95,14 @@ class Hypernetwork(TrainingMethod):
                 )
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module is not one of the projections behind a network."""
         return not module.endswith((".to_k", ".to_v"))
 
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Freeze the model and put new networks before its projections."""
-        from simpletune.adapters.methods.hypernetwork_layer import put_before
-        from simpletune.adapters.methods.hypernetworks.network import random_networks
+        from simpletune.adapters.methods.hypernetwork_layer import put_before, random_networks
         from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
 
         widths, dtype = self.chosen(freeze_for_updates(model, seed)), FLOATS[self.dtype]
         put_before(model, {width: random_networks(width, self.structure, dtype) for width in widths})
-
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Leave the networks out within this context, which restores the exact base model."""
-        from simpletune.adapters.methods.layers import updates_disabled
-
-        return updates_disabled(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with names such as ``768.k.linear.0.weight``, which only simpletune

@@ -5,7 +5,7 @@ Several can wrap the same layer: each is then the ``base_layer`` of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -58,30 +58,43 @@ class UpdateLayer(nn.Module):
         raise NotImplementedError
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
+        """The fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
         raise NotImplementedError
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Enable or disable the update."""
+        """PEFT's name for enabling or disabling the update."""
         self.enabled = enabled
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the update's tensors by name, without those of the base layer."""
-        return {name: tensor.detach() for name, tensor in self.named_parameters() if not name.startswith("base_layer.")}
+
+class FactorLayer(UpdateLayer):
+    """A layer whose update consists of factors, its parameters by the names that they have in files."""
+
+    def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER):
+        super().__init__(base_layer, adapter)
+        device = next(tensor.device for tensor in all_tensors(base_layer))
+        for name, factor in factors.items():
+            self.register_parameter(name, nn.Parameter(factor.to(device)))
+
+    @staticmethod
+    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        """Draw fp32 factors from the global generator; the update is zero at first."""
+        raise NotImplementedError
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        return {name: factor for name, factor in self._parameters.items() if factor is not None}
 
 
 def innermost_layer(layer: nn.Module) -> nn.Module:
-    """Return the frozen layer inside all wrapping layers."""
+    """The frozen layer inside all wrapping layers."""
     while isinstance(layer, UpdateLayer | BaseTunerLayer):
         layer = layer.base_layer
     return layer
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None.
-
-    A quantised layer's weight may be stored in another shape.
-    """
+    """Logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None. A quantised
+    layer's weight may be stored in another shape."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
@@ -90,17 +103,14 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the layers that can have an update, by name."""
+    """The shapes of the layers that can have an update, by name."""
     found = {name: shape_of(module) for name, module in model.named_modules()}
     return {name: shape for name, shape in found.items() if shape is not None}
 
 
 def freeze_for_updates(model: nn.Module, seed: int) -> dict[str, tuple[int, ...]]:
-    """Freeze a model, and seed the global generator, from which an adapter draws its first values.
-
-    Returns:
-        The shapes of the weights that can have an update, by parameter name.
-    """
+    """Freeze a model, and seed the global generator, from which an adapter draws its first values. Returns the shapes
+    of the weights that can have an update, by parameter name."""
     model.requires_grad_(False)
     reseed_global(seed, "adapter")
     return {f"{name}.weight": shape for name, shape in layer_shapes(model).items()}

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.layer_method import LayerMethod
-from simpletune.adapters.methods.targets import Targets
+from simpletune.adapters.methods.targets import LayerMethod, Targets
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from simpletune.adapters.methods.layers import UpdateLayer
+    from simpletune.adapters.methods.layers import FactorLayer
 
 
 class Loha(LayerMethod):
@@ -35,26 +32,16 @@ class Loha(LayerMethod):
 
     @property
     def alpha(self) -> float:
-        """As for ``LayerMethod``."""
         return self.rank
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """As for ``LayerMethod``."""
-        halves = {f"hada_w{n}_a": (outputs, self.rank) for n in (1, 2)}
-        return halves | {f"hada_w{n}_b": (self.rank, inputs) for n in (1, 2)}
+        one = {"hada_w1_a": (outputs, self.rank), "hada_w1_b": (self.rank, inputs)}
+        return one | {"hada_w2_a": (outputs, self.rank), "hada_w2_b": (self.rank, inputs)}
 
-    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """As for ``LayerMethod``."""
-        from simpletune.adapters.methods.loha_layer import initial_factors
-
-        return initial_factors(outputs, inputs, self.rank)
-
-    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
-        """As for ``LayerMethod``."""
+    def layer_class(self) -> type[FactorLayer]:
         from simpletune.adapters.methods.loha_layer import LohaLayer
 
-        return LohaLayer(base, factors)
+        return LohaLayer
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         return f"LoHa of rank {self.rank}, on {self.counted(shapes)}"

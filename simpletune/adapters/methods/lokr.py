@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.layer_method import LayerMethod
-from simpletune.adapters.methods.targets import Targets
+from simpletune.adapters.methods.targets import LayerMethod, Targets
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from simpletune.adapters.methods.layers import UpdateLayer
+    from simpletune.adapters.methods.layers import FactorLayer
 
 
 class Lokr(LayerMethod):
@@ -43,53 +40,29 @@ class Lokr(LayerMethod):
 
     @property
     def alpha(self) -> float:
-        """As for ``LayerMethod``; readers ignore it where both matrices are whole."""
-        return self.rank or 1
+        return self.rank or 1  # readers ignore it where both matrices are whole
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """As for ``LayerMethod``."""
-        return factor_shapes((outputs, inputs), self.factor, self.rank, self.decompose_both)
+        firsts = []  # l and m: the largest divisor of each side up to the factor (-1: no bound) and its square root
+        for side in (outputs, inputs):
+            most = math.isqrt(side) if self.factor < 0 else min(self.factor, math.isqrt(side))
+            firsts.append(next(divisor for divisor in range(most, 0, -1) if side % divisor == 0))
+        left, right = firsts
+        found: dict[str, tuple[int, int]] = {}
+        ranks = self.rank if self.decompose_both else None, self.rank
+        matrices = (left, right), (outputs // left, inputs // right)
+        for name, (tall, wide), rank in zip(("lokr_w1", "lokr_w2"), matrices, ranks, strict=True):
+            if rank is None or 2 * rank >= max(tall, wide):  # whole: two factors would not be smaller
+                found[name] = (tall, wide)
+            else:
+                found |= {f"{name}_a": (tall, rank), f"{name}_b": (rank, wide)}
+        return found
 
-    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """As for ``LayerMethod``."""
-        from simpletune.adapters.methods.lokr_layer import initial_factors
-
-        return initial_factors(self.factor_shapes(outputs, inputs))
-
-    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
-        """As for ``LayerMethod``."""
+    def layer_class(self) -> type[FactorLayer]:
         from simpletune.adapters.methods.lokr_layer import LokrLayer
 
-        return LokrLayer(base, factors)
+        return LokrLayer
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         size = "whole factors" if self.rank is None else f"rank {self.rank}"
         return f"LoKr of factor {self.factor}, {size}, on {self.counted(shapes)}"
-
-
-def factor_shapes(sides: tuple[int, int], factor: int, rank: int | None, both: bool) -> dict[str, tuple[int, int]]:
-    """Return the shapes of an update's factors by name.
-
-    Args:
-        sides: (o, i).
-        factor: upper bound of l and m; -1: nearest to the square root.
-        rank: rank of a matrix's own two factors; a matrix with no dimension above twice the rank stays whole. None:
-            both stay whole.
-        both: whether W1 may be decomposed too.
-    """
-    (left, below), (right, beyond) = ((share, size // share) for size in sides for share in [share_of(size, factor)])
-    found = _maybe_decomposed("lokr_w1", (left, right), rank if both else None)
-    return found | _maybe_decomposed("lokr_w2", (below, beyond), rank)
-
-
-def share_of(size: int, factor: int) -> int:
-    """Return the largest divisor of a dimension up to ``factor`` and its square root; -1: up to the square root."""
-    most = math.isqrt(size) if factor < 0 else min(factor, math.isqrt(size))
-    return next(divisor for divisor in range(most, 0, -1) if size % divisor == 0)
-
-
-def _maybe_decomposed(name: str, shape: tuple[int, int], rank: int | None) -> dict[str, tuple[int, int]]:
-    if rank is None or 2 * rank >= max(shape):
-        return {name: shape}
-    return {f"{name}_a": (shape[0], rank), f"{name}_b": (rank, shape[1])}

@@ -16,29 +16,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer
-from simpletune.adapters.methods.lora_product import Context
-from simpletune.engine.tensors import all_tensors
-
-
-def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    """Draw factors from the global generator: the update is zero; the second factor has a gradient from the start."""
-    found = {}
-    for name, shape in shapes.items():
-        factor = torch.zeros(shape)
-        if name not in ("lokr_w2", "lokr_w2_b"):
-            nn.init.kaiming_uniform_(factor, a=math.sqrt(5))
-        found[name] = factor
-    return found
+from simpletune.adapters.methods.layers import ADAPTER, FactorLayer
+from simpletune.adapters.methods.lora_layers import Context
 
 
 def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a factor, or the product of its two factors."""
+    """A factor, or the product of its two factors."""
     return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
-class LokrLayer(UpdateLayer):
-    """Add scale kron(W1, W2) x, or some of its rows, to a frozen layer's output.
+class LokrLayer(FactorLayer):
+    """Add kron(W1, W2) x, or some of its rows, to a frozen layer's output.
 
     Args:
         base_layer: the frozen layer.
@@ -48,14 +36,18 @@ class LokrLayer(UpdateLayer):
     """
 
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER, skipped: int = 0):
-        super().__init__(base_layer, adapter)
-        device = next(tensor.device for tensor in all_tensors(base_layer))
-        for name, factor in factors.items():
-            self.register_parameter(name, nn.Parameter(factor.to(device)))
+        super().__init__(base_layer, factors, adapter)
         self.skipped = skipped
 
+    @staticmethod
+    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        found = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for name, factor in found.items():
+            if name not in ("lokr_w2", "lokr_w2_b"):  # zero, with a gradient from the start
+                nn.init.kaiming_uniform_(factor, a=math.sqrt(5))
+        return found
+
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
-        """As for ``UpdateLayer``; never builds the product."""
         factors = self.factors
         w1 = full_factor(factors, "lokr_w1")
         w1 = w1 if self.strength == 1 else w1 * self.strength
@@ -71,15 +63,9 @@ class LokrLayer(UpdateLayer):
         return y + rows[..., self.skipped : self.skipped + y.shape[-1]]
 
     def merged(self, weight: Tensor) -> Tensor:
-        """As for ``UpdateLayer``."""
         factors = {name: factor.float() for name, factor in self.factors.items()}
         delta = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
         return weight + self.strength * delta[self.skipped : self.skipped + len(weight)].view_as(weight)
-
-    @property
-    def factors(self) -> dict[str, Tensor]:
-        """Return the factors by name."""
-        return {name: factor for name, factor in self._parameters.items() if factor is not None}
 
 
 class _Added(torch.autograd.Function):
@@ -123,7 +109,7 @@ class _Added(torch.autograd.Function):
 
 
 def _inner(x: Tensor, w1: Tensor, before: Tensor | None) -> Tensor:  # [n, m, p]
-    """Return X before^T, or X itself."""
+    """X before^T, or X itself."""
     rows = x.numel() // x.shape[-1]
     if before is None:
         return x.reshape(rows, w1.shape[1], -1)
@@ -139,18 +125,8 @@ def add_kronecker(
 ) -> Tensor:  # [..., o]
     """Add kron(w1, after before) x to a layer's output, in the type of y (LoKr: arXiv:2309.14859, eq. 5).
 
-    Overwrites y, so nothing else may need it. Computes a new tensor instead under ``torch.compile``, and if y is not
-    contiguous.
-
-    Args:
-        y: layer output without the update.
-        x: layer input.
-        w1: first factor.
-        before: the second factor, or its right factor; None: the identity.
-        after: the second factor, or its left factor; None: the identity.
-
-    Returns:
-        The output with the update, in the memory of y if y was overwritten.
+    ``before`` and ``after`` are the right and left factor of W2; None: the identity. Overwrites y, so nothing else may
+    need it, and returns it. Computes a new tensor instead under ``torch.compile``, and if y is not contiguous.
     """
     if torch.compiler.is_compiling() or not y.is_contiguous():
         inner = x.to(y.dtype).unflatten(-1, (w1.shape[1], -1))
@@ -162,10 +138,5 @@ def add_kronecker(
 
 
 def sides(w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return a whole second factor as ``before`` or ``after``, whichever makes the tensor between the products smaller.
-
-    Args:
-        w1: [l, m].
-        w2: [k, q].
-    """
+    """A whole W2 as ``before`` or ``after``, whichever makes the tensor between the products smaller."""
     return (w2, None) if w1.shape[1] * w2.shape[0] <= w1.shape[0] * w2.shape[1] else (None, w2)

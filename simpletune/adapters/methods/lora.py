@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import TargetedMethod, Targets
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-OUTPUT = "pytorch_lora_weights.safetensors"
 
 
 class Lora(TargetedMethod):
@@ -60,19 +58,13 @@ class Lora(TargetedMethod):
 
     @property
     def scale(self) -> float:
-        """Return alpha / rank, or alpha / sqrt(rank)."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
-        return f"LoRA {self._in_words(shapes)}"
-
-    def _in_words(self, shapes: Shapes) -> str:
-        return f"of rank {self.rank}, scale {self.scale:g}, on {self.counted(shapes)}"
+        return f"{self.title} of rank {self.rank}, scale {self.scale:g}, on {self.counted(shapes)}"
 
     def trainable(self, shapes: Shapes) -> int:
-        """Sum rank x (inputs + outputs) over all targets."""
         return sum(self.rank * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
 
     def attach(self, model: nn.Module, seed: int) -> None:
@@ -80,7 +72,7 @@ class Lora(TargetedMethod):
         from peft import LoraConfig, inject_adapter_in_model
 
         from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
-        from simpletune.adapters.methods.lora_layers import compute_in_output_type, drop_ranks
+        from simpletune.adapters.methods.lora_layers import UpdateDropout, compute_in_output_type, lora_layers
 
         config = LoraConfig(
             r=self.rank,
@@ -91,19 +83,13 @@ class Lora(TargetedMethod):
         inject_adapter_in_model(config, model)
         compute_in_output_type(model, FLOATS[self.dtype])
         if self.rank_dropout or self.module_dropout:
-            drop_ranks(model, self.rank_dropout, self.module_dropout)
-
-    @property
-    def has_lr_ratios(self) -> bool:
-        """Whether second factors have their own learning rate."""
-        return self.b_lr_ratio != 1
+            for _, layer in lora_layers(model):
+                layer.update_dropout = UpdateDropout(self.rank_dropout, self.module_dropout)
 
     def lr_ratio(self, name: str) -> float:
-        """Return ``b_lr_ratio`` for second factors."""
         return self.b_lr_ratio if ".lora_B." in name else 1.0
 
     def constrain(self, model: nn.Module) -> None:
-        """Apply ``max_norm``."""
         from simpletune.adapters.methods.lora_layers import limit_norms
 
         if self.max_norm is not None:
@@ -111,11 +97,9 @@ class Lora(TargetedMethod):
 
     def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield A and B of every update."""
-        from simpletune.adapters.methods.layers import ADAPTER
-        from simpletune.adapters.methods.lora_layers import lora_layers
+        from simpletune.adapters.methods.lora_layers import lora_factors
 
-        for _, layer in lora_layers(model):
-            yield layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        return ((a, b) for _, a, b in lora_factors(model))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale
@@ -126,15 +110,12 @@ class Lora(TargetedMethod):
         """
         import torch
 
-        from simpletune.adapters.methods.lora_layers import lora_state
+        from simpletune.adapters.methods.lora_layers import lora_factors
         from simpletune.system.safetensors_file import write_safetensors
 
-        factors = lora_state(model)
-        modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")]
-        layout = result_layout(modules)
-        state = {}
-        for name in modules:
-            down, up = (factors[f"{name}.lora_{letter}.weight"] for letter in "AB")
+        factors = {name: (a.detach(), b.detach()) for name, a, b in lora_factors(model)}
+        layout, state = result_layout(factors), {}
+        for name, (down, up) in factors.items():
             state[layout.key(name, DOWN)] = down
             state[layout.key(name, UP)] = up if layout.alpha else (up.float() * self.scale).to(up.dtype)
             if layout.alpha:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.layer_method import LayerMethod
-from simpletune.adapters.methods.lora import OUTPUT
-from simpletune.adapters.methods.targets import Targets
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes
+from simpletune.adapters.methods.targets import LayerMethod, Targets
+from simpletune.models.lora_names import result_layout
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from simpletune.adapters.methods.layers import UpdateLayer
+    from simpletune.adapters.methods.layers import FactorLayer
 
 
 class Oft(LayerMethod):
@@ -38,45 +37,33 @@ class Oft(LayerMethod):
     changes are lost."""
 
     def side(self, outputs: int) -> int:
-        """Return the block size of a layer: a divisor of half of its outputs, because some layouts swap the halves."""
+        """The block size of a layer: a divisor of half of its outputs, because some layouts swap the halves."""
         whole = outputs // 2 if outputs % 2 == 0 else outputs
         return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """Return the shape of the entries above each block's diagonal, which determine its rotation."""
         side = self.side(outputs)
-        return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}
+        return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}  # above each block's diagonal
 
-    def initialised(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """As for ``LayerMethod``."""
-        import torch
-
-        return {name: torch.zeros(shape) for name, shape in self.factor_shapes(outputs, inputs).items()}
-
-    def layer(self, base: nn.Module, factors: dict[str, Tensor]) -> UpdateLayer:
-        """As for ``LayerMethod``."""
+    def layer_class(self) -> type[FactorLayer]:
         from simpletune.adapters.methods.oft_layer import OftLayer
 
-        return OftLayer(base, factors["oft_triangle"])
+        return OftLayer
 
     def before_diffusers(self, denoiser: str) -> str | None:
-        """As for ``TrainingMethod``."""
         return (
             f"diffusers does not load OFT: merge it into its base first with `simpletune merge {OUTPUT} --out merged`."
         )
 
     def exported(self, shapes: Shapes) -> int:
-        """Count the elements of the exported blocks, which are whole, with zeros below the diagonal."""
         outputs = (shapes[f"{name}.weight"][0] for name in self.modules(shapes))
-        return sum(count * self.side(count) for count in outputs)
+        return sum(count * self.side(count) for count in outputs)  # whole blocks, with zeros below the diagonal
 
     def describe(self, shapes: Shapes) -> str:
-        """Describe what is trained."""
         sides = sorted({self.side(shapes[f"{name}.weight"][0]) for name in self.modules(shapes)})
         return f"OFT in blocks of {', '.join(map(str, sides))}, on {self.counted(shapes)}"
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report layers whose outputs cannot be divided into blocks."""
         yield from super().problems(shapes)
         for name in self.modules(shapes):
             if self.side(outputs := shapes[f"{name}.weight"][0]) == 1:
@@ -91,13 +78,14 @@ class Oft(LayerMethod):
         """Write pytorch_lora_weights.safetensors in kohya's layout, the only one in which ComfyUI rotates every layer
         of SD3 correctly; without alpha, which it would take for a limit on the rotation."""
         from simpletune.adapters.methods.layers import outer_layers
-        from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks
-        from simpletune.models.lora_names import kohya_layout
+        from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks, upper
+        from simpletune.engine.tensors import exchanged_halves
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
-        layout, blocks = kohya_layout(layers), {}
+        layout, blocks = result_layout(layers, "kohya"), {}
         for name, layer in layers.items():
-            swapped = layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2])
-            blocks[name] = layer.saved(swapped)
+            blocks[name] = upper(layer.oft_triangle.detach(), layer.side)
+            if layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2]):
+                blocks[name] = exchanged_halves(blocks[name])
         return write_safetensors(named_blocks(blocks, layout), folder / OUTPUT, metadata)

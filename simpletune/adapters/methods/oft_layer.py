@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer
-from simpletune.engine.tensors import all_tensors, exchanged_halves
+from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, innermost_layer
 from simpletune.models.shared.lora_names import OFT_BLOCKS, Layout
 
 
@@ -34,28 +33,25 @@ def turn(
 
 
 def upper(triangle: Tensor, side: int) -> Tensor:  # [k, d (d - 1) / 2] -> [k, d, d]
-    """Build matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
+    """Matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
     rows, columns = torch.triu_indices(side, side, 1, device=triangle.device)
     blocks = triangle.new_zeros(len(triangle), side, side)
     return blocks.index_put((torch.arange(len(triangle), device=triangle.device)[:, None], rows, columns), triangle)
 
 
 def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
-    """Return the entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
+    """The entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
     rows, columns = torch.triu_indices(blocks.shape[1], blocks.shape[1], 1)
     return (blocks - blocks.transpose(1, 2))[:, rows, columns]
 
 
 def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return a file's tensors by key, under the original names if the layout has them.
+    """A file's tensors by key, under the original names if the layout has them.
 
     ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
     order and then swap the halves of the difference, which is wrong for layers whose halves are swapped. A fused q, k,
-    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones.
-
-    Args:
-        blocks: [k, d, d] by diffusers' layer name, with halves in the original layout's order.
-        layout: kohya's or ComfyUI's.
+    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones. The blocks [k, d, d], by
+    diffusers' layer name, have halves in the original layout's order.
     """
     if not layout.original:
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
@@ -72,42 +68,33 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
     return tensors
 
 
-class OftLayer(UpdateLayer):
+class OftLayer(FactorLayer):
     """A frozen linear layer or 1x1 convolution whose outputs are rotated block by block; at strength k, W + k (R - I)
-    W.
+    W. Its factor ``oft_triangle`` [k, d (d - 1) / 2] has the entries above the diagonal of each block's Q."""
 
-    Args:
-        base_layer: the frozen layer.
-        triangle: [k, d (d - 1) / 2], the entries above the diagonal of each block's Q.
-        adapter: name by which ``scaling`` holds the strength.
-    """
+    oft_triangle: nn.Parameter
 
-    def __init__(self, base_layer: nn.Module, triangle: Tensor, adapter: str = ADAPTER):
-        super().__init__(base_layer, adapter)
-        device = next(tensor.device for tensor in all_tensors(base_layer))
-        self.oft_triangle = nn.Parameter(triangle.to(device))
+    def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER):
+        super().__init__(base_layer, factors, adapter)
         assert self.shape is not None
-        self.side = self.shape[0] // len(triangle)
+        self.side = self.shape[0] // len(self.oft_triangle)
 
-    def saved(self, swapped: bool) -> Tensor:  # [k, d, d]
-        """Return the blocks as files hold them, with their halves swapped if the file's layout swaps them."""
-        blocks = upper(self.oft_triangle.detach(), self.side)
-        return exchanged_halves(blocks) if swapped else blocks
+    @staticmethod
+    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add (R - I) W x; the bias is not rotated."""
-        bias = innermost_layer(self).bias
+        bias = innermost_layer(self).bias  # is not rotated
         turned = _turned(y if bias is None else y - bias.to(y.dtype), self.oft_triangle)  # type: ignore[operator]
         return torch.add(y, turned, alpha=self.strength)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + k (R - I) W."""
         return weight + self.strength * turned_rows(weight.flatten(1), self.oft_triangle).view_as(weight)
 
 
 def turned_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
-    """Return (R - I) W."""
+    """(R - I) W."""
     return _turned(weight.t(), triangle).t()
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
-from simpletune.models.lora_names import TARGETS, is_target
+from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
+from simpletune.models.lora_names import TARGETS, is_target, result_layout
+from simpletune.models.shared.lora_names import ALPHA
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from simpletune.adapters.methods.layers import FactorLayer
 
 Targets = (
     Literal["attention", "attention_qv", "attention_image", "attention_mlp", "all_linear"]
@@ -29,17 +33,13 @@ class TargetedMethod(TrainingMethod):
         targets: Targets
 
     def modules(self, shapes: Shapes) -> list[str]:
-        """List the layers that get an update, from the base model's shapes."""
-        return [name for name in _layers(shapes) if self._is_target(name)]
-
-    def _is_target(self, layer: str) -> bool:
-        if isinstance(self.targets, str):
-            return is_target(self.targets, layer)
-        return any(_ends(layer, ending) for ending in self.targets)
+        """The layers that get an update, from the base model's shapes."""
+        return [name for name in _layers(shapes) if not self.is_untouched(name)]
 
     def is_untouched(self, module: str) -> bool:
-        """Tell whether a module gets no update."""
-        return not self._is_target(module)
+        if isinstance(self.targets, str):
+            return not is_target(self.targets, module)
+        return not any(_ends(module, ending) for ending in self.targets)
 
     def counted(self, shapes: Shapes) -> str:
         """Count the layers that get an update, and name the choice, for ``describe``."""
@@ -49,14 +49,7 @@ class TargetedMethod(TrainingMethod):
         convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
         return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
 
-    def disabled(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable the updates within this context, which restores the exact base model."""
-        from simpletune.adapters.methods.layers import updates_disabled
-
-        return updates_disabled(model)
-
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        """Report named targets that this model lacks, and endings that match no layer."""
         layers = _layers(shapes)
         if isinstance(self.targets, str):
             if not self.modules(shapes):
@@ -72,10 +65,68 @@ class TargetedMethod(TrainingMethod):
 
 
 def _layers(shapes: Shapes) -> list[str]:
-    """Return the names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
+    """The names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
     weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
     return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
 
 
 def _ends(layer: str, ending: str) -> bool:
     return layer == ending or layer.endswith("." + ending)
+
+
+class LayerMethod(TargetedMethod):
+    """Wrap each chosen layer in one of this package's own, with trained factors. Members also declare ``dtype``."""
+
+    if TYPE_CHECKING:
+        dtype: Literal["fp32", "bf16"]
+
+    output_name: ClassVar[str] = OUTPUT
+
+    def before_diffusers(self, denoiser: str) -> str | None:
+        return (
+            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
+            "--format diffusers --rank 32`, which prints what is left out."
+        )
+
+    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+        """The shapes of the factors of one layer's update, by their names in files."""
+        raise NotImplementedError
+
+    def layer_class(self) -> type[FactorLayer]:
+        """The class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of factors of
+        given shapes. Imports torch."""
+        raise NotImplementedError
+
+    @property
+    def alpha(self) -> float:
+        """Alpha of every module in a file. Equal to the number that readers divide it by, so that the scale is 1."""
+        raise NotImplementedError
+
+    def trainable(self, shapes: Shapes) -> int:
+        sides = (shapes[f"{name}.weight"][:2] for name in self.modules(shapes))
+        return sum(math.prod(shape) for o, i in sides for shape in self.factor_shapes(o, i).values())
+
+    def attach(self, model: nn.Module, seed: int) -> None:
+        """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
+        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
+
+        shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
+        for name in self.modules(shapes):
+            factors = layer_class.initial_factors(self.factor_shapes(*shapes[f"{name}.weight"][:2]))
+            cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
+            wrap(model, name, layer_class(model.get_submodule(name), cast))
+
+    def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
+        """Write pytorch_lora_weights.safetensors with the factors as trained, under the keys that ComfyUI reads."""
+        import torch
+
+        from simpletune.adapters.methods.layers import FactorLayer, outer_layers
+        from simpletune.system.safetensors_file import write_safetensors
+
+        layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
+        layout = result_layout(layers, "lycoris")
+        state: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
+            state[layout.key(name, ALPHA)] = torch.tensor(float(self.alpha))
+        return write_safetensors(state, folder / OUTPUT, metadata)

@@ -10,23 +10,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.adapters.text.files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
-from simpletune.adapters.text.side import PLAIN, LayerUpdates, TextSide, embedding_digest
-from simpletune.adapters.text.updated_encoders import UpdatedT5Tensors, add_updates, replaced_rows
+from simpletune.adapters.text.side import PLAIN, AppliedText, TextSide, embedding_digest
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import TextEncoder, load_text_model
 from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, token_ids, unpack
+from simpletune.models.shared.t5_layers import EMBEDDINGS, LayeredT5, PartTensors, Tensors
 from simpletune.models.shared.text_layers import T5, encoder_of
 from simpletune.system.options import UserError, join_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from simpletune.adapters.files.updates import Update
+
+    LayerUpdates = dict[str, list[tuple[Update, AppliedText]]]
 
 PLACEHOLDERS = ("a", "the", "x", "one", "of")
 """Words that are a single token in CLIP and T5, for embeddings whose words are unknown; their meaning is replaced."""
@@ -40,7 +45,6 @@ class TextEncoding:
     Args:
         model: the model, with folders resolved.
         dtype: the type of the encoders' weights and of the embeddings.
-        side: embeddings and updates.
 
     Raises:
         UserError: vectors or updates are for other encoders than the model's.
@@ -49,7 +53,10 @@ class TextEncoding:
     def __init__(self, model: Model, dtype: torch.dtype, side: TextSide = PLAIN):
         self.model, self.dtype, self.side = model, dtype, side
         self.prompts: Prompts = model.prompts(dtype)
-        widths = {encoder.name: self._width(encoder) for encoder in self.prompts.encoders} if side.embeddings else {}
+        widths = {}
+        for encoder in self.prompts.encoders if side.embeddings else ():
+            config = self.prompts.part(encoder.model).config()
+            widths[encoder.name] = int(config["d_model" if encoder.is_t5 else "hidden_size"])
         self.embeddings = tuple(_fitted(each, widths, model.title) for each in side.embeddings)
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         parts = {encoder.model for encoder in model.encoders()}
@@ -58,10 +65,6 @@ class TextEncoding:
             own = [layer for layer in lost if encoder_of(layer)[0] != T5]
             if own:
                 raise UserError(f"{lora.name}: {join_names(own, 3)}: {model.title} has no such text encoder")
-
-    def _width(self, encoder: TextEncoder) -> int:
-        config = self.prompts.part(encoder.model).config()
-        return int(config["d_model" if encoder.is_t5 else "hidden_size"])
 
     def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
         """An encoder's tokenizer, read once."""
@@ -164,17 +167,25 @@ class TextEncoding:
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
         clip = load_text_model(self.prompts.part(encoder.model), self.dtype, encoder.projected)
-        add_updates(clip, self._updates(encoder), encoder.name)
+        layers = dict(clip.named_modules())
+        for name, each in self._updates(encoder).items():  # added in fp32, rounded once to the weights' type
+            layer = layers.get(name) or layers.get(name.removeprefix("text_model."))
+            if not isinstance(layer, nn.Linear):
+                lora = each[0][1].name
+                raise UserError(f"{lora}: {encoder.name} has no layer {name}. The LoRA belongs to another model")
+            with torch.no_grad():
+                layer.weight.copy_(_changed(f"{name} of {encoder.name}", layer.weight, each))
         clip = clip.eval().to(device)
         for prompt, own in zip(ids.split(1), rows, strict=True):
-            with replaced_rows(clip.get_input_embeddings(), own):
+            hook = clip.get_input_embeddings().register_forward_hook(partial(_with_rows, own))
+            try:
                 yield from clip_outputs(encoder, clip, prompt, device, 1)
+            finally:
+                hook.remove()
 
     def _run_t5(
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        from simpletune.models.shared.t5_layers import LayeredT5, PartTensors
-
         part = self.prompts.part(encoder.model)
         table, ids = list[Tensor](), ids.clone()
         size = int(part.config()["vocab_size"])
@@ -182,25 +193,21 @@ class TextEncoding:
             for row, vector in own.items():
                 ids[number, row] = size + len(table)
                 table.append(vector)
-        tensors = UpdatedT5Tensors(PartTensors(part), self._updates(encoder), table)
+        tensors = _UpdatedT5Tensors(PartTensors(part), self._updates(encoder), table)
         layered = LayeredT5(part, self.dtype, device, tensors)
         return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
 
-    def finish(self, encoder: TextEncoder, prompt: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An encoder's output for one prompt, with output embeddings inserted."""
-        found = unpack(parts, self.dtype)
-        for each in self.embeddings:
-            if each.place == "output" and encoder.name in each.vectors and occurs(prompt, each.token):
-                hidden = found["hidden"].clone()
-                for row, number in self.rows(encoder, prompt, each):
-                    hidden[row] = each.vectors[encoder.name][number].to(hidden.dtype)
-                found["hidden"] = hidden
-        return found
-
     def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Embeddings:
-        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name."""
-        by_name = {encoder.name: encoder for encoder in self.prompts.encoders}
-        return self.prompts.assemble({name: self.finish(by_name[name], prompt, each) for name, each in parts.items()})
+        """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name, and insert output embeddings."""
+        by_name, outputs = {encoder.name: encoder for encoder in self.prompts.encoders}, {}
+        for name, each in parts.items():
+            outputs[name] = found = unpack(each, self.dtype)
+            for embedding in self.embeddings:
+                if embedding.place == "output" and name in embedding.vectors and occurs(prompt, embedding.token):
+                    found["hidden"] = hidden = found["hidden"].clone()
+                    for row, number in self.rows(by_name[name], prompt, embedding):
+                        hidden[row] = embedding.vectors[name][number].to(hidden.dtype)
+        return self.prompts.assemble(outputs)
 
 
 def encode_prompts(
@@ -211,15 +218,8 @@ def encode_prompts(
     side: TextSide = PLAIN,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Embeddings]:
-    """Encode prompts without a cache, one encoder in memory at a time.
-
-    Args:
-        model: the model, with folders resolved.
-        prompts: prompts with tokens in them; each is encoded alone.
-        device: where the encoders run.
-        dtype: the type of their weights and of the embeddings.
-        side: embeddings and updates.
-        done: called after each encoder, to free memory.
+    """Encode prompts, each alone, without a cache, with one encoder in memory at a time. Calls ``done`` after each
+    encoder, to free memory.
 
     Returns:
         (prompt_embeds, pooled) by prompt, on the CPU.
@@ -234,13 +234,8 @@ def encode_prompts(
 
 
 def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
-    """Return the embedding with its vectors under the names of the model's encoders.
-
-    A single-encoder file's vectors go to the encoder with the same width. T5's vectors are ignored if T5 is not in use.
-
-    Raises:
-        UserError: vectors and encoder differ in width, or no encoder has vectors.
-    """
+    """The embedding with its vectors under the names of the model's encoders. A single-encoder file's vectors go to the
+    encoder with the same width; T5's are ignored if T5 is not in use."""
     vectors: dict[str, Tensor] = {}
     for name, each in embedding.vectors.items():
         alike = [name] if name in widths else []
@@ -258,3 +253,44 @@ def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> 
     if not vectors:
         raise UserError(f"{embedding.token} has vectors only for encoders that are not in use. Use T5, or another file")
     return replace(embedding, vectors=vectors)
+
+
+class _UpdatedT5Tensors:
+    """A T5 encoder's tensors with updates by layer, and with additional rows, [d] each, at the end of its token
+    table."""
+
+    def __init__(self, tensors: Tensors, updates: LayerUpdates, rows: Sequence[Tensor]):
+        self.tensors, self.updates, self.rows, self.shapes = tensors, updates, rows, tensors.shapes
+        if lost := [layer for layer in updates if f"{layer}.weight" not in tensors.shapes]:
+            raise UserError(f"T5 has no layer {join_names(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor on the host."""
+        tensor = self.tensors.get(name)
+        if name in EMBEDDINGS and self.rows:
+            return torch.cat([tensor, torch.stack(list(self.rows)).to(tensor.dtype)])
+        layer = name.removesuffix(".weight")
+        return _changed(layer, tensor, self.updates[layer]) if layer in self.updates else tensor
+
+
+def _with_rows(rows: Mapping[int, Tensor], table: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
+    """Forward hook of a token table that replaces rows of its output for one prompt."""
+    changed = output.clone()
+    for row, vector in rows.items():
+        changed[0, row] = vector.to(changed.device, changed.dtype)
+    return changed
+
+
+def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, AppliedText]]) -> Tensor:
+    """A weight with its updates, in its own type."""
+    exact = weight.detach().float()
+    changed = exact.clone()
+    for update, lora in updates:
+        if not update.fits(exact.shape):
+            outputs, inputs = update.shape
+            raise UserError(
+                f"{lora.name}: {layer} has {inputs} inputs and {outputs} outputs; this model has {exact.shape[1]} and "
+                f"{exact.shape[0]}. It belongs to another model"
+            )
+        changed += lora.strength * update.difference(exact).to(exact.device)
+    return changed.to(weight.dtype)

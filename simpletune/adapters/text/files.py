@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -74,14 +75,8 @@ class EmbeddingFile:
 
 @dataclass(frozen=True)
 class Keys:
-    """The tensors of a file that hold one token's vectors, found from the header alone.
-
-    Args:
-        token: see ``EmbeddingFile``.
-        place: see ``EmbeddingFile``.
-        keys: the tensors' keys by encoder.
-        bundled: whether they are inside a LoRA file.
-    """
+    """The keys, by encoder, of the tensors with one token's vectors, found from the header alone; ``bundled``: they are
+    inside a LoRA file."""
 
     token: str
     place: Place
@@ -159,14 +154,10 @@ def _keys(
 
 
 def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile, ...]:
-    """Read embeddings of any layout in fp32.
+    """Read embeddings of any layout in fp32, one per token; from a LoRA, only the bundled ones.
 
     Args:
-        file: a safetensors file; from a LoRA, reads only the bundled embeddings.
         token: the token to use in prompts; None: the file's own.
-
-    Returns:
-        One embedding per token; empty for a LoRA without embeddings.
 
     Raises:
         UserError: as ``keys_of`` raises it; values are NaN or infinite; or ``token`` is given for several embeddings.
@@ -195,9 +186,7 @@ def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile
 
 
 def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
-    """Write one token's vectors in fp32, atomically.
-
-    The header contains the token, the words that it replaced, and how tools use it.
+    """Write one token's vectors in fp32, atomically, with a header that says how tools use them.
 
     Raises:
         UserError: there are no vectors, or values are NaN or infinite.
@@ -230,8 +219,13 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 
 
 def embeddings_in(folder: Path) -> list[Path]:
-    """Find a run's own embedding files in its folder or a checkpoint's, by their headers."""
-    return [file for file in sorted(folder.glob("*.safetensors")) if TOKEN in _metadata(file)]
+    """A run's own embedding files in its folder or a checkpoint's, by their headers."""
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(UserError):  # a damaged file is reported where it is used
+            if TOKEN in (read_header(file).get("__metadata__") or {}):
+                found.append(file)
+    return found
 
 
 def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
@@ -243,23 +237,9 @@ def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
         return {}
 
 
-def _metadata(file: Path) -> dict[str, str]:
-    """A header's strings; empty for a damaged file, which is reported where it is used."""
-    try:
-        return read_header(file).get("__metadata__") or {}
-    except UserError:
-        return {}
-
-
 def how_to_use(name: str, token: str, place: str, single: bool) -> Iterator[str]:
-    """Sentences on how tools use an embedding file.
-
-    Args:
-        name: the file's name.
-        token: the token as written in simpletune's prompts.
-        place: the place of the vectors.
-        single: whether the model has one text encoder (SD 1.5 and 2).
-    """
+    """Sentences on how tools use an embedding file of this name; ``single``: the model has one text encoder (SD 1.5 and
+    2)."""
     stem = name.removesuffix(".safetensors")
     yield f"simpletune: write {token} into the prompt, with --embedding {name}."
     if place == "output":

@@ -5,7 +5,7 @@ Shapes: b prompts, L tokens of an encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -57,13 +57,7 @@ def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
 
 
 class PromptTokenizer:
-    """Tokenizes prompts, replacing the token of ``text.embeddings`` by its words.
-
-    Args:
-        text: what trains.
-        model: the family, with folders resolved.
-        prompts: provides the tokenizers.
-    """
+    """Tokenizes prompts, replacing the token of ``text.embeddings`` by its words."""
 
     def __init__(self, text: Text, model: Model, prompts: Prompts):
         self.text, self.prompts = text, prompts
@@ -79,20 +73,19 @@ class PromptTokenizer:
 
     def of(self, prompts: Sequence[str]) -> TextInputs:
         """The inputs of a micro-batch's prompts."""
-        found = [self._of(prompt) for prompt in prompts]
+        for prompt in prompts:
+            if prompt not in self._known:
+                ids = {}
+                for name in self.resident:
+                    tokenizer, length = self._tokenizer(name), self.encoders[name].length
+                    ids[name] = token_ids(tokenizer, [self.expanded(prompt)], length)[0]
+                slots = {name: self._slots(name, prompt) for name in self.with_vectors}
+                self._known[prompt] = TextInputs(slots, ids)
+        found = [self._known[prompt] for prompt in prompts]
         return TextInputs(
             {name: torch.stack([each.slots[name] for each in found]) for name in self.with_vectors},
             {name: torch.stack([each.ids[name] for each in found]) for name in self.resident},
         )
-
-    def _of(self, prompt: str) -> TextInputs:
-        if prompt not in self._known:
-            slots = {name: self._slots(name, prompt) for name in self.with_vectors}
-            self._known[prompt] = TextInputs(slots, {name: self._ids(name, prompt) for name in self.resident})
-        return self._known[prompt]
-
-    def _ids(self, name: str, prompt: str) -> Tensor:  # [L]
-        return token_ids(self._tokenizer(name), [self.expanded(prompt)], self.encoders[name].length)[0]
 
     def _slots(self, name: str, prompt: str) -> Tensor:  # [L]
         option, tokenizer = self.text.embeddings, self._tokenizer(name)
@@ -113,11 +106,7 @@ class PromptTokenizer:
 
     @cached_property
     def vectors(self) -> dict[str, int]:
-        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5.
-
-        Raises:
-            UserError: a word is not a single token of CLIP.
-        """
+        """The number of vectors in each encoder: one per word in CLIP, one per piece of a word in T5."""
         return {name: len(self.word_ids(name)) for name in self.with_vectors}
 
     def word_ids(self, name: str) -> list[int]:
@@ -146,17 +135,10 @@ class PromptTokenizer:
 
 
 def empty_inputs(text: Text, model: Model, lengths: Mapping[str, int], b: int, device: torch.device) -> TextInputs:
-    """Inputs without values, with the vectors at the first positions of every prompt.
-
-    Args:
-        text: what trains.
-        model: the family.
-        lengths: L by the encoder's name.
-        b: the number of prompts.
-        device: the target device.
-    """
-
-    def zeros(names: Collection[str]) -> dict[str, Tensor]:
-        return {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
-
-    return TextInputs(zeros(encoders_with_vectors(text, model)), zeros(text.resident(model.clip_encoders)))
+    """Inputs of b prompts without values, with the first vector at every position; ``lengths``: L by the encoder's
+    name."""
+    both = (
+        {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
+        for names in (encoders_with_vectors(text, model), text.resident(model.clip_encoders))
+    )
+    return TextInputs(*both)

@@ -43,20 +43,12 @@ class Embeddings(Option):
         return [initial[number % len(initial)] for number in range(self.vectors)]
 
     def use(self, file: str) -> str:
-        """Describe where the embeddings are and how prompts use them.
-
-        Args:
-            file: the name of their file.
-        """
+        """Where the embeddings are, by the name of their file, and how prompts use them."""
         where = f"The embeddings of `{self.token}` are in `{file}`."
         if self.place == "output":
             return f"{where} They replace parts of the text encoders' output, which only simpletune reads."
         name = f"`embedding:{file.removesuffix('.safetensors')}`"
         return f"{where} ComfyUI reads them from `models/embeddings`: write {name} for `{self.token}` in prompts."
-
-    def stop_step(self, steps: int) -> int:
-        """The first step, counted from 0, that no longer changes the embeddings."""
-        return max(1, round(self.stop_at * steps))
 
 
 class TextLora(Option):
@@ -93,11 +85,7 @@ class Text(Option):
         return self.embeddings is not None or self.lora is not None
 
     def resident(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
-        """The CLIP encoders that run in every training step, and therefore stay on the device.
-
-        Args:
-            clip_encoders: the family's CLIP encoders.
-        """
+        """Those of the family's CLIP encoders that run in every training step, and therefore stay on the device."""
         if self.embeddings is not None and self.embeddings.place == "input":
             return tuple(clip_encoders)
         return self.with_lora(clip_encoders)
@@ -109,12 +97,8 @@ class Text(Option):
         return tuple(name for name in clip_encoders if self.lora.encoders is None or name in self.lora.encoders)
 
     def lr_ratio(self, name: str, lr: float) -> float:
-        """The factor on a trained parameter's learning rate, by its name in the text side.
-
-        Args:
-            name: begins with ``embeddings.`` or ``encoders.``.
-            lr: ``optimizer.lr``.
-        """
+        """The factor on ``optimizer.lr`` of a trained parameter, whose name begins with ``embeddings.`` or
+        ``encoders.``."""
         part = self.embeddings if name.startswith("embeddings.") else self.lora
         return 1.0 if part is None or part.learning_rate is None else part.learning_rate / lr
 

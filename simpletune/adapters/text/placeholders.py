@@ -31,14 +31,7 @@ def positions(
     words: Sequence[str],
     length: int | None = None,
 ) -> list[list[int]]:
-    """Find the rows of the token's words in an encoder's sequence.
-
-    Args:
-        tokenizer: the encoder's tokenizer.
-        prompt: the prompt, containing the token.
-        token: the token as written in prompts.
-        words: the words that replace it.
-        length: tokens of a padded prompt; None: the tokenizer's maximum.
+    """Find the rows of the token's words in an encoder's sequence of this length; None: the tokenizer's maximum.
 
     Returns:
         For every occurrence its rows in order, one for each token that the words have in this encoder; omits rows

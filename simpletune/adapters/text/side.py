@@ -6,12 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
-from simpletune.adapters.files.updates import Update, Updates
 from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from simpletune.adapters.files.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,3 @@ def embedding_digest(embedding: EmbeddingFile) -> str:
         digest.update(f"{encoder}{list(vectors.shape)}".encode())
         digest.update(vectors.numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-LayerUpdates = dict[str, list[tuple[Update, AppliedText]]]
-"""The updates of an encoder's layers, by their names in the published checkpoint, each with its source."""

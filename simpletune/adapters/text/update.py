@@ -8,8 +8,9 @@ Shapes: b prompts, L tokens of an encoder, t text tokens of the denoiser, e thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +55,10 @@ class TextUpdate(nn.Module):
         for name, encoder in self.encoders.items():
             encoder.requires_grad_(False)
             if self.at_input:
-                self.register_buffer(f"norm_{name}", median_norm(token_table(encoder).weight), persistent=False)
-                token_table(encoder).register_forward_hook(self._hook(name))
+                table = token_table(encoder)
+                norms = torch.linalg.vector_norm(table.weight.detach(), dim=1, dtype=torch.float32)
+                self.register_buffer(f"norm_{name}", norms.median(), persistent=False)
+                table.register_forward_hook(partial(self._inserted, name))
 
     def train(self, mode: bool = True) -> TextUpdate:
         """Stay in evaluation mode: the encoders use no dropout."""
@@ -72,20 +75,16 @@ class TextUpdate(nn.Module):
         if option is None:
             return
         reseed_global(seed, NAME)
-        for name in self.with_lora():
+        for name in self.option.with_lora(self.family.clip_encoders):
             names = [each for each, _ in self.encoders[name].named_modules() if each.endswith(TARGETS[option.targets])]
             config = LoraConfig(r=option.rank, lora_alpha=option.scale * option.rank, target_modules=names)
             inject_adapter_in_model(config, self.encoders[name])
             compute_in_output_type(self.encoders[name])
 
-    def with_lora(self) -> list[str]:
-        """The names of the encoders with a LoRA."""
-        return list(self.option.with_lora(self.family.clip_encoders))
-
     def at_step(self, step: int, steps: int) -> None:
         """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
         option = self.option.embeddings
-        self.frozen = option is not None and option.stop_at < 1 and step >= option.stop_step(steps)
+        self.frozen = option is not None and option.stop_at < 1 and step >= max(1, round(option.stop_at * steps))
 
     def forward(
         self,
@@ -101,7 +100,7 @@ class TextUpdate(nn.Module):
         if not self.encoders and not self.enabled:
             return prompt_embeds, pooled
         embeds = prompt_embeds.clone()
-        poolings: dict[int, Tensor] = {}
+        poolings: dict[int, Tensor] = {}  # the encoders' new parts, by their first columns
         for name in self.encoders:
             region, found = self.regions[name], self._encoded(name, inputs)
             self._place(embeds, region, found["hidden"].shape[1])[:] = found["hidden"]
@@ -111,21 +110,16 @@ class TextUpdate(nn.Module):
             for name, slots in inputs.slots.items():
                 place = self._place(embeds, self.regions[name], slots.shape[1])
                 place[:] = self._replaced(name, slots, place)
-        return embeds, self._pooled(pooled, poolings)
+        if poolings:
+            pooled = pooled.clone()
+            for column, own in poolings.items():
+                pooled[:, column : column + own.shape[1]] = own
+        return embeds, pooled
 
     def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
         """A view of an encoder's output in the embeddings."""
         rows = slice(embeds.shape[1] - length, None) if region.last else slice(length)
         return embeds[:, rows, region.column : region.column + region.width]
-
-    def _pooled(self, pooled: Tensor, found: Mapping[int, Tensor]) -> Tensor:
-        """The pooled embedding with the encoders' new parts, given by their first columns."""
-        if not found:
-            return pooled
-        result = pooled.clone()
-        for column, own in found.items():
-            result[:, column : column + own.shape[1]] = own
-        return result
 
     def _replaced(self, name: str, slots: Tensor, otherwise: Tensor) -> Tensor:  # [b, L, width]
         """Insert the vectors at their positions, in the tensor's type."""
@@ -141,12 +135,10 @@ class TextUpdate(nn.Module):
         finally:
             self._slots = {}
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            slots = self._slots.get(name)
-            return output if slots is None else self._replaced(name, slots, output)
-
-        return replace
+    def _inserted(self, name: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        """Forward hook of an encoder's token table."""
+        slots = self._slots.get(name)
+        return output if slots is None else self._replaced(name, slots, output)
 
     @torch.no_grad()
     def constrain(self) -> None:
@@ -165,11 +157,6 @@ def token_table(encoder: nn.Module) -> nn.Embedding:
     return table
 
 
-def median_norm(table: Tensor) -> Tensor:  # [n, width] -> fp32 []
-    """The median norm of a table's rows."""
-    return torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float32).median()
-
-
 def trained_text(model: nn.Module) -> TextUpdate | None:
     """The text side that trains with a denoiser; None if there is none."""
     found = model._modules.get(NAME)
@@ -179,15 +166,12 @@ def trained_text(model: nn.Module) -> TextUpdate | None:
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
     """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
-    found = trained_text(model)
-    if found is None:
-        yield
-        return
-    del model._modules[NAME]
+    found = model._modules.pop(NAME, None)
     try:
         yield
     finally:
-        model._modules[NAME] = found
+        if found is not None:
+            model._modules[NAME] = found
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 def import_config(args: argparse.Namespace) -> None:
     """translate a configuration of SimpleTuner, kohya's scripts or OneTrainer"""
-    from simpletune.commands.importers.command import import_command
+    from simpletune.commands.importers.importing import import_command
 
     import_command(args.file, args.data, args.out, args.overwrite)
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from simpletune.adapters.methods.lora import OUTPUT
+from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy

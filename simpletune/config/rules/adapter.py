@@ -20,7 +20,7 @@ def adapter_rules(config: TrainConfig) -> Iterator[Problem]:
             "attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
             '["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values',
         )
-    if config.adapter.has_lr_ratios and not config.optimizer.steps_in_backward:
+    if getattr(config.adapter, "b_lr_ratio", 1) != 1 and not config.optimizer.steps_in_backward:
         yield Problem(
             "adapter.b_lr_ratio",
             f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use b_lr_ratio 1, "

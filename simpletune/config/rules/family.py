@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from simpletune.data.sources.multi_source import field_of, source_rules
-from simpletune.models.families import FAMILIES
-from simpletune.models.recognise import family_of
+from simpletune.models.families import FAMILIES, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.options import Json, Problem
 

@@ -1,29 +1,46 @@
 """Save a sharded model's checkpoint in all processes, and restore any checkpoint into a model, sharded or not.
 
+Each process writes its parts of parameters, averages and optimizer state as a safetensors file of each kind.
+``KIND.shards.json`` lists the files with their checksums, and for each parameter its shape and the first element of
+each file's part. A file stores its rows of each parameter under the parameter's name; a file of optimizer state uses
+``PARAMETER/STATE`` and stores other values in its header. Any number of processes can read them.
+
 Not with ``torch.distributed.checkpoint``: it divides only ``DTensor``s anew, but 8-bit state has a scale for each block
 of elements, and it computes no checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-from simpletune.engine.fsdp.files import SavedStates, restore_states, state_by_name, write_index, write_parts
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
-from simpletune.engine.optim.optimizer import OptimizerOption
-from simpletune.engine.optim.place import ParameterRange
+from simpletune.engine.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
+from simpletune.engine.optim.place import ParameterRange, StatePiece, joined_state
+from simpletune.engine.optim.state import State
 from simpletune.engine.tensors import trained_parameters
+from simpletune.system.atomic import write_json
+from simpletune.system.checksums import sha256_of
 from simpletune.system.options import Json, UserError, join_names
-from simpletune.system.safetensors_file import WeightReader
+from simpletune.system.safetensors_file import (
+    INDEX_SUFFIX,
+    WeightReader,
+    files_of_index,
+    read_header,
+    write_safetensors,
+)
 
 LISTED = 4
 WEIGHTS, STATES, AVERAGES = "trainable", "optimizer", "ema"
+VALUES = "simpletune_values"  # header entry for plain values of optimizer state
 
 
 def write_together(
@@ -44,24 +61,20 @@ def write_together(
     """
     written: Json = {}
     try:
-        bad = nonfinite(fsdp)
-        written = {"bad": bad} if bad else _write_own(folder, fsdp, optimizer, average, metadata)
+        written = _write_own(folder, fsdp, optimizer, average, metadata)
     except (OSError, UserError) as error:
         written = {"error": str(error), "code": error.code if isinstance(error, UserError) else 1}
     every: list[Json] = gather_object([written])
     if fsdp.rank:
         return
     require_written(every, folder)
+    parameters = {
+        name: {"shape": list(shard.whole.shape), "starts": list(shard.starts[:-1])}
+        for name, shard in fsdp.shards.items()
+    }
     for kind in every[0]:
-        write_index(folder, kind, [each[kind] for each in every], fsdp.shards)
-
-
-def nonfinite(fsdp: FsdpModel) -> list[str]:
-    """The names of the parameters with NaN or infinity in this process's parts."""
-    held = fsdp.held
-    peaks = [torch.linalg.vector_norm(part.detach(), torch.inf).float() for part in held.values()]
-    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
-    return [name for name, fine in zip(held, finite, strict=True) if not fine]
+        index = {"processes": len(every), "files": [each[kind] for each in every], "parameters": parameters}
+        write_json(folder / f"{kind}{INDEX_SUFFIX}", index)
 
 
 def _write_own(
@@ -71,14 +84,46 @@ def _write_own(
     average: Average | None,
     metadata: dict[str, str],
 ) -> Json:
-    """Write this process's files; return their names and checksums by kind."""
-    held, of = fsdp.held, (fsdp.rank, fsdp.processes)
-    written: Json = {WEIGHTS: write_parts(folder, WEIGHTS, held, metadata, of)}
-    states, values = state_by_name(optimizer, list(held))
-    written[STATES] = write_parts(folder, STATES, states, values, of)
+    """Write this process's files; return their names and checksums by kind, or only the names of parameters with NaN or
+    infinity, as ``bad``."""
+    held = fsdp.held
+    peaks = [torch.linalg.vector_norm(part.detach(), torch.inf).float() for part in held.values()]
+    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
+    if bad := [name for name, fine in zip(held, finite, strict=True) if not fine]:
+        return {"bad": bad}
+
+    def write(kind: str, tensors: Mapping[str, Tensor], header: dict[str, str]) -> Json:
+        file = write_safetensors(tensors, folder / part_file(kind, fsdp.rank, fsdp.processes), header)
+        return {"file": file.name, "sha256": sha256_of(file)}
+
+    names = list(held)
+    written: Json = {WEIGHTS: write(WEIGHTS, held, metadata)}
+    tensors, scalars = state_to_tensors(optimizer)
+    states = {_renamed(key, names): tensor for key, tensor in tensors.items()}
+    written[STATES] = write(STATES, states, {VALUES: json.dumps(_named(scalars, names))})
     if average is not None:
-        written[AVERAGES] = write_parts(folder, AVERAGES, average.tensors(), {}, of)
+        written[AVERAGES] = write(AVERAGES, average.tensors(), {})
     return written
+
+
+def part_file(kind: str, rank: int, processes: int) -> str:
+    """The name of the file with one process's parts."""
+    return f"{kind}-{rank:05d}-of-{processes:05d}.safetensors"
+
+
+def _renamed(key: str, names: Sequence[str]) -> str:
+    """``12.exp_avg`` -> ``blocks.0.weight/exp_avg``; ``names`` are the parameters', in the optimizer's order."""
+    match = STATE_KEY.match(key)
+    assert match is not None, key
+    return f"{names[int(match[1])]}/{match[2]}"
+
+
+def _named(scalars: Json, names: Sequence[str]) -> Json:
+    """What ``state_to_tensors`` returned beside tensors, by ``PARAMETER/STATE``."""
+    return {
+        "values": {_renamed(key, names): value for key, value in scalars["values"].items()},
+        "shared": {_renamed(key, names): _renamed(source, names) for key, source in scalars["shared"].items()},
+    }
 
 
 def require_written(every: list[Json], folder: Path) -> None:
@@ -118,7 +163,7 @@ def restore_parts(
     restore_states(option, optimizer, parameter_ranges(model), SavedStates(files[1], sizes, scalars))
 
 
-def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, torch.Tensor]]:
+def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
     """Load this process's rows of each trained parameter, one after the other."""
     fsdp = fsdp_model(model)
     for name, parameter in held_parameters(model).items():
@@ -136,6 +181,84 @@ def parameter_ranges(model: nn.Module) -> dict[str, ParameterRange]:
         return dict(zip(fsdp.held, fsdp.places, strict=True))
     parameters = trained_parameters(model).items()
     return {name: ParameterRange(number, 0, parameter.numel()) for number, (name, parameter) in enumerate(parameters)}
+
+
+class SavedStates:
+    """A checkpoint's optimizer state, written by any number of processes; loads one parameter's at a time.
+
+    Args:
+        file: the index, or the one file.
+        sizes: numbers of elements of the trained parameters, in the order of the model.
+        scalars: other values, for a checkpoint in one file.
+    """
+
+    def __init__(self, file: Path, sizes: Mapping[str, int], scalars: Json):
+        names = list(sizes)
+        if not file.name.endswith(INDEX_SUFFIX):
+            reader = WeightReader([file])
+            named = {_renamed(key, names): key for key in reader.names}
+            self._parts = {name: [(0, size)] for name, size in sizes.items()}
+            self._files = [_StateFile(reader, named, _named(scalars, names))]
+            return
+        found: Json = json.loads(file.read_text())
+        self._parts = {
+            name: list(pairwise([*about["starts"], math.prod(about["shape"])]))
+            for name, about in found["parameters"].items()
+        }
+        self._files = []
+        for part in files_of_index(file):
+            reader = WeightReader([part])
+            about = json.loads(read_header(part)["__metadata__"][VALUES])
+            self._files.append(_StateFile(reader, {name: name for name in reader.names}, about))
+
+    def pieces(self, name: str, start: int, stop: int) -> list[StatePiece]:
+        """The pieces that overlap a parameter's elements ``start`` to ``stop``; empty if it has no state yet."""
+        return [
+            StatePiece(begin, end, values)
+            for (begin, end), file in zip(self._parts[name], self._files, strict=True)
+            if max(start, begin) < min(stop, end) and (values := file.of(name))
+        ]
+
+
+class _StateFile:
+    """One process's part of the state: the tensors' names in the file, plain values and shared tables, all by
+    ``PARAMETER/STATE``."""
+
+    def __init__(self, reader: WeightReader, named: Mapping[str, str], about: Json):
+        self._reader, self._named, self._about = reader, named, about
+        self._keys: dict[str, list[str]] = {}
+        for key in (*named, *about["values"], *about["shared"]):
+            self._keys.setdefault(key.rpartition("/")[0], []).append(key)
+
+    def of(self, name: str) -> State:
+        """Load the state of one parameter's part."""
+        values, shared = self._about["values"], self._about["shared"]
+        state: State = {}
+        for key in self._keys.get(name, []):
+            found = values[key] if key in values else self._reader.get(self._named[shared.get(key, key)])
+            state[key.rpartition("/")[2]] = found
+        return state
+
+
+def restore_states(
+    option: OptimizerOption, optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterRange], saved: SavedStates
+) -> None:
+    """Replace the state of each of the optimizer's parameters; ``places`` are theirs, in their order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tables: dict[bytes, Tensor] = {}
+    for (name, place), parameter in zip(places.items(), parameters, strict=True):
+        stop = place.start + parameter.numel()
+        pieces = saved.pieces(name, place.start, stop)
+        state = joined_state(pieces, place.start, stop) if pieces else {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                optimizer.state[parameter][key] = value
+            elif key.startswith("qmap"):  # one table for all
+                table = tables.setdefault(value.numpy().tobytes(), value.to(parameter.device))
+                optimizer.state[parameter][key] = table
+            else:
+                shaped = value.view(parameter.shape) if value.dim() and value.numel() == parameter.numel() else value
+                optimizer.state[parameter][key] = option.place(parameter, key, shaped)
 
 
 def require_shared(folder: Path, fsdp: FsdpModel) -> None:

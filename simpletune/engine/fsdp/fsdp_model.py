@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,24 +27,12 @@ CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """A process's part of a parameter: a contiguous range of its elements, made of whole rows.
+    """A process's part of a parameter: a contiguous range of its elements, made of whole rows."""
 
-    Args:
-        whole: the model's parameter, a ``DTensor`` with the whole shape.
-        held: this process's rows, in the same memory; it may have none.
-        starts: the first element of each process's part, then the total number of elements.
-        place: the place of this process's part.
-    """
-
-    whole: nn.Parameter
-    held: nn.Parameter
-    starts: tuple[int, ...]
-    place: ParameterRange
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole parameter's shape."""
-        return tuple(self.whole.shape)
+    whole: nn.Parameter  # the model's, a ``DTensor`` with the whole shape
+    held: nn.Parameter  # this process's rows, in the same memory; it may have none
+    starts: tuple[int, ...]  # the first element of each process's part, then the total number of elements
+    place: ParameterRange  # of this process's part
 
 
 class FsdpModel:
@@ -71,19 +58,15 @@ class FsdpModel:
         for unit in self.units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first unit to be gathered is the root
-        self.shards = {
-            name: self._shard(number, parameter)
-            for number, (name, parameter) in enumerate(trained_parameters(model).items())
-        }
+        self.shards: dict[str, ParameterPart] = {}
+        for number, (name, whole) in enumerate(trained_parameters(model).items()):
+            starts = process_starts(tuple(whole.shape), self.processes)
+            with torch.no_grad():
+                held = nn.Parameter(local(whole).detach())
+            place = ParameterRange(number, starts[self.rank], starts[-1])
+            self.shards[name] = ParameterPart(whole, held, starts, place)
         self.device = device
         model.__dict__[KEY] = self
-
-    def _shard(self, number: int, whole: nn.Parameter) -> ParameterPart:
-        """Describe this process's part of a parameter."""
-        starts = process_starts(tuple(whole.shape), self.processes)
-        with torch.no_grad():
-            held = nn.Parameter(local(whole).detach())
-        return ParameterPart(whole, held, starts, ParameterRange(number, starts[self.rank], starts[-1]))
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
@@ -96,11 +79,8 @@ class FsdpModel:
         return [shard.place for shard in self.shards.values() if shard.held.numel()]
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """Move the gradients, summed over the processes, to this process's parts.
-
-        Returns:
-            The whole parameters that have a gradient; the same in all processes.
-        """
+        """Move the gradients, summed over the processes, to this process's parts; returns the whole parameters that
+        have a gradient, the same in all processes."""
         found = []
         for shard in self.shards.values():
             gradient, shard.whole.grad = shard.whole.grad, None
@@ -109,11 +89,7 @@ class FsdpModel:
         return found
 
     def norms(self, trained: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The fp32 norms of whole parameters' gradients, computed with one exchange.
-
-        Args:
-            trained: the parameters that ``take_gradients`` returned.
-        """
+        """The fp32 norms of the gradients of what ``take_gradients`` returned, whole, computed with one exchange."""
         held = {shard.whole: shard.held for shard in self.shards.values()}
         own = [held[parameter].grad for parameter in trained]
         there = [gradient for gradient in own if gradient is not None]
@@ -124,13 +100,7 @@ class FsdpModel:
         return list(squares.sqrt_())
 
     def clip_each(self, trained: Sequence[nn.Parameter], norms: Sequence[Tensor], limit: float) -> None:
-        """Clip each parameter's gradient to a norm; every process holds only a part of the gradient.
-
-        Args:
-            trained: the whole parameters that have a gradient.
-            norms: the norms of their gradients.
-            limit: the largest norm.
-        """
+        """Clip each parameter's gradient, of which every process holds only a part, from its norm to a limit."""
         held = {shard.whole: shard.held for shard in self.shards.values()}
         for parameter, norm in zip(trained, norms, strict=True):
             gradient = held[parameter].grad
@@ -158,11 +128,6 @@ def process_starts(shape: Sequence[int], processes: int) -> tuple[int, ...]:
     equally many rows, except the last ones, which may have fewer or none."""
     each, width = -(-shape[0] // processes), math.prod(shape[1:])
     return tuple(min(number * each, shape[0]) * width for number in range(processes + 1))
-
-
-def process_ranges(starts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first element of each process's part and the element after its last one."""
-    return list(pairwise(starts))
 
 
 def fsdp_model(model: nn.Module) -> FsdpModel | None:

@@ -72,7 +72,10 @@ class RankZeroDriver:
                     case Command.END:
                         break
                     case Command.GATHER_UNIT:
-                        self._gather_unit(self.fsdp.units[number])
+                        unit = self.fsdp.units[number]
+                        unit.unshard()
+                        if number < len(self.fsdp.units) - 1:  # the others stay gathered, as in the first process
+                            unit.reshard()
                     case Command.GATHER:
                         gather_parameter(shards[number], self.fsdp.group)
                     case Command.SWAP_IN:
@@ -118,12 +121,6 @@ class RankZeroDriver:
         if self._leads:
             self.tell(Command.GATHER_UNIT, number)
 
-    def _gather_unit(self, unit: nn.Module) -> None:
-        """Take part in gathering a unit's weights; weights outside of blocks stay gathered, as in the first process."""
-        unit.unshard()  # type: ignore[operator]
-        if unit is not self.fsdp.units[-1]:
-            unit.reshard()  # type: ignore[operator]
-
 
 class GatheredAverage:
     """An average of a sharded model's weights: swapped in and out in all processes when the first one does so."""
@@ -144,7 +141,7 @@ def gather_parameter(shard: ParameterPart, group: distributed.ProcessGroup) -> T
     sent[: held.numel()] = held
     parts = sent.new_empty(most * group.size())
     distributed.all_gather_into_tensor(parts, sent, group=group)
-    return parts[: shard.starts[-1]].view(shard.shape)
+    return parts[: shard.starts[-1]].view(shard.whole.shape)
 
 
 def rank_zero_driver(model: nn.Module) -> RankZeroDriver | None:

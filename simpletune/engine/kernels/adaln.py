@@ -2,60 +2,41 @@
 
 out = norm(x) (1 + scale) + shift and x + gate y (adaLN-Zero, arXiv:2212.09748, section 3.2). The gated sum and the norm
 that follows it are one operator, and so are the gradients that meet before it: torch's operators would write every
-intermediate result and read it again. adaln_operators.py has the operators, this module their gradients.
+intermediate result and read it again.
+
+They are custom operators (``simpletune::modulate`` and so on), so that fake tensors and memory accounting see what
+CUDA allocates and moves. On CUDA each is a Triton kernel (adaln_kernels.py) that computes in fp32 and rounds once.
+Elsewhere, and where Triton cannot compile, torch's operators run in the order of diffusers' blocks, and round after
+each.
 
 Shapes: b samples, n tokens, d width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simpletune.engine.kernels.adaln_operators import plain_sum
+from simpletune.engine.kernels.fallback import Fallback
 from simpletune.engine.kernels.sizes import LONGEST
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Context(Protocol):
-    """An autograd function's context."""
-
-    needs_input_grad: Sequence[bool]
-    saved_tensors: Sequence[Tensor]
-    eps: float
-    trains: bool
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for the backward pass."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Whether missing gradients are zeros."""
+FALLBACK = Fallback("adaptive norms, gates and residuals by torch's operators on {device}, which is slower: {reason}")
 
 
 class ScaleShift(NamedTuple):
-    """Scale (factor minus one) and shift of normalised tokens.
-
-    Args:
-        scale: [b, d].
-        shift: [b, d].
-    """
+    """Scale (factor minus one) and shift of normalised tokens, [b, d] each."""
 
     scale: Tensor
     shift: Tensor
 
 
 class Gated(NamedTuple):
-    """Gated output that a block adds to its tokens.
-
-    Args:
-        y: [b, n, d], output of attention or a feed-forward network.
-        gate: [b, d].
-    """
+    """What a block adds to its tokens: output y [b, n, d] of attention or a feed-forward network, and gate [b, d]."""
 
     y: Tensor
     gate: Tensor
@@ -78,14 +59,14 @@ def modulated(
     Returns:
         The sum, which is x itself if nothing is added, and the modulated tokens of each modulation.
     """
-    given = [tensor for each in modulations for tensor in each]
-    if not in_one_kernel([x, *(added or ()), *given]):
-        total = x if added is None else plain_sum(x, *added)
+    tensors = [x, *(added or ()), *(tensor for each in modulations for tensor in each)]
+    if not in_one_kernel(tensors):
+        total = x if added is None else _sum_by_torch(x, *added)
         normed = F.layer_norm(total, (x.shape[-1],), None, None, eps)
         return total, [normed * (1 + each.scale[:, None]) + each.shift[:, None] for each in modulations]
     y, gate = (None, None) if added is None else added
     scales, shifts = zip(*modulations, strict=True)
-    if torch.is_grad_enabled() and _any_gradient([x, *(added or ()), *given]):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         total, *outs = _Modulated.apply(x, y, gate, eps, *scales, *shifts)
         return (x if y is None and not x.requires_grad else total), outs
     *outs, _, _ = torch.ops.simpletune.modulate(x, y, gate, scales, shifts, eps)
@@ -99,15 +80,17 @@ def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
     them.
     """
     fused = [in_one_kernel([x, *added]) for x, added in pairs]
-    grad = torch.is_grad_enabled()
-    graphs = [grad and each and _any_gradient([x, *added]) for each, (x, added) in zip(fused, pairs, strict=True)]
+    graphs = [
+        torch.is_grad_enabled() and each and any(tensor.requires_grad for tensor in (x, *added))
+        for each, (x, added) in zip(fused, pairs, strict=True)
+    ]
     ready = [_Gate.apply(*added) if graph else added.y for graph, (_, added) in zip(graphs, pairs, strict=True)]
     sums = []
     for (x, added), y, in_one, graph in zip(pairs, ready, fused, graphs, strict=True):
         if graph:
             sums.append(_Added.apply(x, y, added.gate))
         else:
-            sums.append((torch.ops.simpletune.add_gated if in_one else plain_sum)(x, y, added.gate))
+            sums.append((torch.ops.simpletune.add_gated if in_one else _sum_by_torch)(x, y, added.gate))
     return sums
 
 
@@ -121,10 +104,6 @@ def in_one_kernel(tensors: Sequence[Tensor]) -> bool:
     return same and first.dtype in TYPES and first.dim() >= 3 and first.shape[-1] <= LONGEST
 
 
-def _any_gradient(tensors: Sequence[Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
-
-
 class _Modulated(torch.autograd.Function):
     """Autograd function of ``modulated``. Passes x through if nothing is added, so that the kernel also sums that use's
     gradient.
@@ -134,7 +113,7 @@ class _Modulated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, y: Tensor | None, gate: Tensor | None, eps: float, *modulations: Tensor
+        ctx: Any, x: Tensor, y: Tensor | None, gate: Tensor | None, eps: float, *modulations: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         count = len(modulations) // 2
@@ -147,12 +126,13 @@ class _Modulated(torch.autograd.Function):
         return total, *outs
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, y, gate, mean, rstd, *scales = ctx.saved_tensors
         grad_total, *grad_outs = grads
         given = [torch.zeros_like(total) if grad is None else grad for grad in grad_outs]
-        tokens = [total, y, gate, grad_total]
-        found = torch.ops.simpletune.modulate_backward(given, tokens, scales, [mean, rstd], ctx.eps, ctx.trains)
+        found = torch.ops.simpletune.modulate_backward(
+            given, total, y, gate, grad_total, scales, [mean, rstd], ctx.eps, ctx.trains
+        )
         own: list[Tensor | None] = [*found.pop().unbind()] if ctx.trains else [None] * (2 * len(scales) + 1)
         grad_x, grad_y = found if gate is not None else (found[0], None)
         grad_gate = own[-1] if gate is not None else None
@@ -168,12 +148,12 @@ class _Gate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, gate)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, gate = ctx.saved_tensors
         grad_y, *own = torch.ops.simpletune.gate_backward(grads[0], y, gate)
         return grad_y, own[0] if own else None
@@ -183,9 +163,105 @@ class _Added(torch.autograd.Function):
     """Compute x + gate y. Passes the gradient unchanged to x and to y, where ``_Gate`` multiplies it."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         return torch.ops.simpletune.add_gated(x, y, gate)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], grads[0], None
+
+
+def _sum_by_torch(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:  # [b, n, d], [b, n, d], [b, d] -> [b, n, d]
+    return x + gate.unsqueeze(1) * y
+
+
+def _modulate_by_torch(
+    x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
+) -> list[Tensor]:
+    total = x if y is None or gate is None else _sum_by_torch(x, y, gate)
+    normed, mean, rstd = torch.native_layer_norm(total, (x.shape[2],), None, None, eps)
+    outs = [normed * (1 + scale[:, None]) + shift[:, None] for scale, shift in zip(scales, shifts, strict=True)]
+    statistics = [each.squeeze(2).float() for each in (mean, rstd)]  # on the CPU these have the type of x
+    return [*outs, *([] if y is None else [total]), *statistics]
+
+
+def _modulate_backward_by_torch(
+    grads: Sequence[Tensor],  # of each modulation's tokens [b, n, d]
+    x: Tensor,  # the tokens that were normalised
+    y: Tensor | None,  # what had been added to them, if saved
+    gate: Tensor | None,  # None: nothing had been added
+    grad_total: Tensor | None,  # the gradient of x from elsewhere
+    scales: Sequence[Tensor],
+    statistics: Sequence[Tensor],  # mean and inverse deviation, fp32 [b, n]
+    eps: float,
+    trains: bool,  # whether gate and modulations have gradients
+) -> list[Tensor]:
+    """Gradients of x, of y if there is a gate, and, [count, b, d], of each scale and shift in turn, then of the
+    gate."""
+    wanted, *more = (grad * (1 + scale[:, None]) for grad, scale in zip(grads, scales, strict=True))
+    for grad in more:
+        wanted = wanted + grad
+    mean, rstd = (each.unsqueeze(2) if x.is_cuda else each.unsqueeze(2).to(x.dtype) for each in statistics)
+    shape, mask = (x.shape[2],), [True, False, False]
+    grad_x = torch.ops.aten.native_layer_norm_backward(wanted, x, shape, mean, rstd, None, None, mask)[0]
+    grad_x = grad_x if grad_total is None else grad_total + grad_x
+    found = [grad_x] if gate is None else [grad_x, grad_x * gate.unsqueeze(1)]
+    if trains:
+        normed = torch.native_layer_norm(x, shape, None, None, eps)[0]
+        own = [sums for grad in grads for sums in ((grad * normed).sum(1), grad.sum(1))]
+        found.append(torch.stack(own if y is None else [*own, (grad_x * y).sum(1)]))
+    return found
+
+
+def _gate_backward_by_torch(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
+    return [grad * gate.unsqueeze(1), *([] if y is None else [(grad * y).sum(1).unsqueeze(0)])]
+
+
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
+_OPERATORS: dict[str, Callable[..., object]] = {
+    "modulate(Tensor x, Tensor? y, Tensor? gate, Tensor[] scales, Tensor[] shifts, float eps) -> Tensor[]": (
+        _modulate_by_torch
+    ),
+    "modulate_backward(Tensor[] grads, Tensor x, Tensor? y, Tensor? gate, Tensor? grad_total, Tensor[] scales, "
+    "Tensor[] statistics, float eps, bool trains) -> Tensor[]": _modulate_backward_by_torch,
+    "add_gated(Tensor x, Tensor y, Tensor gate) -> Tensor": _sum_by_torch,
+    "gate_backward(Tensor grad, Tensor? y, Tensor gate) -> Tensor[]": _gate_backward_by_torch,
+}
+for _schema, _plain in _OPERATORS.items():
+    FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.adaln_kernels")
+
+
+@torch.library.register_fake("simpletune::modulate", lib=_LIBRARY)
+def _(
+    x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
+) -> list[Tensor]:
+    statistics = [x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2)]
+    return [*(x.new_empty(x.shape) for _ in (*scales, *([] if y is None else [y]))), *statistics]
+
+
+@torch.library.register_fake("simpletune::modulate_backward", lib=_LIBRARY)
+def _(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    grad_total: Tensor | None,
+    scales: Sequence[Tensor],
+    statistics: Sequence[Tensor],
+    eps: float,
+    trains: bool,
+) -> list[Tensor]:
+    found = [x.new_empty(x.shape) for _ in range(1 if gate is None else 2)]
+    count = 2 * len(scales) + (gate is not None)
+    return [*found, *([x.new_empty((count, x.shape[0], x.shape[2]))] if trains else [])]
+
+
+@torch.library.register_fake("simpletune::add_gated", lib=_LIBRARY)
+def _(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("simpletune::gate_backward", lib=_LIBRARY)
+def _(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
+    own = [] if y is None else [grad.new_empty((1, grad.shape[0], grad.shape[2]))]
+    return [grad.new_empty(grad.shape), *own]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simpletune.engine.kernels.sizes import LONGEST, ROWS, NormTokens, program_count
+from simpletune.engine.kernels.sizes import LONGEST, ROWS, program_count
 
 WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # warps by the largest number of elements
 
@@ -178,22 +178,17 @@ def modulate(
 
 
 def modulate_backward(
-    grads: Sequence[Tensor], tokens: NormTokens, scales: Sequence[Tensor], statistics: Sequence[Tensor], trains: bool
+    grads: Sequence[Tensor],
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    grad_total: Tensor | None,
+    scales: Sequence[Tensor],
+    statistics: Sequence[Tensor],
+    eps: float,
+    trains: bool,
 ) -> list[Tensor]:
-    """See ``adaln.modulated``; one or two modulations.
-
-    Args:
-        grads: gradients of the modulated tokens [b, n, d].
-        tokens: the tokens that were modulated.
-        scales: [b, d].
-        statistics: mean and inverse deviation, fp32 [b, n].
-        trains: whether gate and modulations have gradients.
-
-    Returns:
-        Gradients of the tokens, of what was added to them if there is a gate, and, [count, b, d], of each scale and
-        shift in turn, then of the gate.
-    """
-    x, y, gate, grad_total = tokens
+    """See ``adaln._modulate_backward_by_torch``; one or two modulations."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     grads, x = [grad.contiguous() for grad in grads], x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
@@ -209,10 +204,11 @@ def modulate_backward(
                 rows[1] if len(rows) == 2 else None, *statistics, grad_x, grad_y, sums, n, d, step, parts,
                 BLOCK=block, TOKENS=portion, num_warps=warps,
             )  # fmt: skip
-    return [grad_x, *([] if grad_y is None else [grad_y]), *_summed(sums, x)]
+    added = [] if grad_y is None else [grad_y]
+    return [grad_x, *added, *([] if sums is None else [sums.sum(2).to(x.dtype)])]
 
 
-def add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+def add_gated(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """See ``adaln.add_gated``."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y, total = x.contiguous(), y.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -235,7 +231,7 @@ def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> list[Tensor]:
             _gate_backward[(b * parts,)](
                 grad, y, rows, grad_y, sums, n, d, step, parts, BLOCK=block, TOKENS=tokens, num_warps=warps
             )
-    return [grad_y, *_summed(sums, grad)]
+    return [grad_y, *([] if sums is None else [sums.sum(2).to(grad.dtype)])]
 
 
 def _partial_sums(x: Tensor, count: int, trains: bool) -> tuple[int, int, Tensor | None]:
@@ -245,10 +241,6 @@ def _partial_sums(x: Tensor, count: int, trains: bool) -> tuple[int, int, Tensor
         return 1, n, None
     parts = program_count(n)
     return ROWS, parts, x.new_empty((count, b, parts, d), dtype=torch.float32)
-
-
-def _summed(sums: Tensor | None, like: Tensor) -> list[Tensor]:  # [count, b, p, d] -> [count, b, d]
-    return [] if sums is None else [sums.sum(2).to(like.dtype)]
 
 
 def _of_samples(tensors: Sequence[Tensor | None]) -> tuple[int, list[Tensor | None]]:

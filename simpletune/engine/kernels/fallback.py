@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from simpletune.system.console import say
 from simpletune.system.printable import describe_exception
@@ -51,3 +53,25 @@ class Fallback:
                 self.failed[device] = describe_exception(error)
                 say(self._warning.format(device=device, reason=self.failed[device]))
         return plain()
+
+    def define(self, library: torch.library.Library, schema: str, plain: Callable[..., object], kernels: str) -> None:
+        """Define an operator whose gradients an autograd function defines.
+
+        Args:
+            library: of ``simpletune``'s operators.
+            schema: its name and types; the first argument is a tensor or a list of them.
+            plain: computes it by torch's operators, which is all that the CPU does.
+            kernels: the module whose function of the operator's name launches its kernel on CUDA; it needs Triton.
+        """
+        name = schema.partition("(")[0]
+
+        def on_cuda(first: Tensor | Sequence[Tensor], *rest: object) -> object:
+            device = (first if isinstance(first, Tensor) else first[0]).device
+            return self.run(
+                device, lambda: getattr(import_module(kernels), name)(first, *rest), lambda: plain(first, *rest)
+            )
+
+        library.define(schema)
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, plain, "CPU")
+        library.impl(name, on_cuda, "CUDA")

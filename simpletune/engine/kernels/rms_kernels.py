@@ -49,7 +49,7 @@ def _norm_backward(grad, x, weight, grad_x, sums, rows, d, eps, ROWS: tl.constex
         tl.store(sums + part * d + places, tl.sum(given * normed, axis=0), mask=places < d)
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] -> [..., d]
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] -> [..., d]
     """See ``rms_norm.normed``."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d = x.shape[-1]
@@ -62,7 +62,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] ->
     return y
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
     """Return the gradient of x, and that of the weight if it trains."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_x, d = torch.empty_like(x), x.shape[-1]

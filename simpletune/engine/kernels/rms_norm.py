@@ -8,29 +8,22 @@ Shapes: b samples, n tokens, h heads, d width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from simpletune.engine.kernels.adaln import Context, in_one_kernel
+from simpletune.engine.kernels.adaln import in_one_kernel
 from simpletune.engine.kernels.fallback import Fallback
 
 FALLBACK = Fallback("norms of queries and keys by torch's operators on {device}, which is slower: {reason}")
 
-_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
-_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]")
-for _name in ("rms_norm", "rms_norm_backward"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the function below defines gradients
-
 
 def normed(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
-    """Apply a norm of queries or keys: x / sqrt(mean(x^2) + eps) * weight, over the width of a head.
-
-    Args:
-        x: queries or keys.
-        norm: diffusers' ``RMSNorm``; any other norm is called as it is.
-    """
+    """Apply a norm of queries or keys: x / sqrt(mean(x^2) + eps) * weight, over the width of a head. A norm that is not
+    diffusers' ``RMSNorm`` is called as it is."""
     weight = norm.weight if type(norm) is RMSNorm and norm.bias is None else None
     if weight is None or not in_one_kernel([x, weight]):
         found: Tensor = norm(x)
@@ -45,17 +38,46 @@ class _Normed(torch.autograd.Function):
     """Autograd function of ``normed``; saves its input."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return torch.ops.simpletune.rms_norm(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         trains = ctx.needs_input_grad[1]
         grad_x, *own = torch.ops.simpletune.rms_norm_backward(grads[0], x, weight, ctx.eps, trains)
         return grad_x, own[0] if trains else None, None
+
+
+def _parts(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fp32 copy, the inverse root, and their product in the type of x."""
+    wide = x.float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide, inverse, (x * inverse).to(x.dtype)
+
+
+def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _parts(x, eps)[2] * weight
+
+
+def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
+    wide, inverse, scaled = _parts(x, eps)
+    given = (grad * weight).float()
+    of_inverse = (given * x).sum(-1, keepdim=True)
+    of_mean = -0.5 * of_inverse * inverse.pow(3)
+    grad_x = (of_mean.expand_as(wide) / x.shape[-1] * (2 * wide)).to(x.dtype) + (given * inverse).to(x.dtype)
+    return [grad_x, *([(grad * scaled).sum((0, 1, 2))] if trains else [])]
+
+
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
+_OPERATORS: dict[str, Callable[..., object]] = {
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": _by_torch,
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]": _backward_by_torch,
+}
+for _schema, _plain in _OPERATORS.items():
+    FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.rms_kernels")
 
 
 @torch.library.register_fake("simpletune::rms_norm", lib=_LIBRARY)
@@ -66,45 +88,3 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @torch.library.register_fake("simpletune::rms_norm_backward", lib=_LIBRARY)
 def _(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
     return [x.new_empty(x.shape), *([weight.new_empty(weight.shape)] if trains else [])]
-
-
-def _parts(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fp32 copy, the inverse root, and their product in the type of x."""
-    wide = x.float()
-    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide, inverse, (x * inverse).to(x.dtype)
-
-
-@torch.library.impl(_LIBRARY, "rms_norm", "CPU")
-def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _parts(x, eps)[2] * weight
-
-
-@torch.library.impl(_LIBRARY, "rms_norm_backward", "CPU")
-def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
-    wide, inverse, scaled = _parts(x, eps)
-    given = (grad * weight).float()
-    of_inverse = (given * x).sum(-1, keepdim=True)
-    of_mean = -0.5 * of_inverse * inverse.pow(3)
-    grad_x = (of_mean.expand_as(wide) / x.shape[-1] * (2 * wide)).to(x.dtype) + (given * inverse).to(x.dtype)
-    return [grad_x, *([(grad * scaled).sum((0, 1, 2))] if trains else [])]
-
-
-@torch.library.impl(_LIBRARY, "rms_norm", "CUDA")
-def _on_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    def kernel() -> Tensor:
-        from simpletune.engine.kernels import rms_kernels
-
-        return rms_kernels.normed(x, weight, eps)
-
-    return FALLBACK.run(x.device, kernel, lambda: _by_torch(x, weight, eps))
-
-
-@torch.library.impl(_LIBRARY, "rms_norm_backward", "CUDA")
-def _backward_on_cuda(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
-    def kernel() -> list[Tensor]:
-        from simpletune.engine.kernels import rms_kernels
-
-        return rms_kernels.backward(grad, x, weight, eps, trains)
-
-    return FALLBACK.run(x.device, kernel, lambda: _backward_by_torch(grad, x, weight, eps, trains))

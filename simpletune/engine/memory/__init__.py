@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from simpletune.engine.memory.block_offload import BlockOffload
-    from simpletune.engine.memory.checkpointing import Parts
 
 
 class Memory(Option):
@@ -85,11 +84,8 @@ class Memory(Option):
         return [index for index in range(blocks) if index not in stay]
 
     def on_host(self, units: Sequence[str]) -> Callable[[str], bool]:
-        """Return a predicate: whether the module of a given name stays in host memory when the model loads.
-
-        Args:
-            units: the names of the model's units, in order.
-        """
+        """Return whether the module of a given name stays in host memory when the model loads; ``units`` are the names
+        of the model's units, in order."""
         prefixes = tuple(f"{units[index]}." for index in self.offloaded(len(units)))
         return lambda name: f"{name}.".startswith(prefixes)
 
@@ -108,25 +104,21 @@ class Memory(Option):
             The block offload; None if all blocks are resident.
         """
         from simpletune.engine.memory.block_offload import BlockOffload
-        from simpletune.engine.memory.checkpointing import set_passes
+        from simpletune.engine.memory.checkpointing import Parts, set_passes
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
         offloaded = self.offloaded(len(blocks))
         offloading = BlockOffload(blocks, offloaded, device, trained) if offloaded else None
         inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
-        set_passes(blocks, self.checkpointed(len(blocks)), inputs, offloading, self._parts(len(blocks), last))
-        return offloading
-
-    def _parts(self, blocks: int, last: bool) -> Parts:
-        """How parts of blocks are recomputed."""
-        from simpletune.engine.memory.checkpointing import Parts
-
-        alone = self.feed_forward not in ("auto", "block")
-        which: Literal["checkpointed", "all", "none"] = "checkpointed" if alone else "none"
+        alone: Literal["checkpointed", "all", "none"] = "none"
         if self.checkpointing == "feed_forward":
-            which = "all"
+            alone = "all"
+        elif self.feed_forward not in ("auto", "block"):
+            alone = "checkpointed"
         tile = self.feed_forward if isinstance(self.feed_forward, int) else None
-        return Parts(self.keeping_attention(blocks), which, tile, last)
+        parts = Parts(self.keeping_attention(len(blocks)), alone, tile, last)
+        set_passes(blocks, self.checkpointed(len(blocks)), inputs, offloading, parts)
+        return offloading
 
     def checkpointed(self, blocks: int) -> int:
         """The number of checkpointed blocks."""
@@ -155,10 +147,6 @@ class Memory(Option):
                 f"true needs checkpointed blocks, and memory.checkpointing is {self.checkpointing}. Use checkpointing "
                 "all or a number, or offload_checkpoint_inputs false",
             )
-        yield from self._part_rules()
-
-    def _part_rules(self) -> Iterator[Problem]:
-        """Report values of keep_attention and feed_forward that do not fit checkpointing."""
         keep, checkpointing = self.keep_attention, self.checkpointing
         if keep not in ("auto", "none") and checkpointing in ("none", "feed_forward"):
             yield Problem(
@@ -189,12 +177,7 @@ class Memory(Option):
             )
 
     def model_rules(self, blocks: int, has_modulation: bool) -> Iterator[Problem]:
-        """Report levers that the model does not have, and numbers of blocks beyond its own.
-
-        Args:
-            blocks: the number of the model's units.
-            has_modulation: whether it has modulations to plan.
-        """
+        """Report levers that the model does not have, and numbers of blocks beyond its own."""
         if self.modulation == "plan" and not has_modulation:
             yield Problem("memory.modulation", "plan, but the model has no adaLN modulations. Use auto or resident")
         if isinstance(self.checkpointing, int) and self.checkpointing > blocks:

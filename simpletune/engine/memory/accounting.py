@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, round_to_block
-from simpletune.engine.memory.watching import PhaseTracker
 from simpletune.engine.tensors import is_wrapper, plain_tensors
+from simpletune.system.phases import phase_name
 
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
@@ -42,7 +43,7 @@ _RANGES = {
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
 Layouts = Callable[[OpOverload, Sequence[Any], object], object]
-Resize = Callable[[torch.UntypedStorage, int], object]
+"""Functions from an operation, its arguments and its result to that result as another device's kernel lays it out."""
 
 
 class Observer(Protocol):
@@ -77,6 +78,84 @@ class Peaks:
         self.largest = max(snapshot, self.largest, key=lambda each: each.bytes)
 
 
+class PhaseTracker:
+    """Tracks the phase and the module that run, so that an accounting can name them."""
+
+    def __init__(self) -> None:
+        self.module = ""
+        """The watched module that runs; empty if none does."""
+        self.visit = 0
+        """How many phases have been entered so far."""
+        self._phases: list[tuple[str, int]] = []
+        self._inside = 0  # number of watched modules in their forward pass, and of recomputations
+
+    @property
+    def phase(self) -> str:
+        """The running phase; empty outside of all."""
+        return self._phases[-1][0] if self._phases else ""
+
+    @property
+    def name(self) -> str:
+        """The running phase, or ``recompute`` for a recomputation in the backward pass."""
+        phase = self.phase
+        return "recompute" if phase == "backward" and self._inside else phase
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The running phase, as ``name``, and module."""
+        return self.name, self.module
+
+    def enter(self, range_name: str) -> None:
+        """Enter a phase. Foreign ranges, such as torch's ``Optimizer.step``, belong to the enclosing phase."""
+        name = phase_name(range_name)
+        if name is None:
+            self._phases.append((self.phase, 0))
+            return
+        self.visit += 1
+        self.module = ""
+        self._phases.append((name, self.visit))
+
+    def leave(self) -> tuple[str, int]:
+        """Leave a phase; returns it and the number of its visit, 0 for a foreign range."""
+        left, visit = self._phases.pop()
+        if visit:
+            self.module = ""
+        return left, visit
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Count what a backward pass runs in this context as recomputation."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
+        """Track the running module: in forward passes and recomputation when it is entered, in the backward pass when
+        its outputs' gradients arrive. The handles remove the hooks."""
+        return [handle for name, module in modules for handle in self._watch(name, module)]
+
+    def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        def begin_forward(*_: object) -> None:
+            self.module = name
+            self._inside += 1
+
+        def begin_backward(_: Tensor) -> None:
+            self.module = name
+
+        def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
+            self._inside -= 1
+            self.module = name if self.phase == "backward" else ""  # its backward pass follows a recomputation
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(begin_backward)
+
+        # A checkpoint ends the recomputation with an exception as soon as it has everything it needs.
+        end = module.register_forward_hook(end_forward, always_call=True)
+        return [module.register_forward_pre_hook(begin_forward), end]
+
+
 @dataclass
 class _Storage:
     """A live storage."""
@@ -88,13 +167,8 @@ class _Storage:
 
 
 class Accounting(TorchDispatchMode):
-    """Counts live tensor bytes while the context is active.
-
-    Args:
-        temporaries: what kernels allocate within a call, by operation.
-        keep: whether to record every snapshot, not only the largest.
-        layouts: changes how results lie in memory to how another device's kernels write them.
-    """
+    """Counts live tensor bytes while the context is active; with ``keep`` it records every snapshot, not only the
+    largest."""
 
     def __init__(self, temporaries: Temporaries | None = None, keep: bool = False, layouts: Layouts | None = None):
         super().__init__()
@@ -118,8 +192,16 @@ class Accounting(TorchDispatchMode):
 
     def __enter__(self) -> Accounting:
         _ACTIVE.append(self)
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[method-assign,assignment]
+        self._resize = original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            original(storage, size)
+            if storage._cdata in self._storages:
+                self._see(storage)
+                self.look()
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # dispatch does not see it
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -142,11 +224,18 @@ class Accounting(TorchDispatchMode):
             return NotImplemented  # a wrapper, such as quanto's weight, unwraps itself; its parts are dispatched again
         name = _RANGES.get(id(op), "")
         if name == "exit":
-            self._leave_phase()
+            left, visit = self.phases.leave()
+            if visit and left == "optimizer":  # what was allocated in this phase and outlives it is optimizer state
+                for storage in self._storages.values():
+                    if storage.visit >= visit and storage.kind == "workspace":
+                        self._move(storage, "optimizer")
         mode = fake.active()
         kwargs = kwargs or {}
-        output = op(*args, **kwargs) if mode is None else mode.run(op, args, kwargs)
-        self.last_key = None if mode is None else fake.RESULTS.last
+        if mode is None:
+            output, self.last_key = op(*args, **kwargs), None
+        else:  # past the dispatcher if its result is known
+            output = fake.RESULTS.call(mode, op, args, kwargs, lambda: op(*args, **kwargs))
+            self.last_key = fake.RESULTS.last
         if self._layouts is not None:
             output = self._layouts(op, args, output)
         if self.observer is not None:
@@ -155,7 +244,10 @@ class Accounting(TorchDispatchMode):
             self.phases.enter(str(args[0]))
         grown = False
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(leaf, Tensor) and _device(leaf).type != "meta":  # meta tensors take no memory
+            if not isinstance(leaf, Tensor):
+                continue
+            device = leaf.__dict__.get("_fake_device") if type(leaf) is FakeTensor else None  # not by the dispatcher
+            if (device or leaf.device).type != "meta":  # meta tensors take no memory
                 grown |= self._see(leaf.untyped_storage())
         temporary = self._temporaries.get(id(op))
         if temporary is not None:
@@ -219,15 +311,8 @@ class Accounting(TorchDispatchMode):
         return self._bytes[HOST]
 
     def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Assign a kind to tensors, whether or not they have been counted before.
-
-        Args:
-            tensors: wrapper subclasses count by their inner tensors; None is skipped.
-            kind: one of ``KINDS``, or ``HOST``.
-
-        Raises:
-            ValueError: an unknown kind.
-        """
+        """Assign a kind, one of ``KINDS`` or ``HOST``, to tensors, whether or not they have been counted before.
+        Wrapper subclasses count by their inner tensors."""
         require_known(kind)
         for tensor in tensors:
             for plain in plain_tensors(tensor) if tensor is not None else ():
@@ -251,25 +336,13 @@ class Accounting(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """Assign a kind to everything allocated in this context.
-
-        Raises:
-            ValueError: an unknown kind.
-        """
+        """Assign a kind to everything allocated in this context."""
         require_known(kind)
         self._kinds.append(kind)
         try:
             yield
         finally:
             self._kinds.pop()
-
-    def _leave_phase(self) -> None:
-        """Leave a phase. Whatever was allocated in the optimizer's phase and outlives it is optimizer state."""
-        left, visit = self.phases.leave()
-        if visit and left == "optimizer":
-            for storage in self._storages.values():
-                if storage.visit >= visit and storage.kind == "workspace":
-                    self._move(storage, "optimizer")
 
     @property
     def new_kind(self) -> str:
@@ -307,14 +380,8 @@ class Accounting(TorchDispatchMode):
             self._total += size
 
     def look(self, more: Mapping[str, int] | None = None) -> None:
-        """Record a snapshot if it is the largest so far.
-
-        Args:
-            more: bytes by kind that count beside the live ones: those that a kernel allocates and frees.
-
-        Raises:
-            OutOfMemory: it exceeds the limit.
-        """
+        """Record a snapshot if it is the largest so far; ``more`` counts beside the live bytes, by kind: what a kernel
+        allocates and frees. Raises ``OutOfMemory`` above the limit."""
         total = self._total + sum(more.values()) if more else self._total
         if self.limit is not None and total > self.limit:
             raise OutOfMemory(total)
@@ -330,24 +397,6 @@ class Accounting(TorchDispatchMode):
             self.snapshots.append(snapshot)
         if larger:
             peaks.add(snapshot)
-
-    def _resized(self, resize: Resize) -> Resize:
-        """Wrap ``UntypedStorage.resize_``, which a dispatch mode does not see."""
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resize(storage, size)
-            if storage._cdata in self._storages:
-                self._see(storage)
-                self.look()
-            return storage
-
-        return resize_
-
-
-def _device(tensor: Tensor) -> torch.device:
-    """A tensor's device; for a fake tensor, without a detour through the dispatcher."""
-    found = tensor.__dict__.get("_fake_device") if type(tensor) is FakeTensor else None
-    return tensor.device if found is None else found
 
 
 _ACTIVE: list[Accounting] = []
@@ -365,11 +414,7 @@ def register(tensors: Iterable[Tensor | None], kind: str) -> None:
 
 
 def allocating(kind: str) -> AbstractContextManager[None]:
-    """Assign a kind to everything allocated in this context, if an accounting is active.
-
-    Args:
-        kind: one of ``KINDS``, or ``HOST``.
-    """
+    """Assign a kind to everything allocated in this context, if an accounting is active."""
     return _ACTIVE[-1].allocating(kind) if _ACTIVE else nullcontext()
 
 

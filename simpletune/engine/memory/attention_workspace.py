@@ -1,17 +1,18 @@
 """CUDA's attention kernels: which one torch chooses, its temporary bytes, and the layouts of its tensors.
 
 The simulation runs the CPU's fused attention. This module holds what differs on a GPU.
+
+Shapes: b samples, h heads, S tokens, d width of a head; all tensors are [b, h, S, d].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -27,13 +28,8 @@ def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str
     Source: the order of torch 2.13's ``_fused_sdp_choice_cuda`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
     cuDNN first on Hopper and datacenter Blackwell, otherwise flash from Ampere on; both take 16-bit types only.
 
-    Args:
-        capability: the CUDA device's compute capability.
-        dtype: the type of q, k and v.
-        asked: ``speed.attention``.
-
     Returns:
-        ``flash``, ``cudnn``, ``efficient`` or ``math``.
+        ``flash``, ``cudnn``, ``efficient`` or ``math``; with ``asked``, ``speed.attention``, other than auto that one.
     """
     if asked != "auto":
         return asked
@@ -47,15 +43,11 @@ def flash_backward(
 ) -> int:
     """Bytes for flash attention's backward pass.
 
-    They are fp32 sums of grad q [b, S, h, d], rounded up, one fp32 per row, and copies of ``grad_out`` and ``out``
-    where these are not laid out as [b, S, h, d].
+    They are fp32 sums of grad q, rounded up, one fp32 per row, and copies of ``grad_out`` and ``out`` where these are
+    not [b, S, h, d] in memory.
 
     Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,
     in the non-deterministic mode; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``.
-
-    Args:
-        grad_out: [b, h, S, d].
-        query: [b, h, S, d]; so are ``key``, ``value`` and ``out``.
     """
     copied = [tensor for tensor in (grad_out, out) if not tensor.transpose(1, 2).is_contiguous()]
     return _flash_sums(query) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
@@ -69,16 +61,12 @@ def cudnn_backward(
     torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's plan
     asks for a workspace whose size is known only on a GPU; this assumes fp32 sums of grad q and one fp32 per row, as in
     flash attention.
-
-    Args:
-        grad_out: [b, h, S, d]; so are the others.
     """
     copied = grad_out.stride() != out.stride()
     return _flash_sums(query) + copied * grad_out.numel() * grad_out.element_size()
 
 
 def _flash_sums(query: Tensor) -> int:
-    """Bytes of fp32 sums of grad q [b, S, h, d], rounded up, and one fp32 per row."""
     b, heads, rows, width = query.shape
     return 4 * b * heads * _up(rows, FLASH_ROWS) * (_up(width, FLASH_WIDTH) + 1)
 
@@ -87,9 +75,6 @@ def efficient_forward(query: Tensor, *_: object, **__: object) -> int:
     """Bytes for memory-efficient attention's forward pass: an fp32 output for wide heads in a 16-bit type.
 
     Source: torch's mem_eff_attention/kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``.
-
-    Args:
-        query: [b, h, S, d].
     """
     wide = query.shape[-1] > WIDEST_IN_REGISTERS and query.element_size() == 2
     return 4 * query.numel() if wide else 0
@@ -99,10 +84,6 @@ def efficient_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object
     """Bytes for memory-efficient attention's backward pass: one fp32 per row, and in 16-bit types fp32 sums of grad q.
 
     Source: torch's attention_backward.cu, ``delta``; mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``.
-
-    Args:
-        grad_out: [b, h, S, d].
-        query: [b, h, S, d].
     """
     b, heads, rows, width = query.shape
     sums = 4 * b * heads * _up(rows, EFFICIENT_ROWS) * width if query.element_size() == 2 else 0
@@ -112,8 +93,8 @@ def efficient_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object
 BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
 
 
-class CudaLayouts(TorchDispatchMode):
-    """Lays out the results of the CPU's attention as a CUDA kernel would; give ``laid_out`` to the accounting.
+def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], object], object]:
+    """Return a function for an ``Accounting`` that lays out the results of the CPU's attention as a CUDA kernel would.
 
     The copies that follow depend on the layout. Memory-efficient attention writes its output as [b, S, h, d]; the
     others write output and gradients in the query's layout. The CPU writes the output in the query's layout, and
@@ -122,29 +103,17 @@ class CudaLayouts(TorchDispatchMode):
     Args:
         kernel: from ``attention_kernel``.
     """
+    efficient = kernel == "efficient"
 
-    def __init__(self, kernel: str):
-        super().__init__()
-        self._efficient = kernel == "efficient"
-
-    def __torch_dispatch__(
-        self,
-        op: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Tensor] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run one operation."""
-        return self.laid_out(op, args, op(*args, **(kwargs or {})))
-
-    def laid_out(self, op: OpOverload, args: Sequence[Tensor], output: Any) -> Any:
-        """Return what an operation returned, laid out as on CUDA."""
-        if op is FORWARD and (self._efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
+    def laid_out(op: OpOverload, args: Sequence[Any], output: Any) -> object:
+        if op is FORWARD and (efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
             out, sums = output
             return out.transpose(1, 2).contiguous().transpose(1, 2), sums
-        if op is BACKWARD and not self._efficient:
+        if op is BACKWARD and not efficient:
             return tuple(torch.empty_like(like).copy_(grad) for grad, like in zip(output, args[1:4], strict=True))
         return output
+
+    return laid_out
 
 
 def _up(size: int, step: int) -> int:

@@ -13,19 +13,91 @@ would fetch the weights again, and a weight still pointing at a slot would silen
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, finish_before_freed, host_like
-from simpletune.engine.memory.host_block import HostBlock, own_plain_tensors, shared_tensors
+from simpletune.engine.memory.copy_stream import (
+    Copies,
+    CopyEvent,
+    copies_for,
+    finish_before_freed,
+    host_bytes,
+    host_like,
+)
+from simpletune.engine.memory.machine_weights import is_shared, shared_runs
+from simpletune.engine.memory.snapshot import round_to_block
+from simpletune.engine.tensors import all_tensors, plain_tensors
 
 SLOTS = 2
 SMALL_STATE = 4096  # bytes; smaller optimizer state is not moved
 POISON = 255  # a byte that makes NaN in every floating type
+
+
+class HostBlock:
+    """A block's tensors, moved into one flat host buffer. Tensors in pages shared by the machine's processes stay
+    there.
+
+    Args:
+        tensors: the tensors; they keep their identity, and only their data pointers change.
+        device: the device that computes with them.
+    """
+
+    def __init__(self, tensors: list[Tensor], device: torch.device):
+        self.tensors = tensors
+        self._pieces: list[tuple[int, Tensor]] = []
+        """Pieces of host memory, each with its copy's offset in a buffer on the device."""
+        shared = 0
+        for run in shared_runs(tensors):
+            self._pieces.append((shared, run))
+            shared += run.numel()
+        places = {piece.data_ptr(): start for start, piece in self._pieces}
+        self._offsets: list[int] = []
+        self.nbytes = shared
+        for tensor in tensors:
+            if is_shared(tensor):
+                first = max(address for address in places if address <= tensor.data_ptr())
+                self._offsets.append(places[first] + tensor.data_ptr() - first)
+            else:
+                self._offsets.append(self.nbytes)
+                self.nbytes += round_to_block(tensor.nbytes)
+        own = host_bytes(self.nbytes - shared, device)
+        self._pieces.append((shared, own))
+        self.at_home: dict[int, Tensor] = {}
+        """The tensors' values in host memory, by the tensors' ids."""
+        for start, tensor in zip(self._offsets, tensors, strict=True):
+            if start < shared:
+                self.at_home[id(tensor)] = tensor.detach()
+            else:
+                self.at_home[id(tensor)] = value_in(own, start - shared, tensor).copy_(tensor.detach())
+        self.point_at_host()
+
+    def copy_to(self, flat: Tensor) -> None:
+        """Queue the copies of the block into a buffer: uint8 [n], n >= nbytes."""
+        for start, piece in self._pieces:
+            flat[start : start + piece.numel()].copy_(piece, non_blocking=True)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """View a buffer that ``copy_to`` has filled, on any device, as the block's tensors."""
+        return [value_in(flat, start, tensor) for start, tensor in zip(self._offsets, self.tensors, strict=True)]
+
+    def point_at(self, views: Iterable[Tensor]) -> None:
+        """Point the tensors at these values."""
+        for tensor, view in zip(self.tensors, views, strict=True):
+            tensor.data = view
+
+    def point_at_host(self) -> None:
+        """Point the tensors at their values in host memory."""
+        self.point_at(self.at_home.values())
+
+
+def value_in(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """View a part of a buffer as a tensor of the same type and shape as another one."""
+    return flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class Slot:
@@ -65,10 +137,17 @@ class BlockOffload:
         self.device, self._poison = device, poison
         self._in, self._out = queues or (copies_for(device), copies_for(device))
         self.homes: dict[int, HostBlock] = {}
-        shared = shared_tensors(blocks)
+        counts = Counter(number for block in blocks for number in {id(tensor) for tensor in all_tensors(block)})
+        shared = {number for number, count in counts.items() if count > 1}  # a hypernetwork's stay on the device
         for index in sorted(offloaded):
-            own = [tensor for tensor in own_plain_tensors(blocks[index], trained) if id(tensor) not in shared]
-            self.homes[index] = HostBlock(own, device)
+            own = {
+                id(plain): plain
+                for tensor in all_tensors(blocks[index])
+                if trained or not tensor.requires_grad
+                for plain in plain_tensors(tensor)
+                if id(plain) not in shared
+            }
+            self.homes[index] = HostBlock(list(own.values()), device)
             for parameter in blocks[index].parameters():
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
@@ -137,36 +216,25 @@ class BlockOffload:
                 state[name] = value.to(self.device, non_blocking=True, copy=True)
         yield
         self.keep_state(parameter, state)
-        home, value = self.homes[index].value_of(parameter), parameter.detach()
+        home, value = self.homes[index].at_home[id(parameter)], parameter.detach()
         self._written = self._out.run(lambda: home.copy_(value, non_blocking=True), [self._out.mark()])
 
     @torch.no_grad()
     def keep_state(self, parameter: nn.Parameter, state: dict[str, object]) -> None:
-        """Move an offloaded parameter's optimizer state to host memory; does nothing for one that is not offloaded.
-
-        Args:
-            parameter: the parameter.
-            state: ``optimizer.state[parameter]``, changed in place.
-        """
+        """Move an offloaded parameter's optimizer state, ``optimizer.state[parameter]``, to host memory, in place; does
+        nothing for one that is not offloaded."""
         if id(parameter) not in self._streams:
             return
         for name, value in state.items():
             if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
-                state[name] = self._state_home(parameter, name, value).copy_(value, non_blocking=True)
-
-    def _state_home(self, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        key = (id(parameter), name)
-        if key not in self._state_homes:
-            self._state_homes[key] = host_like(value, self.device)
-        return self._state_homes[key]
+                key = (id(parameter), name)
+                if key not in self._state_homes:
+                    self._state_homes[key] = host_like(value, self.device)
+                state[name] = self._state_homes[key].copy_(value, non_blocking=True)
 
     def _bring(self, index: int, ahead: list[int]) -> None:
-        """Point a block's weights at the slot that contains them, and start to fill free slots for the next blocks.
-
-        Args:
-            index: the block.
-            ahead: the offloaded blocks after this one, in order.
-        """
+        """Point a block's weights at the slot that contains them, and start to fill free slots for the offloaded blocks
+        after it, ``ahead``."""
         if index in self.homes:
             slot = self._slot_of(index) or self._fill(self._free_slots([])[0], index)
             self._in.wait(slot.filled)
@@ -193,11 +261,8 @@ class BlockOffload:
         return [slot for slot in self._slots if slot is not self._in_use and slot.holds not in keep]
 
     def _fill(self, slot: Slot, index: int) -> Slot:
-        """Queue the copy of a block into a slot, after the computation on the slot and pending writes to the host.
-
-        Returns:
-            The slot.
-        """
+        """Queue the copy of a block into a slot, after the computation on the slot and pending writes to the host;
+        returns the slot."""
         home = self.homes[index]
         after = [self._in.mark(), self._written]
         slot.filled = self._in.run(lambda: home.copy_to(slot.flat), after)

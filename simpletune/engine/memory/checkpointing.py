@@ -8,63 +8,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
+from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.feed_forward import FeedForwards
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.engine.memory.selective_checkpointing import SavedAttention
 from simpletune.system.options import UserError
 
-MIB = 2**20
-Context = AbstractContextManager[object]
-
-
-class BlockPasses(Protocol):
-    """Provides contexts for the passes of a block."""
-
-    def forward(self, index: int) -> Context:
-        """The context of its forward pass."""
-
-    def recomputation(self, index: int) -> Context:
-        """The context of its recomputation at the start of its backward pass."""
-
-
-class PlainPasses:
-    """Passes of blocks whose weights are always on the device."""
-
-    def forward(self, index: int) -> Context:
-        """An empty context."""
-        return nullcontext()
-
-    def recomputation(self, index: int) -> Context:
-        """An empty context."""
-        return nullcontext()
-
 
 @dataclass(frozen=True)
 class Parts:
-    """How the parts of blocks are recomputed.
-
-    Args:
-        keep_attention: how many of the checkpointed blocks keep what attention returned: the last of them, whose
-            backward passes come first and free it before gradients pile up.
-        feed_forward: the blocks that recompute their feed-forward networks separately: the checkpointed ones, all, or
-            none.
-        tile: the most tokens that pass through a feed-forward network at once; None: all.
-        last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
-    """
+    """How the parts of blocks are recomputed."""
 
     keep_attention: int = 0
+    """How many of the checkpointed blocks keep what attention returned: the last of them, whose backward passes come
+    first and free it before gradients pile up."""
     feed_forward: Literal["checkpointed", "all", "none"] = "none"
+    """The blocks that recompute their feed-forward networks separately."""
     tile: int | None = None
+    """The most tokens that pass through a feed-forward network at once; None: all."""
     last: bool = False
+    """Whether blocks end with their feed-forward networks (see ``FeedForwards``)."""
 
 
 WHOLE = Parts()
@@ -74,7 +46,7 @@ def set_passes(
     blocks: Sequence[nn.Module],
     checkpointed: int,
     inputs: CheckpointInputOffload | None = None,
-    around: BlockPasses | None = None,
+    weights: BlockOffload | None = None,
     parts: Parts = WHOLE,
 ) -> None:
     """Wrap the blocks' forward passes; checkpoint the first ``checkpointed`` blocks if gradients are enabled.
@@ -87,7 +59,7 @@ def set_passes(
         blocks: all blocks, in the order of the forward pass; changed in place.
         checkpointed: how many blocks to checkpoint.
         inputs: moves their inputs to host memory.
-        around: provides contexts for every block's passes.
+        weights: brings their weights to the device; None: these are always there.
         parts: which parts of a block are recomputed separately, or not at all.
     """
     for index, block in enumerate(blocks):
@@ -96,61 +68,40 @@ def set_passes(
         networks = None
         if parts.feed_forward == "all" or (parts.feed_forward == "checkpointed" and index < checkpointed):
             networks = FeedForwards(block, parts.tile, parts.last, draws_random_numbers(block))
-        contexts = _Contexts(index, PlainPasses() if around is None else around, attention, networks)
-        block.forward = _passes(block, index < checkpointed, inputs, contexts)
-
-
-@dataclass(frozen=True)
-class _Contexts:
-    """The contexts of one block's passes.
-
-    Args:
-        index: the block's index.
-        around: its weights.
-        attention: what it keeps of attention.
-        networks: the feed-forward networks that it recomputes separately.
-    """
-
-    index: int
-    around: BlockPasses
-    attention: SavedAttention | None
-    networks: FeedForwards | None
-
-    def of_checkpoint(self, inputs: Sequence[object]) -> tuple[Context, Context]:
-        """The contexts of a checkpointed forward pass and of its recomputation.
-
-        Args:
-            inputs: the block's inputs.
-        """
-        first, second = self.around.forward(self.index), self.around.recomputation(self.index)
-        if self.attention is not None:
-            keeping, returning = self.attention.contexts()
-            first, second = _both(first, keeping), _both(second, returning)
-        if self.networks is not None:
-            second = _both(second, self.networks.recomputation(inputs))
-        return first, _both(accounting.recomputing(), second)
-
-
-@contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with outer, inner:
-        yield
+        if index < checkpointed or weights is not None:
+            block.forward = _passes(block, index, index < checkpointed, inputs, weights, attention, networks)
 
 
 def _passes(
-    block: nn.Module, checkpointed: bool, inputs: CheckpointInputOffload | None, contexts: _Contexts
+    block: nn.Module,
+    index: int,
+    checkpointed: bool,
+    inputs: CheckpointInputOffload | None,
+    weights: BlockOffload | None,
+    attention: SavedAttention | None,
+    networks: FeedForwards | None,
 ) -> Callable[..., object]:
-    """The wrapped forward pass of one block."""
+    """The wrapped forward pass of one block; see ``set_passes``."""
     original = block.forward
     signature = inspect.signature(original)
     random = draws_random_numbers(block)
 
     def forward(*args: object, **kwargs: object) -> object:
         given = (*args, *kwargs.values())
+        first: list[AbstractContextManager[object]] = [] if weights is None else [weights.forward(index)]
         if not (checkpointed and has_backward_pass(block, given)):
-            with contexts.around.forward(contexts.index):
+            with _all_of(first):
                 return original(*args, **kwargs)
-        pair = contexts.of_checkpoint(given)
+        second: list[AbstractContextManager[object]] = [accounting.recomputing()]
+        if weights is not None:
+            second.append(weights.recomputation(index))
+        if attention is not None:
+            keeping, returning = attention.contexts()
+            first.append(keeping)
+            second.append(returning)
+        if networks is not None:
+            second.append(networks.recomputation(given))
+        pair = _all_of(first), _all_of(second)
         bound = signature.bind(*args, **kwargs)  # positional, because the offload's hooks see only those
         with nullcontext() if inputs is None else inputs.offloading():
             return checkpoint(
@@ -163,6 +114,15 @@ def _passes(
             )
 
     return forward
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter contexts in order."""
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def has_backward_pass(block: nn.Module, inputs: Sequence[object]) -> bool:
@@ -189,10 +149,8 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
     immediately, so checkpointing it hardly ever lowers the peak.
 
     Args:
-        blocks: the number of blocks.
         peak_bytes: computes the peak for a number of checkpointed blocks; called about four times, and at most twice as
             often as bisection would.
-        budget_bytes: the largest acceptable peak.
     """
     if blocks < 1:
         raise ValueError(f"{blocks} blocks: there must be at least one")
@@ -216,19 +174,10 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
 
 
 def too_little(budget_bytes: int, least_bytes: int) -> UserError:
-    """The error for a budget that the lowest peak exceeds.
-
-    Args:
-        budget_bytes: ``memory.budget_gib``.
-        least_bytes: the lowest peak.
-    """
+    """The error for a budget, ``memory.budget_gib``, that the lowest peak exceeds."""
+    enough = -(-least_bytes * 100 // 2**30) / 100  # GiB, rounded up to two decimals
     return UserError(
         f"memory.budget_gib: {budget_bytes / 2**30:.3g} GiB is too little: with every block checkpointed the peak "
-        f"is {least_bytes / MIB:.0f} MiB. Raise it to {_up(least_bytes):.2f}, or use another lever: "
+        f"is {least_bytes / 2**20:.0f} MiB. Raise it to {enough:.2f}, or use another lever: "
         "memory.resident_blocks, a smaller precision.weights, train.batch_size or data.resolution"
     )
-
-
-def _up(count: int) -> float:
-    """Bytes in GiB, rounded up to two decimals."""
-    return -(-count * 100 // 2**30) / 100

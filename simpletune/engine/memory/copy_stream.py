@@ -9,7 +9,6 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
 from weakref import finalize
 
 import torch
@@ -22,65 +21,40 @@ CopyEvent = torch.cuda.Event | None
 """A CUDA event; None for completed work."""
 
 
-class Copies(Protocol):
-    """An ordered queue of copies that overlap with the computation."""
+class Copies:
+    """An ordered queue of copies that overlap with the computation; this one, the CPU's, runs them at once."""
 
     def mark(self) -> CopyEvent:
         """Return an event that completes with everything queued on the computation so far."""
-
-    def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Queue copies that start after the given events."""
-
-    def wait(self, event: CopyEvent) -> None:
-        """Make later work of the computation wait for an event."""
-
-    def join(self, event: CopyEvent) -> None:
-        """Block the host until an event completes."""
-
-    def finish(self) -> None:
-        """Block the host until everything queued is done."""
-
-
-class HostCopies:
-    """Synchronous copies for the CPU."""
-
-    def mark(self) -> CopyEvent:
-        """Return None: the computation is synchronous."""
         return None
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Run the copies immediately."""
+        """Queue copies that start after the given events."""
         with torch.no_grad():
             work()
         return None
 
     def wait(self, event: CopyEvent) -> None:
-        """Do nothing."""
+        """Make later work of the computation, but not the host, wait for an event."""
 
     def join(self, event: CopyEvent) -> None:
-        """Do nothing."""
+        """Block the host until an event completes."""
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Block the host until everything queued is done, or the device has failed."""
 
 
-class CudaCopies:
-    """Copies on a side stream of a CUDA device; the computation is the caller's current stream.
-
-    Args:
-        device: the CUDA device.
-    """
+class CudaCopies(Copies):
+    """Copies on a side stream of a CUDA device; the computation is the caller's current stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> CopyEvent:
-        """Record an event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Queue the copies on the side stream."""
         for earlier in after:
             if earlier is not None:
                 self._stream.wait_event(earlier)
@@ -89,17 +63,14 @@ class CudaCopies:
             return self._stream.record_event()
 
     def wait(self, event: CopyEvent) -> None:
-        """Make the current stream, but not the host, wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self, event: CopyEvent) -> None:
-        """Block the host until the event completes."""
         if event is not None:
             event.synchronize()
 
     def finish(self) -> None:
-        """Block the host until everything queued is done, or the device has failed."""
         with suppress(torch.AcceleratorError):
             self._stream.synchronize()
 
@@ -132,7 +103,7 @@ def copies_for(device: torch.device) -> Copies:
     """Create a queue of copies for a device."""
     if _recorded is not None:
         return _recorded()
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+    return CudaCopies(device) if device.type == "cuda" else Copies()
 
 
 class PinnedPages(mmap.mmap):
@@ -142,11 +113,7 @@ class PinnedPages(mmap.mmap):
     """Their address once pinned."""
 
     def pin(self, address: int, count: int) -> None:
-        """Pin the first bytes.
-
-        Args:
-            address: where the pages begin.
-            count: how many bytes.
+        """Pin the first ``count`` bytes of the pages, which begin at ``address``.
 
         Raises:
             RuntimeError: the system or the driver does not allow it.

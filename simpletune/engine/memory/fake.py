@@ -48,10 +48,6 @@ class Fake(FakeTensorMode):
         run = super().__torch_dispatch__
         return RESULTS.call(self, function, args, kwargs or {}, lambda: run(function, types, args, kwargs or {}))
 
-    def run(self, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Run an operation from another mode, past the dispatcher if its result is known."""
-        return RESULTS.call(self, function, args, kwargs, lambda: function(*args, **kwargs))
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False: nothing is compiled in a simulation, so dynamo need not be disabled around every operation."""
@@ -60,11 +56,8 @@ class Fake(FakeTensorMode):
 
 @contextmanager
 def fake_tensors(again: Fake | None = None) -> Iterator[None]:
-    """Make every tensor created in this context fake. Do not use real tensors in it.
-
-    Args:
-        again: the mode of an earlier context, to continue with its tensors; None: a new one.
-    """
+    """Make every tensor created in this context fake. Do not use real tensors in it. ``again`` is the mode of an
+    earlier context, to continue with its tensors."""
     with (
         replaced(nn.Module, "_apply", _apply),
         again or Fake() as mode,

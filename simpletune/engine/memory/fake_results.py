@@ -29,25 +29,15 @@ Key = tuple[object, ...]
 
 
 class NewTensor(NamedTuple):
-    """A result that has its own storage, or is a view of an argument's.
-
-    Args:
-        shape: the result's shape.
-        stride: the result's strides.
-        offset: its offset in the storage, relative to the argument's.
-        dtype: the type of its elements.
-        device: the device that it pretends to be on.
-        views: the index, among the tensor arguments, of the one whose storage it shares; None: its own storage.
-        attributes: attributes of torch's fake tensors, apart from the mode.
-    """
+    """A result that has its own storage, or is a view of an argument's."""
 
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # relative to the argument's
     dtype: torch.dtype
-    device: torch.device
-    views: int | None
-    attributes: dict[str, object]
+    device: torch.device  # that it pretends to be on
+    views: int | None  # the index, among the tensor arguments, of the one whose storage it shares; None: its own
+    attributes: dict[str, object]  # of torch's fake tensors, apart from the mode
 
 
 Result = NewTensor | int | None
@@ -56,12 +46,7 @@ Result = NewTensor | int | None
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallResult:
-    """What a call returned.
-
-    Args:
-        results: one by one.
-        wrap: makes the container of several results; None: there is one.
-    """
+    """What a call returned, one by one; ``wrap`` makes the container of several results, and is None for one."""
 
     results: tuple[Result, ...]
     wrap: Callable[[list[object]], object] | None
@@ -84,14 +69,7 @@ class FakeResults:
         kwargs: Mapping[str, object],
         otherwise: Callable[[], object],
     ) -> object:
-        """Return what an operation returns.
-
-        Args:
-            mode: the mode that makes fake tensors.
-            op: the operation.
-            args: its positional arguments; ``kwargs``: its keyword arguments.
-            otherwise: runs it by torch's fake tensors.
-        """
+        """Return what an operation returns in a mode that makes fake tensors; ``otherwise`` runs it by torch's."""
         tensors: list[FakeTensor] = []
         key = call_key(mode, op, args, kwargs, tensors)
         known = None if key is None else self._known.get(key)
@@ -100,8 +78,9 @@ class FakeResults:
             self.last = None  # of this call, after those within it
             if key is not None and key not in self._known:
                 self._ops[id(op)] = op
+                usual = isinstance(op, OpOverload) and not UNUSUAL & set(op.tags) and op not in LIFTS
                 unchanged = call_key(mode, op, args, kwargs, []) == key
-                self._known[key] = remembered(op, output, tensors) if unchanged else None
+                self._known[key] = several_of(output, tensors) if usual and unchanged else None
             return output
         self.last = known
         if known.wrap is None:
@@ -116,14 +95,8 @@ def call_key(
     kwargs: Mapping[str, object],
     tensors: list[FakeTensor],
 ) -> Key | None:
-    """Everything that an operation's result depends on, as a key; None if it may depend on more.
-
-    Args:
-        mode: the mode that must have made the arguments.
-        op: the operation.
-        args: its positional arguments; ``kwargs``: its keyword arguments.
-        tensors: receives the tensors among the arguments.
-    """
+    """Everything that an operation's result depends on, as a key; None if it may depend on more, such as a tensor of
+    another mode. ``tensors`` receives those among the arguments."""
     if torch.is_inference_mode_enabled():
         return None
     parts: list[object] = [id(op), torch.get_default_dtype()]
@@ -144,7 +117,9 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
         kind = type(value)
         if kind is FakeTensor:
             assert isinstance(value, FakeTensor)
-            if not _is_usual(value, mode):
+            if value.constant is not None or value.fake_mode is not mode:
+                return False
+            if value.layout is not torch.strided or value.dtype.is_complex:
                 return False
             parts += (value.dtype, value.shape, value.stride(), value._fake_device)
             tensors.append(value)
@@ -161,33 +136,8 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
     return True
 
 
-def _is_usual(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
-    """Whether results depend on nothing of a tensor but its layout."""
-    if tensor.constant is not None or tensor.fake_mode is not mode:
-        return False
-    return tensor.layout is torch.strided and not tensor.dtype.is_complex
-
-
-def remembered(op: OpOverload, output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
-    """What to remember of a call; None if it is unusual.
-
-    Args:
-        op: the operation.
-        output: what it returned.
-        tensors: the tensors among its arguments.
-    """
-    if not isinstance(op, OpOverload) or UNUSUAL & set(op.tags) or op in LIFTS:
-        return None
-    return several_of(output, tensors)
-
-
 def several_of(output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
-    """What to remember of one or several results; None if they are unusual.
-
-    Args:
-        output: a tensor, None, or a list or tuple of them.
-        tensors: the tensors among the arguments.
-    """
+    """What to remember of a tensor, None, or a list or tuple of them; None if it is unusual."""
     several = isinstance(output, (list, tuple))
     found = [storable_result(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
     new = [each for each in (output if several else [output]) if isinstance(each, Tensor)]  # type: ignore[attr-defined]
@@ -214,16 +164,12 @@ def storable_result(value: object, tensors: Sequence[FakeTensor]) -> Result | st
     if value.requires_grad or any(each is not None for name, each in attributes.items() if name != "_fake_device"):
         return "more than a layout"
     offset = int(value.storage_offset()) - (0 if views is None else int(tensors[views].storage_offset()))
-    made = NewTensor(value.shape, value.stride(), offset, value.dtype, value._fake_device, views, attributes)
-    own = views is None
-    if own and (made.offset or _empty(made).untyped_storage().nbytes() != value.untyped_storage().nbytes()):
-        return "a part of a storage"
-    return made
-
-
-def _empty(result: NewTensor) -> Tensor:
-    with torch._C._DisableTorchDispatch():
-        return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=META)
+    if views is None:
+        with torch._C._DisableTorchDispatch():
+            whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+        if offset or whole.untyped_storage().nbytes() != value.untyped_storage().nbytes():
+            return "a part of a storage"
+    return NewTensor(value.shape, value.stride(), offset, value.dtype, value._fake_device, views, attributes)
 
 
 def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
+from simpletune.engine.memory.fake import replaced
 from simpletune.engine.tensors import all_tensors, is_wrapper, plain_tensors
 
 CONDITIONING = 2
 """The most dimensions of a conditioning [b, d] among a block's inputs; tokens have more."""
-Context = AbstractContextManager[object]
 
 
 class FeedForwards:
@@ -53,22 +53,14 @@ class FeedForwards:
         for network in networks:
             network.forward = self._alone(network, network.forward)
 
-    def recomputation(self, inputs: Sequence[object]) -> Context:
+    def recomputation(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
         """The context of the block's recomputation, which omits the networks where nothing needs their outputs.
 
         Args:
             inputs: the block's inputs; the context does not keep them.
         """
         conditionings = [x for x in inputs if isinstance(x, Tensor) and x.dim() <= CONDITIONING]
-        return self._omitting(self._may_omit and not any(x.requires_grad for x in conditionings))
-
-    @contextmanager
-    def _omitting(self, omits: bool) -> Iterator[None]:
-        self._omits = omits
-        try:
-            yield
-        finally:
-            self._omits = False
+        return replaced(self, "_omits", self._may_omit and not any(x.requires_grad for x in conditionings))
 
     def _alone(self, network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -77,27 +69,29 @@ class FeedForwards:
             with weights_by_reference(network):
                 return plain(part)
 
+        def omitted(part: Tensor) -> Tensor:
+            return part  # nobody reads the output; the checkpoint keeps its input all the same
+
         @functools.wraps(plain)
         def forward(x: Tensor) -> Tensor:  # [..., d]
             if not torch.is_grad_enabled() or not (x.requires_grad or trained):
                 return plain(x)
             omits = self._omits and x.requires_grad
-            outputs = [self._checkpointed(_omitted if omits else run, part) for part in tiles(x, self._rows)]
+            outputs: list[Tensor] = [
+                checkpoint(
+                    omitted if omits else run,
+                    part,
+                    use_reentrant=False,
+                    preserve_rng_state=self._random,
+                    context_fn=lambda: (nullcontext(), accounting.recomputing()),
+                )
+                for part in tiles(x, self._rows)
+            ]
             if omits:
                 return x
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).view(x.shape)
 
         return forward
-
-    def _checkpointed(self, run: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
-        result: Tensor = checkpoint(
-            run,
-            part,
-            use_reentrant=False,
-            preserve_rng_state=self._random,
-            context_fn=lambda: (nullcontext(), accounting.recomputing()),
-        )
-        return result
 
 
 @contextmanager
@@ -107,9 +101,6 @@ def weights_by_reference(network: nn.Module) -> Iterator[None]:
     A frozen quantised layer saves its weight when its product is done. If the weight were among what the checkpoint
     recomputes, the last product would be computed for nothing else. References follow weights that are offloaded: the
     block's recomputation, which brings them, has begun by then, because its last sum saves what only that computes.
-
-    Args:
-        network: in a checkpoint's forward pass or recomputation.
     """
     below = torch._C._autograd._top_saved_tensors_default_hooks(False)
     assert below is not None, "not within a checkpoint"
@@ -141,25 +132,12 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:
-    """Split tokens into tiles of about equal size.
-
-    Args:
-        x: [..., d].
-        rows: the most tokens of a tile; None: all.
-
-    Returns:
-        Views [1, n, d]; x itself if it is one tile.
-    """
+def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:  # [..., d] -> [1, n, d]
+    """Split tokens into views of about equal size, of at most ``rows`` tokens; x itself if it is one tile."""
     count = x.numel() // x.shape[-1]
     if rows is None or count <= rows:
         return (x,)
     return x.reshape(1, count, x.shape[-1]).split(-(-count // -(-count // rows)), dim=1)
-
-
-def _omitted(x: Tensor) -> Tensor:
-    """Replace a network whose output nobody reads; the checkpoint keeps its input all the same."""
-    return x
 
 
 def _trains_modulation(block: nn.Module, networks: Sequence[nn.Module]) -> bool:

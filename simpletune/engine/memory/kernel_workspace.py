@@ -1,6 +1,6 @@
 """Memory that CUDA kernels and libraries allocate internally, which the accounting of tensor bytes cannot see.
 
-Each term cites its source. Attention's terms are in attention_terms.py. Terms for torch's own code were compared with
+Each term cites its source; attention_workspace.py has those of attention. Terms for torch's own code were compared with
 torch's CUDA allocator on a simulated card (``python -m benchmarks dry``); terms for libraries are unverified.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simpletune.engine.kernels import adaln, rms_norm  # noqa: F401 define their operators
-from simpletune.engine.kernels.sizes import NormTokens, partial_bytes, rows_of
+from simpletune.engine.kernels.sizes import partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
 from simpletune.engine.memory.attention_workspace import BACKWARD, BACKWARDS, FORWARD, efficient_forward
 
@@ -23,38 +23,27 @@ REDUCING_THREADS = 512  # a block's in torch's reductions
 FEW, MANY = 16, 256  # values that a thread sums: fewest and most
 
 
-def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:
+def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:  # [n, i], int8 [o, i], [o, 1]
     """Bytes for quanto's product on CUDA, which first dequantises the whole int8 weight to the activations' type.
 
     Source: optimum-quanto's library/qbytes_mm.py, ``qbytes_mm`` in its CUDA registration.
-
-    Args:
-        activations: [n, i].
-        weights: int8 [o, i].
-        scales: [o, 1].
     """
     return weights.numel() * scales.element_size()
 
 
 def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **__: object) -> int:
-    """Bytes for a sum or mean over the leading dimensions, which several thread blocks share through a buffer.
+    """Bytes for a contiguous tensor's sum or mean over leading dimensions, which several thread blocks share through a
+    buffer.
 
     Source: torch's aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``, with an L4's
     multiprocessors. Other reductions need little: their buffer holds one number per output and thread block.
-
-    Args:
-        x: the input; counts nothing if it is not contiguous.
-        dim: the reduced dimensions; none: all of them.
     """
     listed = [dim] if isinstance(dim, int) else dim or ()
     dims = sorted({number % x.dim() for number in listed}) if x.dim() else []
     if not x.is_contiguous() or dims != list(range(len(dims))) or len(dims) in (0, x.dim()):
         return 0
-    return _buffer(math.prod(x.shape[: len(dims)]), math.prod(x.shape[len(dims) :]))
-
-
-def _buffer(inputs: int, outputs: int) -> int:
-    """Bytes of the buffer between blocks that sum ``inputs`` rows of ``outputs`` contiguous fp32 columns."""
+    # The sum of ``inputs`` rows of ``outputs`` contiguous fp32 columns.
+    inputs, outputs = math.prod(x.shape[: len(dims)]), math.prod(x.shape[len(dims) :])
     vector = next(size for size in (4, 2, 1) if outputs % size == 0)
     most = REDUCING_THREADS // vector
     width, height = min(_power(outputs // vector), most), min(_power(inputs), most)
@@ -76,7 +65,10 @@ def _power(size: int) -> int:
 
 def modulate_backward(
     grads: Sequence[Tensor],
-    tokens: Sequence[Tensor | None],
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    grad_total: Tensor | None,
     scales: Sequence[Tensor],
     statistics: Sequence[Tensor],
     eps: float,
@@ -85,45 +77,13 @@ def modulate_backward(
     """Bytes for partial sums of the gradients of modulations, and for those sums in fp32.
 
     Source: engine/kernels/adaln_kernels.py.
-
-    Args:
-        grads: gradients of the modulated tokens.
-        tokens: see ``sizes.Tokens``.
-        scales: [b, d] each.
-        statistics: the norm's statistics.
-        eps: the norm's epsilon.
-        trains: whether modulations have gradients.
     """
-    x, _, gate, _ = NormTokens.of(tokens)
     return _sums(x, 2 * len(scales) + (gate is not None)) if trains else 0
 
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> int:
-    """Bytes for partial sums of a gate's gradient; see ``modulate_backward``.
-
-    Args:
-        grad: the gradient of the sum [b, n, d].
-        y: what the gate multiplies, if the gate has a gradient.
-        gate: [b, d].
-    """
+    """Bytes for partial sums of a gate's gradient, which it has if y is given; see ``modulate_backward``."""
     return 0 if y is None else _sums(grad, 1)
-
-
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> int:
-    """Bytes for partial sums of the gradient of a norm's weight, and for that sum in fp32.
-
-    Source: engine/kernels/rms_kernels.py.
-
-    Args:
-        grad: the gradient of the normalised rows [..., d].
-        x: the rows.
-        weight: [d].
-        eps: the norm's epsilon.
-        trains: whether the weight has a gradient.
-    """
-    d = x.shape[-1]
-    in_fp32 = 0 if x.dtype == torch.float32 else 4 * d
-    return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
 
 
 def _sums(x: Tensor, count: int) -> int:
@@ -131,9 +91,19 @@ def _sums(x: Tensor, count: int) -> int:
     return partial_bytes(x, count) + (0 if x.dtype == torch.float32 else in_fp32)
 
 
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> int:
+    """Bytes for partial sums of the gradient of a norm's weight [d], and for that sum in fp32.
+
+    Source: engine/kernels/rms_kernels.py.
+    """
+    d = x.shape[-1]
+    in_fp32 = 0 if x.dtype == torch.float32 else 4 * d
+    return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
+
+
 def convolution_workspace(
-    pixels: Tensor,
-    weight: Tensor,
+    pixels: Tensor,  # [b, c, h, w]
+    weight: Tensor,  # [o, c / groups, kh, kw]
     bias: Tensor | None,
     stride: Sequence[int],
     padding: Sequence[int],
@@ -145,12 +115,6 @@ def convolution_workspace(
     cuDNN chooses its algorithm on the card and asks torch for a workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp,
     ``run_conv_plan``). Its tensor-core kernels compute on [b, h, w, c]; torch's tensors are [b, c, h, w], so input,
     weight and output are converted. The allowance is one copy of each.
-
-    Args:
-        pixels: the input [b, c, h, w].
-        weight: [o, c / groups, kh, kw].
-        bias: [o].
-        stride: for both dimensions, like ``padding`` and ``dilation``.
     """
     pads = list(padding) * (2 if len(padding) == 1 else 1)  # torch gives one number for padding="valid"
     sizes = zip(pixels.shape[2:], weight.shape[2:], stride, pads, dilation, strict=True)
@@ -160,22 +124,12 @@ def convolution_workspace(
 
 
 def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor, *_: object) -> int:
-    """Bytes for cuDNN's workspace of a convolution's gradients: an allowance like ``convolution_workspace``.
-
-    Args:
-        grad: the gradient of the output [b, o, h, w].
-        pixels: the input [b, c, h, w].
-        weight: [o, c / groups, kh, kw].
-    """
+    """Bytes for cuDNN's workspace of a convolution's gradients: an allowance like ``convolution_workspace``."""
     return (grad.numel() + pixels.numel() + weight.numel()) * pixels.element_size()
 
 
 def temporaries(attention: str = "flash") -> Temporaries:
-    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for CUDA's.
-
-    Args:
-        attention: the kernel, from ``attention_kernel``.
-    """
+    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``."""
     from optimum.quanto import qint8  # noqa: F401 registers quanto's operations
 
     terms: dict = {
@@ -196,11 +150,8 @@ def cublas_workspace(capability: tuple[int, int], threads: int = 2) -> int:
     """Bytes of cuBLAS's permanent workspaces: one for each thread that multiplies matrices (forward's and autograd's).
 
     Source: torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, otherwise 2 x 4096 KiB +
-    8 x 16 KiB; one handle per thread, one workspace per handle and stream. cuBLASLt shares them.
-
-    Args:
-        capability: the device's compute capability, (8, 9) for an L4.
-        threads: 1 before the first backward pass.
+    8 x 16 KiB; one handle per thread, one workspace per handle and stream. cuBLASLt shares them. ``threads`` is 1
+    before the first backward pass.
     """
     each = 32 * MIB if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
     return threads * each

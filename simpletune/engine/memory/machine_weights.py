@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.engine.memory.copy_stream import PinnedPages
-from simpletune.engine.tensors import move_own_tensors, own_tensors, plain_tensors, set_tensor, to_device
+from simpletune.engine.memory.snapshot import round_to_block
+from simpletune.engine.tensors import is_wrapper, move_own_tensors, own_tensors, plain_tensors, set_tensor, to_device
 from simpletune.system.options import UserError
 
 NAME = "simpletune-weights"  # in /proc/PID/maps
-ALIGNMENT = 512  # bytes, like the device's allocator; kernels read vectors of 16
 HEAD = mmap.PAGESIZE  # bytes before the first tensor, which identify the file
 CPU = torch.device("cpu")
 
@@ -41,9 +41,7 @@ class SharedFile(NamedTuple):
 
 
 class TensorLocation(NamedTuple):
-    """A tensor's location: first byte, type and shape."""
-
-    start: int
+    start: int  # its first byte
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -56,18 +54,6 @@ class SharedPages(PinnedPages):
     """Pages that the processes of a machine share, as one of them maps them. They live as long as a tensor in them."""
 
     address: int
-
-    @classmethod
-    def of(cls, handle: int, room: int) -> SharedPages:
-        """Map an open file.
-
-        Raises:
-            OSError, ValueError: it cannot be mapped.
-        """
-        pages = cls(handle, room)
-        pages.address = pages.bytes_at(0, 1).data_ptr()
-        _MAPPED.add(pages)
-        return pages
 
     def bytes_at(self, start: int, count: int) -> Tensor:  # uint8 [count]
         """View some of the pages."""
@@ -83,24 +69,18 @@ _MAPPED: WeakSet[SharedPages] = WeakSet()
 
 
 class MachineWeights:
-    """What one process needs to load weights into the pages, or to find them there. Use ``create`` or ``join``.
-
-    Args:
-        handle: the open file's handle.
-        room: bytes to map; only those that are written take memory.
-        fills: whether this process loads the weights.
-    """
+    """What one process needs to load weights into the pages (``fills``), or to find them there. Use ``create`` or
+    ``join``."""
 
     def __init__(self, handle: int, room: int, fills: bool):
         self.fills, self._handle, self._used = fills, handle, HEAD
-        self._pages = SharedPages.of(handle, room)
+        self._pages = SharedPages(handle, room)  # raises OSError or ValueError
+        self._pages.address = self._pages.bytes_at(0, 1).data_ptr()
+        _MAPPED.add(self._pages)
 
     @classmethod
     def create(cls, room: int) -> MachineWeights:
-        """Make the file, in the first process of a machine.
-
-        Args:
-            room: an upper bound in bytes; bytes take memory only once they are written.
+        """Make the file, in the first process of a machine, for at most ``room`` bytes.
 
         Raises:
             OSError: the system has no such files, or cannot map that much.
@@ -145,7 +125,7 @@ class MachineWeights:
     def kept(self, tensor: Tensor) -> Tensor:
         """A loading model's tensor on the host: its values in these pages, or, in a process that does not fill them,
         only its shape until ``point``."""
-        if hasattr(tensor, "__tensor_flatten__"):
+        if is_wrapper(type(tensor)):
             tensor = to_device(tensor, CPU)
             for plain in plain_tensors(tensor):
                 plain.data = self._placed(plain)
@@ -158,7 +138,7 @@ class MachineWeights:
         if not self.fills:
             return self._pages.bytes_at(0, HEAD).view(tensor.dtype)[0].expand(tensor.shape)
         found = self._at(TensorLocation(self._used, tensor.dtype, tuple(tensor.shape)), tensor.nbytes)
-        self._used += aligned(tensor.nbytes)
+        self._used += round_to_block(tensor.nbytes)  # kernels read vectors of 16 bytes
         return found.copy_(tensor)
 
     def _at(self, place: TensorLocation, nbytes: int) -> Tensor:
@@ -193,7 +173,7 @@ class MachineWeights:
             )
         for name, plain in tensors.items():
             plain.data = self._at(table[name], plain.nbytes)
-            self._used = max(self._used, table[name].start + aligned(plain.nbytes))
+            self._used = max(self._used, table[name].start + round_to_block(plain.nbytes))
 
     def pin(self, device: torch.device) -> None:
         """Pin the pages for a CUDA device, so that copies overlap with the computation.
@@ -216,11 +196,6 @@ class MachineWeights:
 
 
 _LOADING: list[MachineWeights] = []
-
-
-def aligned(size: int) -> int:
-    """The bytes that a tensor of this size takes, with alignment."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager
@@ -260,8 +235,8 @@ def shared_runs(tensors: Sequence[Tensor]) -> list[Tensor]:  # uint8 [n] each
         runs: list[list[int]] = []
         for first, nbytes in inside:
             if runs and first == runs[-1][1]:
-                runs[-1][1] = first + aligned(nbytes)
+                runs[-1][1] = first + round_to_block(nbytes)
             else:
-                runs.append([first, first + aligned(nbytes)])
+                runs.append([first, first + round_to_block(nbytes)])
         found += [pages.bytes_at(first, last - first) for first, last in runs]
     return found

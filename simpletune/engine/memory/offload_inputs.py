@@ -20,19 +20,12 @@ from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, 
 
 @dataclass(eq=False)
 class OffloadedInput:
-    """An offloaded tensor.
+    """An offloaded tensor."""
 
-    Args:
-        host: its values in host memory, once the queue's copies up to here are done.
-        device: its original device.
-        before: the offloaded inputs of the previous block, which the backward pass needs next.
-        spent: whether it has been returned and its host memory reused.
-    """
-
-    host: Tensor
-    device: torch.device
-    before: WeakValueDictionary[int, OffloadedInput]
-    spent: bool = False
+    host: Tensor  # its values, once the queue's copies up to here are done
+    device: torch.device  # its original one
+    before: WeakValueDictionary[int, OffloadedInput]  # of the previous block, which the backward pass needs next
+    spent: bool = False  # whether it has been returned and its host memory reused
 
 
 class CheckpointInputOffload:
@@ -40,10 +33,6 @@ class CheckpointInputOffload:
 
     Reuses host buffers. Besides the tensors in use, at most one block's inputs are in transit on the device. Tensors
     with fewer than three dimensions stay: the conditioning [b, d] is small and shared by all blocks.
-
-    Args:
-        device: where the model runs.
-        copies: the queue of copies; None creates one for the device.
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None):
@@ -81,7 +70,12 @@ class CheckpointInputOffload:
         if tensor.dim() < 3 or tensor.device.type != self._device.type:
             return tensor
         source = tensor.detach()
-        host = self._take(source)
+        spare = self._spare[source.shape, source.dtype]
+        if spare:
+            host = spare.pop()  # the queue is ordered: it is read before it is overwritten
+        else:
+            host = host_like(source, self._device)
+            self.host_bytes += source.nbytes
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy
         offloaded = OffloadedInput(host, source.device, self._before)
@@ -116,11 +110,3 @@ class CheckpointInputOffload:
             arrived = self._copies.run(lambda: tensor.copy_(host, non_blocking=True), after)
             self._arriving[offloaded] = tensor, arrived
         return self._arriving[offloaded]
-
-    def _take(self, like: Tensor) -> Tensor:
-        """Get a host buffer. The queue is ordered, so a spare buffer is read before it is overwritten."""
-        spare = self._spare[like.shape, like.dtype]
-        if spare:
-            return spare.pop()
-        self.host_bytes += like.nbytes
-        return host_like(like, self._device)

@@ -44,12 +44,8 @@ FULL: dict[str, Json] = {
 
 
 def with_profile(data: Json, trains_base: bool) -> Json:
-    """Add a profile's values to a configuration that does not set them. Without a known profile, returns it unchanged.
-
-    Args:
-        data: the configuration's JSON, merged with the overrides.
-        trains_base: whether the adapter trains base weights.
-    """
+    """Add a profile's values to a configuration, merged with the overrides, that does not set them; ``trains_base``:
+    whether the adapter trains base weights. Without a known profile, returns it unchanged."""
     memory = data.get("memory")
     name = memory.get("profile") if isinstance(memory, dict) else None
     preset = (FULL if trains_base else LORA).get(name) if isinstance(name, str) else None

@@ -24,11 +24,11 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.engine.memory.fake import replaced
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
 
 KERNELS = "aten::_scaled_dot_product_"
 """How the names of attention's fused operations begin: flash, efficient, cuDNN, and the CPU's flash."""
-Context = AbstractContextManager[object]
 Kept = deque["KernelOutput | None"]
 """For each call of attention not yet recomputed, what its kernel returned; None for a call without a kernel."""
 
@@ -51,18 +51,11 @@ class SavedAttention:
             if isinstance(module, Attention):
                 module.forward = self._watched(module.forward)
 
-    def contexts(self) -> tuple[Context, Context]:
+    def contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """The contexts of a forward pass and of its recomputation."""
         kept: Kept = deque()
-        return self._within(_Keep(kept, self._inputs)), self._within(_Return(kept, self._inputs))
-
-    @contextmanager
-    def _within(self, mode: _Keep | _Return) -> Iterator[None]:
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = None
+        keep, give_back = _Keep(kept, self._inputs), _Return(kept, self._inputs)
+        return replaced(self, "_mode", keep), replaced(self, "_mode", give_back)
 
     def _watched(self, plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
@@ -98,19 +91,12 @@ class _AroundKernels(TorchFunctionMode):
 
 @dataclass
 class KernelOutput:
-    """What a kernel returned.
-
-    Args:
-        op: the kernel.
-        values: tensors, possibly moved to host memory, and numbers; the first is the output [b, h, n, d].
-        orders: for each tensor that was moved, the order of its dimensions in memory; otherwise None.
-        version: the output's version counter when it was taken.
-    """
+    """What a kernel returned."""
 
     op: OpOverload
-    values: list[object]
-    orders: list[list[int] | None]
-    version: int
+    values: list[object]  # tensors, possibly moved to host memory, and numbers; the first is the output [b, h, n, d]
+    orders: list[list[int] | None]  # for each tensor that was moved, the order of its dimensions in memory
+    version: int  # the output's version counter when it was taken
 
     @classmethod
     def of(cls, op: OpOverload, returned: Sequence[object]) -> KernelOutput:
@@ -118,12 +104,6 @@ class KernelOutput:
         values = list(map(_detached, returned))
         assert isinstance(values[0], Tensor)
         return cls(op, values, [None] * len(values), values[0]._version)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether nobody has overwritten the output on the device."""
-        first = self.values[0]
-        return not isinstance(first, Tensor) or first._version == self.version
 
     def leave(self, inputs: CheckpointInputOffload) -> None:
         """Move the tensors to host memory."""
@@ -143,22 +123,20 @@ class KernelOutput:
                 self.values[number] = _detached(inputs.unpack(value).permute(inverse))
 
 
-class _Keep(TorchDispatchMode):
-    """Keep what attention's kernels return.
-
-    Args:
-        kept: receives it.
-        inputs: moves it to host memory; None: it stays on the device.
-    """
+class _KernelMode(TorchDispatchMode):
+    """Sees what attention runs in a pass of a block; ``kept`` is what its kernels returned in the forward pass."""
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
         self._kept, self._inputs = kept, inputs
         self._output: KernelOutput | None = None
 
+
+class _Keep(_KernelMode):
+    """Keep what attention's kernels return."""
+
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """The context of one call of attention."""
         self._output = None
         yield
         if self._output is not None and self._inputs is not None:
@@ -179,26 +157,16 @@ class _Keep(TorchDispatchMode):
         return output
 
 
-class _Return(TorchDispatchMode):
-    """Return what attention's kernels returned in the forward pass, in the same order.
-
-    Args:
-        kept: what they returned.
-        inputs: brings it back from host memory.
-    """
-
-    def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
-        super().__init__()
-        self._kept, self._inputs = kept, inputs
-        self._output: KernelOutput | None = None
+class _Return(_KernelMode):
+    """Return what attention's kernels returned in the forward pass, in the same order."""
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """The context of one call of attention."""
         if not self._kept:
             raise RuntimeError("cannot run a second backward pass: kept outputs of attention are freed after the first")
         self._output = self._kept.popleft()
-        if self._output is not None and not self._output.is_sound:
+        first = None if self._output is None else self._output.values[0]
+        if self._output is not None and isinstance(first, Tensor) and first._version != self._output.version:
             raise RuntimeError("a kept output of attention was overwritten before its recomputation")
         if self._output is not None and self._inputs is not None:
             self._output.come_back(self._inputs)

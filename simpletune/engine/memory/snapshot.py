@@ -28,11 +28,7 @@ class MemorySnapshot:
 
 
 class OutOfMemory(Exception):
-    """The counted bytes exceed the limit.
-
-    Args:
-        bytes: the live bytes at that moment.
-    """
+    """The counted bytes exceed the limit."""
 
     def __init__(self, bytes: int):
         super().__init__(f"{bytes:,} bytes are live, more than the limit")
@@ -45,10 +41,6 @@ def round_to_block(size: int) -> int:
 
 
 def require_known(kind: str) -> None:
-    """Refuse an unknown kind.
-
-    Raises:
-        ValueError: lists the known kinds.
-    """
+    """Refuse an unknown kind with a ``ValueError`` that lists the known ones."""
     if kind not in KINDS and kind != HOST:
         raise ValueError(f"{kind!r} is not a kind of memory. Use one of {', '.join((*KINDS, HOST))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from simpletune.adapters.files.describe import describe
-from simpletune.adapters.methods.lora import OUTPUT as LORA_FILE
+from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.folder import DATA

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from simpletune.adapters.methods.hypernetworks.network import Network, Pair
-from simpletune.adapters.methods.hypernetworks.structure import SIDES, Structure, structure_of, widths_of
+from simpletune.adapters.methods.hypernetwork_layer import Network, Pair
+from simpletune.adapters.methods.hypernetworks.structure import MARK, SIDES, Structure, structure_of, widths_of
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
@@ -20,24 +21,19 @@ READ = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class HypernetworkFile:
-    """Content of a hypernetwork file.
-
-    Args:
-        structure: structure of all its networks.
-        tensors: tensors by name, such as ``768.k.linear.0.weight``.
-        metadata: the strings of its header.
-    """
+    """Content of a hypernetwork file: the structure of all its networks, tensors by name, such as
+    ``768.k.linear.0.weight``, and the strings of its header."""
 
     structure: Structure
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
     def state(self, width: int, side: str) -> dict[str, Tensor]:
-        """Return the fp32 tensors of one network, by their names in it, in the order of its layers."""
+        """The fp32 tensors of one network, by their names in it, in the order of its layers."""
         return {name: self.tensors[f"{width}.{side}.{name}"].float() for name in self.structure.shapes(width)}
 
     def pairs(self) -> dict[int, Pair]:
-        """Return the networks by width, in fp32, frozen and without dropout."""
+        """The networks by width, in fp32, frozen and without dropout."""
         found = {}
         for width in widths_of(self.tensors):
             k, v = (Network(width, self.structure) for _ in SIDES)
@@ -61,11 +57,11 @@ def write_hypernetwork(
         for side, network in zip(SIDES, pair, strict=True)
         for name, tensor in network.named_parameters()
     }
-    return write_safetensors(tensors, file, {**metadata, **structure.header()})
+    return write_safetensors(tensors, file, {**metadata, MARK: json.dumps(asdict(structure))})
 
 
 def read_hypernetwork(file: Path) -> HypernetworkFile:
-    """Read a file that ``write`` wrote.
+    """Read a file that ``write_hypernetwork`` wrote.
 
     Raises:
         UserError: it is damaged, or values are not finite.
@@ -90,12 +86,7 @@ def write_a1111(source: HypernetworkFile, file: Path, title: str, steps: int | N
     Uses torch's file format from before 1.6, because the web UI refuses entries that newer torch adds to its zip
     archives. Leaves out dropout layers, because ComfyUI would apply them during inference.
 
-    Args:
-        source: a hypernetwork.
-        file: file to write.
-        title: the name that the web UI shows.
-        steps: number of training steps, if known.
-        base: the base's name, if known.
+    The web UI shows ``title``; ``steps`` and the base's name are written if known.
     """
     structure = replace(source.structure, dropout=0.0)
     multiples = [int(multiple) if multiple == int(multiple) else multiple for multiple in structure.layer_structure]

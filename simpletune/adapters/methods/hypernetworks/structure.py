@@ -10,8 +10,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from simpletune.models.shared.model_config import Shape
 from simpletune.system.options import UserError
@@ -26,14 +26,6 @@ MARK = "simpletune_hypernetwork"
 """Header field that contains the structure as JSON."""
 LARGEST_MULTIPLE = 16
 LONGEST = 16
-
-
-class NetworkLayer(NamedTuple):
-    """One layer of a network: its kind, inputs and outputs."""
-
-    kind: Kind
-    inputs: int
-    outputs: int
 
 
 @dataclass(frozen=True)
@@ -52,22 +44,22 @@ class Structure:
     layer_norm: bool = False
     dropout: float = 0.0
 
-    def stages(self, width: int) -> list[NetworkLayer]:
-        """Return the layers for an input of a given width, in order."""
+    def stages(self, width: int) -> list[tuple[Kind, int, int]]:
+        """The layers for an input of a given width, in order: kind, inputs and outputs."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
-        found, last = list[NetworkLayer](), len(widths) - 2
+        found, last = list[tuple[Kind, int, int]](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
-            found.append(NetworkLayer("linear", inputs, outputs))
+            found.append(("linear", inputs, outputs))
             if self.activation != "linear" and number < last:
-                found.append(NetworkLayer("activation", outputs, outputs))
+                found.append(("activation", outputs, outputs))
             if self.layer_norm:
-                found.append(NetworkLayer("norm", outputs, outputs))
+                found.append(("norm", outputs, outputs))
             if self.dropout and number < last:
-                found.append(NetworkLayer("dropout", outputs, outputs))
+                found.append(("dropout", outputs, outputs))
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:
-        """Return the shapes of a network's parameters by name, such as ``linear.0.weight``."""
+        """The shapes of a network's parameters by name, such as ``linear.0.weight``."""
         found: dict[str, Shape] = {}
         for number, (kind, inputs, outputs) in enumerate(self.stages(width)):
             if kind in ("linear", "norm"):
@@ -79,46 +71,19 @@ class Structure:
         """Count the parameters of both networks of a width."""
         return len(SIDES) * sum(math.prod(shape) for shape in self.shapes(width).values())
 
-    def header(self) -> dict[str, str]:
-        """Return the header field of a file."""
-        return {MARK: json.dumps(asdict(self))}
-
 
 def is_hypernetwork(names: Iterable[str]) -> bool:
     """Whether any of these names is that of a tensor in a hypernetwork file."""
     return any(KEY.fullmatch(name) for name in names)
 
 
-def require_updates(place: object, names: Iterable[str]) -> None:
-    """Refuse a hypernetwork where updates of weights are needed.
-
-    Args:
-        place: the file, for messages.
-        names: names of its tensors.
-
-    Raises:
-        UserError: the file is a hypernetwork.
-    """
-    if is_hypernetwork(names):
-        raise UserError(
-            f"{place} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
-            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
-            "FILE --format a1111"
-        )
-
-
 def widths_of(names: Iterable[str]) -> list[int]:
-    """Return the widths of a file's networks."""
+    """The widths of a file's networks."""
     return sorted({int(found[1]) for name in names if (found := KEY.fullmatch(name))})
 
 
 def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> Structure:
-    """Read the structure of a file and compare it with its tensors.
-
-    Args:
-        place: the file, for messages.
-        metadata: the strings of its header.
-        shapes: the shapes of its tensors.
+    """Read the structure in the header of a file (``place``) and compare it with its tensors' shapes.
 
     Raises:
         UserError: the header has no structure or a damaged one, or tensors are missing, superfluous or of other shapes.
@@ -129,8 +94,14 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
             f"{place} is a hypernetwork without {MARK} in its header, so its activation is unknown. Use a file that "
             "simpletune wrote"
         )
-    structure = _parsed(metadata[MARK])
-    if structure is None:
+    try:
+        read = json.loads(metadata[MARK])
+        multiples = tuple(float(multiple) for multiple in read["layer_structure"])
+        structure = Structure(multiples, read["activation"], read["layer_norm"] is True, float(read["dropout"]))
+        known = structure.activation in get_args(Activation)
+    except (ValueError, RecursionError, TypeError, KeyError):
+        known = False
+    if not known or not is_layer_structure(multiples) or not 0 <= structure.dropout < 1:
         raise UserError(f"{place}: {MARK} in its header is damaged. {remedy}")
     expected = {
         f"{width}.{side}.{name}": shape
@@ -144,22 +115,6 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
         found, asked = ("nothing" if each.get(name) is None else str(list(each[name])) for each in (shapes, expected))
         raise UserError(f"{place}: {name} is {found}, but its structure requires {asked}. {remedy}")
     return structure
-
-
-def _parsed(text: str) -> Structure | None:
-    """Parse the structure in a header; None if it is damaged."""
-    try:
-        found = json.loads(text)
-        structure = Structure(
-            tuple(float(multiple) for multiple in found["layer_structure"]),
-            found["activation"],
-            found["layer_norm"] is True,
-            float(found["dropout"]),
-        )
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return None
-    fits = is_layer_structure(structure.layer_structure) and 0 <= structure.dropout < 1
-    return structure if fits and structure.activation in get_args(Activation) else None
 
 
 def is_layer_structure(multiples: Iterable[float]) -> bool:

@@ -1,5 +1,4 @@
-"""Kind and size of one module of a file, by the roles and shapes of its tensors: LoRA, LoKr, LoHa, DoRA, OFT. Imports
-no torch.
+"""The meaning of a LoRA file's keys: layouts, roles, and each module's kind and size. Imports no torch.
 
 Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
 
@@ -11,13 +10,67 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
 
 LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
 LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
 LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
 DORA_ROLES = (MAGNITUDE, DORA_SCALE)
 Shape = tuple[int, ...]
+ROLES = {
+    "lora_A.weight": DOWN,
+    "lora_B.weight": UP,
+    "lora_A.default.weight": DOWN,
+    "lora_B.default.weight": UP,
+    "lora_down.weight": DOWN,
+    "lora_up.weight": UP,
+    "lora.down.weight": DOWN,
+    "lora.up.weight": UP,
+    "lora_linear_layer.down.weight": DOWN,
+    "lora_linear_layer.up.weight": UP,
+    "alpha": ALPHA,
+    "lora_magnitude_vector": MAGNITUDE,
+    "lora_magnitude_vector.weight": MAGNITUDE,
+    "lora_magnitude_vector.default.weight": MAGNITUDE,
+    "dora_scale": DORA_SCALE,
+    OFT_BLOCKS: OFT_BLOCKS,
+    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
+}
+OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
+TITLES = {
+    "kohya": "kohya",
+    "comfy": "ComfyUI native",
+    "peft": "PEFT",
+    "onetrainer": "OneTrainer",
+    "original": "original names",
+    "lycoris": "LyCORIS",
+}
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Split a key into its module (with prefix) and role; None if it is not a LoRA key."""
+    for ending, role in ROLES.items():
+        if key.endswith("." + ending):
+            return key.removesuffix("." + ending), role
+    for ending, role in OLD_ROLES.items():
+        if key.endswith(ending):
+            return key.removesuffix(ending), role
+    return None
+
+
+def layout_of(modules: list[str]) -> Layout | None:
+    """The layout of modules (with prefixes); None if they have no common layout.
+
+    Families share prefixes, so this is the layout with the prefix that knows most of the modules.
+    """
+    known = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    prefixes = {layout.prefix for layout in known if layout.prefix}
+    common = {prefix for prefix in prefixes if all(module.startswith(prefix) for module in modules)}
+    if not common and not any(module.startswith(tuple(prefixes)) for module in modules):
+        common = {""}
+    fitting = [layout for layout in known if layout.prefix in common] if modules else []
+    return max(fitting, key=lambda layout: sum(bool(layout.layers(m)) for m in modules), default=None)
 
 
 class UpdateShape(NamedTuple):
@@ -41,7 +94,7 @@ class UpdateShape(NamedTuple):
 
 
 def module_kind(roles: Collection[str]) -> str:
-    """Return the kind of a module with these roles; LoRA if they do not tell."""
+    """The kind of a module with these roles; LoRA if they do not tell."""
     telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
     return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
 
@@ -61,13 +114,15 @@ def is_whole(roles: Collection[str]) -> bool:
 
 
 def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
-    """Return the size of a complete module's update; None if its shapes do not match.
+    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match.
 
-    Args:
-        shapes: the shapes of its factors by role. Those of a 1x1 convolution may have two more dimensions, of size 1.
+    Those of a 1x1 convolution may have two more dimensions, of size 1.
     """
-    if OFT_BLOCKS in shapes:
-        return _oft(shapes[OFT_BLOCKS])
+    if OFT_BLOCKS in shapes:  # do not tell the inputs, which are set to the outputs
+        blocks = shapes[OFT_BLOCKS]
+        if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
+            return None
+        return UpdateShape(blocks[0] * blocks[1], blocks[0] * blocks[1], None, f"blocks of {blocks[1]}")
     magnitudes = [shapes[role] for role in DORA_ROLES if role in shapes]
     shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
     flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
@@ -81,25 +136,14 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
         return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
-    fits = all(is_by_output(shape, outputs) or is_by_input(shape, inputs) for shape in magnitudes)
+    by_input = [shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]) for shape in magnitudes]
+    fits = all(one or is_by_output(shape, outputs) for one, shape in zip(by_input, magnitudes, strict=True))
     return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
 
 
 def is_by_output(shape: Shape, outputs: int) -> bool:
-    """Whether this is the shape of one DoRA magnitude per output: [o], [o, 1] or [o, 1, 1, 1]."""
+    """Whether DoRA's magnitude is one per output: [o], [o, 1] or [o, 1, 1, 1], rather than one per input: [1, i] ..."""
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
-
-
-def is_by_input(shape: Shape, inputs: int) -> bool:
-    """Whether this is the shape of one DoRA magnitude per input: [1, i] or [1, i, 1, 1]."""
-    return shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:])
-
-
-def _oft(shape: Shape) -> UpdateShape | None:
-    """Return the size of an update from its blocks. They do not tell the inputs, which are set to the outputs."""
-    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        return None
-    return UpdateShape(shape[0] * shape[1], shape[0] * shape[1], None, f"blocks of {shape[1]}")
 
 
 def _lokr(shapes: Mapping[str, Shape]) -> UpdateShape | None:
