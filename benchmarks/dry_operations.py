@@ -11,8 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from simpletune.engine.memory.attention_workspace import cudnn_backward
-from simpletune.engine.memory.kernel_workspace import convolution_backward_workspace, convolution_workspace
+from simpletune.engine.memory.kernel_workspace import (
+    convolution_backward_workspace,
+    convolution_workspace,
+    cudnn_backward,
+)
 
 Output = tuple[Tensor | None, ...]
 

@@ -17,11 +17,7 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import WHOLE, Parts, set_passes
 from simpletune.engine.memory.copy_stream import CopyEvent
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import BF16, FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, Nf4, WeightPrecision
 from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
@@ -317,3 +313,8 @@ def write_unet(
     model.save_pretrained(folder / "unet")
     pipeline = tiny_sd15.build(folder / "pipeline", version, seed=1)
     return {"family": "sd15", "pretrained": str(pipeline), "unet": str(folder / "unet")}
+
+
+def on_cuda(operator: str, *given: object) -> Any:
+    """Call one of our operators as CUDA dispatches it, over tensors of the CPU."""
+    return getattr(torch.ops.simpletune, operator).default._op_dk(torch._C.DispatchKey.CUDA, *given)

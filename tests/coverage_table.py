@@ -24,9 +24,9 @@ SLOW = "takes minutes: its result is committed (benchmarks/results, simpletune/a
 REASONS: dict[str, str] = {
     r"forecast\.py::(card_at_hand|_own_context)": GPU,
     r"memory/copy_stream\.py::": GPU,
-    r"eight_bit\.py::PagedAdamW8bit": GPU,
+    r"optim/options\.py::PagedAdamW8bit": GPU,
     r"int8_kernel\.py::_seconds": GPU,
-    r"int8_products\.py::(_rows_on_cuda|_product_on_cuda|_product_by_kernel)": GPU,
+    r"int8_products\.py::(_product_on_cuda|_product_by_kernel)": GPU,
     r"profiling/traces\.py::Window\._dump": GPU,
     r"stage_timer\.py::StageTimer\.": GPU,
     r"memory_row\.py::measure": GPU,

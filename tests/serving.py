@@ -26,7 +26,7 @@ from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import Capabilities, ImageRequest
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.runs.folder import CONFIG
 from simpletune.stages.sample import PictureRequest
 from simpletune.stages.text_cache import TextCache

@@ -22,8 +22,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.engine.kernels import adaln, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
-from simpletune.engine.optim.eight_bit import PAGED_FROM, PagedAdamW8bit
-from simpletune.engine.optim.optimizer import state_to_tensors
+from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
+from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3

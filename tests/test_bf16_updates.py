@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import on_cuda
 from reference.adamw import adamw_step
 from torch import Tensor, nn
 
 from simpletune.engine.optim import bf16_updates
-from simpletune.engine.optim.adamw_bf16 import AdamWBF16
 from simpletune.engine.optim.bf16_updates import HALF, random_bits, round_into
-from simpletune.engine.optim.eight_bit import AdamW8bit
+from simpletune.engine.optim.options import AdamW8bit, AdamWBF16
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
 from simpletune.estimate.timing.work import KernelWork, works_of
 
@@ -159,10 +159,10 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
     out, x = torch.zeros(8, dtype=torch.bfloat16), torch.ones(8)
     if isinstance(fails, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
-            bf16_updates._round_on_cuda(out, x, random_bits(x, None))
+            on_cuda("round_into", out, x, random_bits(x, None))
         return
     for _ in range(2):
-        bf16_updates._round_on_cuda(out, x, random_bits(x, None))
+        on_cuda("round_into", out, x, random_bits(x, None))
         assert (out == 1).all()
     assert calls == ["round"]
     assert capsys.readouterr().out.count("updates of bf16 numbers by torch's operators on cpu") == 1
@@ -174,8 +174,8 @@ def test_strided_gradients_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bf16_updates.FALLBACK, "failed", {})
     given, strided = tensors_of((64, 64), torch.bfloat16), torch.randn(64, 64).t()
     read = [strided, *given[1][1:]]
-    bf16_updates._adamw_on_cuda(given[0], read, [0.1] * 6)
-    bf16_updates._round_on_cuda(given[0][0], strided, given[1][1])
+    on_cuda("adamw_bf16", given[0], read, [0.1] * 6)
+    on_cuda("round_into", given[0][0], strided, given[1][1])
     assert bf16_updates.FALLBACK.failed == {}
 
 

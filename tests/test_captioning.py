@@ -23,7 +23,7 @@ from simpletune.commands.caption.record import RECORD, Record
 from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate_stages import accounting_of
 from simpletune.system.gpus import Card

@@ -12,7 +12,7 @@ from torch import Tensor
 from simpletune.adapters.methods.lora import Lora
 from simpletune.engine.memory.checkpointing import draws_random_numbers, fewest_that_fit, set_passes, too_little
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 
 HIDDEN, TEXT, WIDTH, SAMPLES = 16, 6, 32, 2
 BOUNDARY_BYTES = SAMPLES * (HIDDEN + TEXT) * WIDTH * 4

@@ -25,7 +25,7 @@ from simpletune.commands.generate.session import open_session
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import ENCODERS, pictures
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.weights import BASE, checkpoints_of, overwrite

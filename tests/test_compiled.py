@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared import compile as compiling
 from simpletune.runs.folder import read_metrics

@@ -14,16 +14,18 @@ from torch.nn import functional
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import (
+from simpletune.engine.memory.fake import IN_FP32, autocast_like_cuda
+from simpletune.engine.memory.kernel_workspace import (
     attention_kernel,
+    convolution_workspace,
     cuda_layouts,
     cudnn_backward,
     efficient_backward,
     efficient_forward,
     flash_backward,
+    reduction,
+    temporaries,
 )  # fmt: skip
-from simpletune.engine.memory.cuda_autocast import IN_FP32, autocast_like_cuda
-from simpletune.engine.memory.kernel_workspace import convolution_workspace, reduction, temporaries
 from simpletune.estimate.simulate.simulate import accounting_like_cuda, simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_stage
 
@@ -146,7 +148,7 @@ def test_the_functions_are_of_torchs_own_list() -> None:
 def test_a_step_with_autocast_keeps_wide_norms(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(precision={"weights": "fp32", "compute": "bf16"}, memory={"checkpointing": "none"})
     as_on_cuda = simulate(config).peak.bytes
-    monkeypatch.setattr("simpletune.engine.memory.cuda_autocast.IN_FP32", ())
+    monkeypatch.setattr("simpletune.engine.memory.fake.IN_FP32", ())
     assert simulate(config).peak.bytes < as_on_cuda
 
 

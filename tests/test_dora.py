@@ -19,8 +19,8 @@ from simpletune.adapters.methods.dora_layers import DoraLayer, rescaled, squared
 from simpletune.adapters.methods.layers import innermost_layer
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
-from simpletune.engine.quant.plain import FP32
-from simpletune.engine.quant.unpack import row_blocks
+from simpletune.engine.quant.precision import FP32
+from simpletune.engine.tensors import row_blocks
 
 OUT, IN, RANK, SCALE = 40, 64, 3, 0.7
 

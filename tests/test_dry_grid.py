@@ -11,7 +11,7 @@ from slow_cases import slow_but
 
 from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
-from simpletune.engine.memory.attention_workspace import attention_kernel
+from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.estimate.job_estimate import CONTEXT, needed
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import UserError

@@ -20,8 +20,7 @@ from simpletune.adapters.methods.partial import Partial
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.plain import BF16
+from simpletune.engine.quant.precision import BF16, Int8
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.option import SD3

@@ -24,9 +24,9 @@ from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.optim import loss_scale
-from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.ema import Ema
 from simpletune.engine.optim.loss_scale import LossScale
+from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of

@@ -38,10 +38,7 @@ from simpletune.config.load import validate
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.copy_stream import CudaCopies, host_bytes
 from simpletune.engine.optim.rounding import RoundedOptimizer
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.plain import BF16
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, WeightPrecision
 from simpletune.engine.tensors import own_tensors
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_conditioning

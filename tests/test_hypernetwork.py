@@ -36,7 +36,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.flops import unet_flops

@@ -21,9 +21,8 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.optim.adamw import AdamW
-from simpletune.engine.optim.adamw_bf16 import AdamWBF16
 from simpletune.engine.optim.in_backward import step_in_backward
+from simpletune.engine.optim.options import AdamW, AdamWBF16
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes

@@ -26,9 +26,7 @@ from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights

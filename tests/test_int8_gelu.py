@@ -21,8 +21,8 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.feed_forward import FeedForwards
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant import int8_gelu, int8_products
-from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
+from simpletune.engine.quant.precision import Int8
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.system.gpus import find_card
@@ -195,8 +195,8 @@ def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.M
     monkeypatch.setattr(int8_rows_kernel, "gelu_rows", fail)
     x, grad, columns = torch.randn(20, 32), torch.randn(20, 32), torch.rand(32)
     for _ in range(2):
-        torch.testing.assert_close(int8_gelu._rows_on_cuda(x, 16), int8_gelu.int8_gelu_rows(x, 16), rtol=0, atol=0)
-        found = int8_gelu._gradient_rows_on_cuda(grad, x, columns)
+        torch.testing.assert_close(on_cuda("int8_gelu_rows", x, 16), int8_gelu.int8_gelu_rows(x, 16), rtol=0, atol=0)
+        found = on_cuda("int8_gelu_gradient_rows", grad, x, columns)
         torch.testing.assert_close(found, int8_gelu.int8_gelu_gradient_rows(grad, x, columns), rtol=0, atol=0)
     assert (
         len(told) == 1 and "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: PassManager" in told[0]
@@ -204,7 +204,7 @@ def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.M
     monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
     monkeypatch.setattr(int8_rows_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):  # no fault of the kernel
-        int8_gelu._rows_on_cuda(x, 0)
+        on_cuda("int8_gelu_rows", x, 0)
 
 
 def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
@@ -241,7 +241,8 @@ def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> Non
 
 
 def test_training_fuses_every_network_of_int8_products_and_no_other(tiny_config: dict, tmp_path: Path) -> None:
-    from blocks import PRECISIONS, transformer
+    from blocks import on_cuda
+from blocks import PRECISIONS, transformer
 
     for name, fuses in (("int8-products", True), ("int8", False)):
         model = transformer(PRECISIONS[name])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import PRECISIONS, loss_of, transformer
+from blocks import PRECISIONS, loss_of, on_cuda, transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulate import LEVERS, assert_same_bytes, three_blocks  # noqa: F401
@@ -31,9 +31,9 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant import int8_linear, int8_products, int8_tuning
-from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.int8_tuning import Tuning, tunings
+from simpletune.engine.quant.precision import Int8
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError, UserError
 
@@ -409,7 +409,7 @@ def test_rows_that_do_not_compile_are_quantised_by_torch(kernel: Any, monkeypatc
     _, said = kernel(set(), NOT_LOWERED)
     monkeypatch.setattr(int8_rows_kernel, "rows", fail)
     x = torch.randn(20, 30)
-    torch.testing.assert_close(int8_products._rows_on_cuda(x, None), int8_products.int8_rows(x), rtol=0, atol=0)
+    torch.testing.assert_close(on_cuda("int8_rows", x, None), int8_products.int8_rows(x), rtol=0, atol=0)
     assert len(said) == 1 and "NO LONGER" in said[0]
 
 

@@ -21,9 +21,7 @@ from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
 from simpletune.adapters.methods.targets import LayerMethod
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import BF16
+from simpletune.engine.quant.precision import BF16, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 

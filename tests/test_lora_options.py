@@ -20,7 +20,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.rounding import RoundedOptimizer
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.runs import checkpoint
 from simpletune.system.options import ConfigError, union_of
 

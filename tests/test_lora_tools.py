@@ -35,10 +35,7 @@ from simpletune.adapters.methods.layers import all_layers
 from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import FP32, Int8, Nf4, WeightPrecision
 from simpletune.models.sd3.option import SD3
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import SafetensorsWriter

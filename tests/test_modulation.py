@@ -33,10 +33,7 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import NoPrior
 from simpletune.config.resolve import require_model_rules
 from simpletune.data.demo import pictures
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.plain import BF16, FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, WeightPrecision
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_shapes
 from simpletune.runs import checkpoint

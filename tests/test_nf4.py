@@ -12,8 +12,8 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.config.load import validate
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.nf4_linear import GROUP, Nf4Linear, quantise_scales
+from simpletune.engine.quant.precision import Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.system.options import ConfigError
 
@@ -168,7 +168,7 @@ def test_which_layers_are_held_how(modulation: str, tiny_pipeline) -> None:
 
 
 def plain_model(model: SD3) -> nn.Module:
-    from simpletune.engine.quant.plain import FP32
+    from simpletune.engine.quant.precision import FP32
 
     return model.load_denoiser(FP32(), torch.device("cpu"))
 

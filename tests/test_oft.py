@@ -15,7 +15,7 @@ from torch import Tensor
 from simpletune.adapters.methods.layers import all_layers, innermost_layer
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.oft_layer import OftLayer, triangle_of, turn, upper
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.system.options import Problem
 
 SIDE = 8

@@ -14,10 +14,10 @@ from torch import nn
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.optim import Optimizer, eight_bit_steps
 from simpletune.engine.optim.in_backward import step_in_backward
-from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.engine.optim.options import OptimizerOption
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.schedule import Constant, Cosine, CosineWithRestarts, Linear, Polynomial, Rex, Schedule
-from simpletune.engine.optim.state import begin_step
+from simpletune.engine.optim.state import begin_step, state_to_tensors
 from simpletune.system.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
@@ -78,7 +78,7 @@ def test_state_goes_to_disk_and_back_bit_for_bit(name: str, dtype: torch.dtype) 
     tables = [key for key in tensors if ".qmap" in key]
     assert len(tables) <= 2 and bool(tables) == ("8bit" in name)
     again = option.build(halves)
-    load_state(option, again, load(on_disk[0]), json.loads(on_disk[1]))
+    option.load_state(again, load(on_disk[0]), json.loads(on_disk[1]))
     steps(halves, again, 3, 3)
     for ours, theirs in zip(halves, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

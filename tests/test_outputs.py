@@ -21,7 +21,7 @@ from simpletune.commands.generate.generate import generate
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.stages.sample import PictureRequest, Sampler

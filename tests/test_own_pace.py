@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.engine.optim.optimizer import OptimizerOption
-from simpletune.engine.optim.prodigy import Prodigy
+from simpletune.engine.optim.options import OptimizerOption, Prodigy, ScheduleFreeAdamW
 from simpletune.engine.optim.rounding import RoundedOptimizer
-from simpletune.engine.optim.schedule_free import ScheduleFreeAdamW
 from simpletune.engine.optim.state import begin_step
 from simpletune.runs import checkpoint
 from simpletune.system.options import ConfigError

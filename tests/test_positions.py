@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import BF16, FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import TABLE, crop_positions, side_for
 from simpletune.runs.folder import read_metrics

@@ -21,11 +21,7 @@ from torch import nn
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import BF16
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, Nf4, WeightPrecision
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights

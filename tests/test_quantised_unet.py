@@ -17,14 +17,10 @@ from optimum.quanto import QLinear
 from torch import Tensor, nn
 
 from simpletune.adapters.files.base_reader import QuantisedBaseReader
-from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.nf4_linear import Nf4Linear
-from simpletune.engine.quant.plain import FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import FP32, Int8, Int8Quanto, Nf4, WeightPrecision
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase

@@ -41,7 +41,7 @@ from simpletune.engine.memory.feed_forward import tiles
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
 from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
 from simpletune.engine.memory.snapshot import round_to_block
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd15.shapes import unet_units
 from simpletune.system.options import ConfigError
 

@@ -24,9 +24,9 @@ from simpletune.engine.fsdp.checkpoints import (
     restore_states,
 )
 from simpletune.engine.fsdp.fsdp_model import KEY
-from simpletune.engine.optim.adamw import AdamW
-from simpletune.engine.optim.optimizer import state_to_tensors
+from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.place import ParameterRange, StatePiece
+from simpletune.engine.optim.state import state_to_tensors
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, files_of_index
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blocks import PRECISIONS, loss_of, transformer, unet
+from blocks import PRECISIONS, loss_of, on_cuda, transformer, unet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.rotation import block_rotation, rounded_rows, rounded_to_quantiles
@@ -26,13 +26,12 @@ from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
 from simpletune.engine.quant import int8_linear, int8_products
-from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.nf4_linear import Nf4Linear
+from simpletune.engine.quant.precision import Int8, Nf4
 from simpletune.engine.quant.rotation import hadamard, rotate_rows, rotates_weight, rotation_block
-from simpletune.engine.quant.unpack import row_blocks
+from simpletune.engine.tensors import row_blocks
 from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.system.options import ConfigError
 
@@ -342,6 +341,6 @@ def test_rows_that_do_not_compile_are_rotated_by_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=fail), raising=False)
     x = torch.randn(20, 48)
     for _ in range(2):
-        found = int8_products._rotated_rows_on_cuda(x, 16)
+        found = on_cuda("int8_rotated_rows", x, 16)
         torch.testing.assert_close(found, int8_products.int8_rotated_rows(x, 16), rtol=0, atol=0)
     assert len(said) == 1 and "NO LONGER" in said[0]

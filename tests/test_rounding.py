@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.optim import rounding
-from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.bf16_updates import round_into
-from simpletune.engine.optim.optimizer import OptimizerOption, state_to_tensors
+from simpletune.engine.optim.options import AdamW, OptimizerOption
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
+from simpletune.engine.optim.state import state_to_tensors
 from simpletune.estimate.simulate.simulate import states
 
 

@@ -16,7 +16,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from original_layout import state_of
 from safetensors.torch import load_file, save_file
 
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.files import LAYOUT

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import BF16, FP32
 from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.denoiser import Denoiser, model_units

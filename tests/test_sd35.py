@@ -27,11 +27,9 @@ from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.engine.memory.profiles import with_profile
-from simpletune.engine.quant.int8 import Int8
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.nf4_linear import Nf4Linear
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

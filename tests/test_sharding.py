@@ -32,7 +32,7 @@ from simpletune.engine.optim.place import (
     joined_state,
     quantise_blocks,
 )
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.estimate.simulate.processes import fake_processes, one_of
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
@@ -449,7 +449,7 @@ def by_hand(rank: int) -> None:
     """Three steps of AdamW in fp32 by the paper's equations, and in bf16 by rounding a whole model's gradients."""
     from simpletune.engine.fsdp.fsdp_model import FsdpModel, local
     from simpletune.engine.fsdp.rank_zero import gather_parameter
-    from simpletune.engine.optim.adamw import AdamW
+    from simpletune.engine.optim.options import AdamW
     from simpletune.engine.optim.rounding import key_draws
 
     if rank == 0:  # as the first process predicts its memory; it must not gather with the group of a simulation later

@@ -23,8 +23,7 @@ from benchmarks.tiny_models import tiny_sd3
 from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32, Int8
 from simpletune.models.sd3.files import LAYOUT, bundled_configs
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.original_names import origin_of

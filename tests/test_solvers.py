@@ -25,7 +25,7 @@ from simpletune.commands.generate.session import GenerationSession, GenerationSp
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import Solver, TrainingObjective

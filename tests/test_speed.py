@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.config.load import read_config
-from simpletune.engine.optim.adamw import AdamW
+from simpletune.engine.optim.options import AdamW
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attention import AttentionCall, settle_attention, usable
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher

@@ -44,7 +44,7 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.memory import block_offload as streaming
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.plain import FP32
+from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

@@ -19,12 +19,12 @@ from simpletune.config.validation import Validation
 from simpletune.data.sources.multi_source import Data
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer
-from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.ema import Ema
+from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.schedule import Constant, Schedule
 from simpletune.engine.profiling.option import Profile
 from simpletune.engine.quant import Precision
-from simpletune.engine.quant.plain import BF16
+from simpletune.engine.quant.precision import BF16
 from simpletune.models.families import Model
 from simpletune.models.objectives import Objective
 from simpletune.models.objectives.flow import Flow

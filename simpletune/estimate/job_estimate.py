@@ -17,7 +17,7 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
-from simpletune.engine.memory.attention_workspace import attention_kernel
+from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.estimate.disk_needs import NOTHING, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes

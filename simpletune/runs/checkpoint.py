@@ -18,7 +18,8 @@ from simpletune.engine.fsdp.checkpoints import held_rows, restore_parts, write_t
 from simpletune.engine.fsdp.fsdp_model import fsdp_model, held_parameters
 from simpletune.engine.fsdp.rank_zero import Command, rank_zero_driver
 from simpletune.engine.optim.ema import Average, use_average
-from simpletune.engine.optim.optimizer import OptimizerOption, load_state, state_to_tensors
+from simpletune.engine.optim.options import OptimizerOption
+from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.runs.best_checkpoint import best_step
 from simpletune.runs.checkpoint_folders import (
@@ -250,7 +251,7 @@ def restore(
         with torch.no_grad():
             for name, parameter in trained_parameters(model).items():
                 parameter.copy_(reader.get(name))
-        load_state(option, optimizer, WeightReader([states]).get_all(), saved.optimizer)
+        option.load_state(optimizer, WeightReader([states]).get_all(), saved.optimizer)
     else:
         restore_parts(model, optimizer, option, (weights, states), saved.optimizer)
     if average is not None:

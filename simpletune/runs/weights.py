@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, cache_of_bases
-from simpletune.engine.quant.plain import BF16, FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, FP32, WeightPrecision
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run, find_lora, split_scale

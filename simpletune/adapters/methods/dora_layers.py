@@ -20,8 +20,7 @@ from torch.func import functional_call
 
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, shape_of
 from simpletune.adapters.methods.lora_layers import Context, UpdateDropout, row_norms
-from simpletune.engine.quant.unpack import row_blocks
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import exchanged_halves, row_blocks
 from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 
 

@@ -38,8 +38,7 @@ class Full(TrainingMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
-        from simpletune.engine.fsdp.export import own_class, write_divided_folder
-        from simpletune.engine.fsdp.rank_zero import rank_zero_driver
+        from simpletune.engine.fsdp.rank_zero import own_class, rank_zero_driver, write_divided_folder
         from simpletune.system.model_folder import write_model_folder
 
         leading = rank_zero_driver(model)

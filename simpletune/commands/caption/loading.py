@@ -11,9 +11,7 @@ from simpletune.commands.caption.blip import Blip
 from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.florence import Florence
 from simpletune.commands.caption.qwen import Qwen
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.plain import BF16, FP32
-from simpletune.engine.quant.precision import WeightPrecision
+from simpletune.engine.quant.precision import BF16, FP32, Int8, WeightPrecision
 from simpletune.engine.tensors import all_tensors, move_own_tensors
 from simpletune.models.shared.transformers_folder import ModelFolder, find_folder
 from simpletune.models.shared.weights import put_module

@@ -23,9 +23,9 @@ from torch import Tensor, distributed, nn
 
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
-from simpletune.engine.optim.optimizer import STATE_KEY, OptimizerOption, state_to_tensors
+from simpletune.engine.optim.options import OptimizerOption
 from simpletune.engine.optim.place import ParameterRange, StatePiece, joined_state
-from simpletune.engine.optim.state import State
+from simpletune.engine.optim.state import STATE_KEY, State, state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.system.atomic import write_json
 from simpletune.system.checksums import sha256_of

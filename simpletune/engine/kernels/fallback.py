@@ -33,12 +33,7 @@ class Fallback:
         """Devices whose kernels have failed, and why."""
 
     def run(self, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
-        """Run a kernel, or torch's operators once a kernel has failed on this device.
-
-        Args:
-            device: that computes.
-            kernel: also imports what it needs.
-            plain: the same by torch's operators.
+        """Run a kernel, which also imports what it needs, or torch's operators once a kernel has failed on this device.
 
         Raises:
             torch.OutOfMemoryError: torch's operators would need more memory still.
@@ -54,22 +49,32 @@ class Fallback:
                 say(self._warning.format(device=device, reason=self.failed[device]))
         return plain()
 
-    def define(self, library: torch.library.Library, schema: str, plain: Callable[..., object], kernels: str) -> None:
+    def define(
+        self,
+        library: torch.library.Library,
+        schema: str,
+        plain: Callable[..., object],
+        kernel: str | Callable[..., object],
+    ) -> None:
         """Define an operator whose gradients an autograd function defines.
 
         Args:
             library: of ``simpletune``'s operators.
             schema: its name and types; the first argument is a tensor or a list of them.
             plain: computes it by torch's operators, which is all that the CPU does.
-            kernels: the module whose function of the operator's name launches its kernel on CUDA; it needs Triton.
+            kernel: launches the kernel on CUDA, or the module whose function of the operator's name does. Triton is
+                imported only when it is called.
         """
         name = schema.partition("(")[0]
 
         def on_cuda(first: Tensor | Sequence[Tensor], *rest: object) -> object:
             device = (first if isinstance(first, Tensor) else first[0]).device
-            return self.run(
-                device, lambda: getattr(import_module(kernels), name)(first, *rest), lambda: plain(first, *rest)
-            )
+
+            def launch() -> object:
+                found = getattr(import_module(kernel), name) if isinstance(kernel, str) else kernel
+                return found(first, *rest)
+
+            return self.run(device, launch, lambda: plain(first, *rest))
 
         library.define(schema)
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 
 from simpletune.engine.memory.fake_results import FakeResults
 
 DEVICE, SCALAR = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 RESULTS = FakeResults()
+# Of torch 2.13's include/ATen/autocast_mode.h, AT_FORALL_FP32: the functions that modules call.
+IN_FP32 = ("layer_norm", "group_norm", "rms_norm", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "softplus")
 _active: Fake | None = None
 
 
@@ -98,3 +102,30 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
+
+
+@contextmanager
+def autocast_like_cuda() -> Iterator[None]:
+    """Make the CPU's autocast behave like CUDA's, so that a simulated step keeps the same tensors as one on a GPU.
+
+    Both compute products in 16 bits, but CUDA computes norms and losses in fp32, and the CPU in the type of their
+    input. For SD3 Medium at 1024 px the wider activations are 84 MiB of a LoRA's peak.
+    """
+
+    def wide(value: object) -> object:
+        is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if is_narrow else value  # type: ignore[attr-defined]
+
+    def in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(function)
+        def call(*args: object, **kwargs: object) -> Tensor:
+            if not torch.is_autocast_enabled("cpu"):
+                return function(*args, **kwargs)
+            return function(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
+        return call
+
+    with ExitStack() as stack:
+        for name in IN_FP32:
+            stack.enter_context(replaced(functional, name, in_fp32(getattr(functional, name))))
+        yield

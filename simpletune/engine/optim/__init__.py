@@ -1,6 +1,6 @@
 """How are weights updated? The union ``Optimizer``, discriminated by ``optimizer.name``.
 
-A new one takes one file here and one line in the union.
+A new one takes a class in ``options.py`` and a line in the union; steps of our own are in ``*_steps.py``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from simpletune.engine.optim.adafactor import Adafactor
-from simpletune.engine.optim.adamw import AdamW
-from simpletune.engine.optim.adamw_bf16 import AdamWBF16
-from simpletune.engine.optim.eight_bit import AdamW8bit, Lion8bit, PagedAdamW8bit
-from simpletune.engine.optim.prodigy import Prodigy
-from simpletune.engine.optim.schedule_free import ScheduleFreeAdamW
+from simpletune.engine.optim.options import (
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    AdamWBF16,
+    Lion8bit,
+    PagedAdamW8bit,
+    Prodigy,
+    ScheduleFreeAdamW,
+)
 
 Optimizer = Annotated[
     AdamW | AdamW8bit | PagedAdamW8bit | Lion8bit | Adafactor | AdamWBF16 | Prodigy | ScheduleFreeAdamW,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ PIECE = 1 << 20
 HALF = 1 << 15
 Draws = torch.Generator | PartGenerator | None
 """A source of random bits; None: torch's global generator."""
-
-_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
-_LIBRARY.define("round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()")
-_LIBRARY.define("adamw_bf16(Tensor(a!)[] changed, Tensor[] read, float[] factors) -> ()")
-for _name in ("round_into", "adamw_bf16"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # nothing here has a gradient
-    torch.library.register_fake(f"simpletune::{_name}", lambda *_: None, lib=_LIBRARY)
 
 
 class Factors(NamedTuple):
@@ -122,13 +115,11 @@ def truncate_bits(bits: Tensor, nan: Tensor) -> Tensor:
     return bits.bitwise_and_(-(1 << 16)).view(torch.float32).masked_fill_(nan, torch.nan)
 
 
-@torch.library.impl(_LIBRARY, "round_into", "CPU")
 def _round_by_torch(out: Tensor, x: Tensor, noise: Tensor) -> None:
     for piece, values, bits in _pieces([out, x, noise]):
         piece.copy_(round_with_bits(values, bits))
 
 
-@torch.library.impl(_LIBRARY, "adamw_bf16", "CPU")
 def _adamw_by_torch(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
     of = Factors(*factors)
     for gradient, mean_bits, square_bits, parameter, kept_mean, kept_square, *compensation in _pieces(
@@ -163,29 +154,32 @@ def in_order(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _kernels() -> Any:
-    """The Triton kernels, imported where a failure of Triton's import counts as one of the kernel."""
+def _round_by_kernel(out: Tensor, x: Tensor, noise: Tensor) -> None:
+    if not in_order([out, x, noise]):
+        return _round_by_torch(out, x, noise)
     from simpletune.engine.optim import bf16_kernels
 
-    return bf16_kernels
+    bf16_kernels.round_into(out, x, noise)
+
+
+def _adamw_by_kernel(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
+    if not in_order([*changed, *read]):
+        return _adamw_by_torch(changed, read, factors)
+    from simpletune.engine.optim import bf16_kernels
+
+    bf16_kernels.adamw(changed, read, factors)
 
 
 FALLBACK = Fallback("updates of bf16 numbers by torch's operators on {device}, which is slower: {reason}")
 
 
-@torch.library.impl(_LIBRARY, "round_into", "CUDA")
-def _round_on_cuda(out: Tensor, x: Tensor, noise: Tensor) -> None:
-    if not in_order([out, x, noise]):
-        return _round_by_torch(out, x, noise)
-    FALLBACK.run(x.device, lambda: _kernels().round_into(out, x, noise), lambda: _round_by_torch(out, x, noise))
-
-
-@torch.library.impl(_LIBRARY, "adamw_bf16", "CUDA")
-def _adamw_on_cuda(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    if not in_order([*changed, *read]):
-        return _adamw_by_torch(changed, read, factors)
-    FALLBACK.run(
-        changed[0].device,
-        lambda: _kernels().adamw(changed, read, factors),
-        lambda: _adamw_by_torch(changed, read, factors),
-    )
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
+FALLBACK.define(_LIBRARY, "round_into(Tensor(a!) out, Tensor x, Tensor noise) -> ()", _round_by_torch, _round_by_kernel)
+FALLBACK.define(
+    _LIBRARY,
+    "adamw_bf16(Tensor(a!)[] changed, Tensor[] read, float[] factors) -> ()",
+    _adamw_by_torch,
+    _adamw_by_kernel,
+)
+for _name in ("round_into", "adamw_bf16"):
+    torch.library.register_fake(f"simpletune::{_name}", lambda *_: None, lib=_LIBRARY)

@@ -1,6 +1,7 @@
 """In which precision are frozen weights stored and multiplied? The union ``Precision`` of ``precision.weights``.
 
-A new one takes one file here and one line in the union.
+A new one takes a class in ``precision.py`` and a line in the union. Quantised layers are in ``*_linear.py`` and
+``int8_conv.py``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from simpletune.engine.quant.int8 import Int8
-from simpletune.engine.quant.int8_quanto import Int8Quanto
-from simpletune.engine.quant.nf4 import Nf4
-from simpletune.engine.quant.plain import BF16, FP32
+from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, Nf4
 
 Precision = Annotated[BF16 | FP32 | Int8 | Int8Quanto | Nf4, Field(discriminator="weights")]

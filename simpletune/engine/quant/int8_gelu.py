@@ -39,14 +39,6 @@ TOLERANCE = 1e-5
 """The relative difference allowed between a kernel's scales and torch's on fp32 rows with positive numbers. For
 negative numbers, torch's GELU is accurate to 6e-8 of the number, the kernel's to 6e-8 of GELU."""
 
-_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
-_LIBRARY.define("int8_gelu_rows(Tensor x, int block) -> (Tensor, Tensor)")
-_LIBRARY.define("int8_gelu_gradient_rows(Tensor grad, Tensor x, Tensor columns) -> (Tensor, Tensor)")
-for _name in ("int8_gelu_rows", "int8_gelu_gradient_rows"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # _Gelu and _Up define the gradients
-torch.library.register_fake("simpletune::int8_gelu_rows", empty_rows, lib=_LIBRARY)
-torch.library.register_fake("simpletune::int8_gelu_gradient_rows", lambda grad, x, columns: empty_rows(x), lib=_LIBRARY)
-
 
 def int8_gelu_rows(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
     """Quantise GELU(x) like ``int8_rotated_rows``."""
@@ -58,12 +50,10 @@ def int8_gelu_gradient_rows(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[T
     return torch.ops.simpletune.int8_gelu_gradient_rows(grad, x, columns)
 
 
-@torch.library.impl(_LIBRARY, "int8_gelu_rows", "CPU")
 def _rows_by_torch(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return int8_rotated_rows(F.gelu(x, approximate="tanh"), block)
 
 
-@torch.library.impl(_LIBRARY, "int8_gelu_gradient_rows", "CPU")
 def _gradient_rows_by_torch(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     return int8_products.int8_rows(torch.ops.aten.gelu_backward(grad, x, approximate="tanh"), columns)
 
@@ -71,20 +61,21 @@ def _gradient_rows_by_torch(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[T
 FALLBACK = Fallback("kernel  GELU NO LONGER quantised in one launch on {device}, but in two: {reason}")
 
 
-@torch.library.impl(_LIBRARY, "int8_gelu_rows", "CUDA")
-def _rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return FALLBACK.run(
-        x.device, lambda: rows_kernels().gelu_rows(x, None, None, block, LEAST), lambda: _rows_by_torch(x, block)
-    )
-
-
-@torch.library.impl(_LIBRARY, "int8_gelu_gradient_rows", "CUDA")
-def _gradient_rows_on_cuda(grad: Tensor, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    return FALLBACK.run(
-        x.device,
-        lambda: rows_kernels().gelu_rows(x, grad, columns, 0, LEAST),
-        lambda: _gradient_rows_by_torch(grad, x, columns),
-    )
+_LIBRARY = torch.library.Library("simpletune", "FRAGMENT")  # _Gelu and _Up define the gradients
+FALLBACK.define(
+    _LIBRARY,
+    "int8_gelu_rows(Tensor x, int block) -> (Tensor, Tensor)",
+    _rows_by_torch,
+    lambda x, block: rows_kernels().gelu_rows(x, None, None, block, LEAST),
+)
+FALLBACK.define(
+    _LIBRARY,
+    "int8_gelu_gradient_rows(Tensor grad, Tensor x, Tensor columns) -> (Tensor, Tensor)",
+    _gradient_rows_by_torch,
+    lambda grad, x, columns: rows_kernels().gelu_rows(x, grad, columns, 0, LEAST),
+)
+torch.library.register_fake("simpletune::int8_gelu_rows", empty_rows, lib=_LIBRARY)
+torch.library.register_fake("simpletune::int8_gelu_gradient_rows", lambda grad, x, columns: empty_rows(x), lib=_LIBRARY)
 
 
 def _tried(device: torch.device) -> str | None:

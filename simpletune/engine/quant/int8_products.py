@@ -32,14 +32,9 @@ LEAST = 2.0**-100
 LONGEST_SUM = (2**31 - 1) // 127**2
 OLDEST = (8, 0)  # Triton 3.7 cannot compile int8 products for sm_75
 
-_LIBRARY = torch.library.Library("simpletune", "DEF")
-_LIBRARY.define("int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)")
-_LIBRARY.define("int8_rotated_rows(Tensor x, int block) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
-)
-for _name in ("int8_rows", "int8_rotated_rows", "int8_product"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # int8_linear.py defines the gradients
+FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with dequantised weights: {reason}")
+"""Where kernels of this folder have failed in the middle of a run."""
+_LIBRARY = torch.library.Library("simpletune", "DEF")  # int8_linear.py defines the gradients
 
 
 def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -91,17 +86,7 @@ def empty_rows(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
 
 
-torch.library.register_fake("simpletune::int8_rows", empty_rows, lib=_LIBRARY)
-torch.library.register_fake("simpletune::int8_rotated_rows", empty_rows, lib=_LIBRARY)
-torch.library.register_fake(
-    "simpletune::int8_product",
-    lambda x, x_scale, weight, scale, bias, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype),
-    lib=_LIBRARY,
-)
-
-
-@torch.library.impl(_LIBRARY, "int8_rows", "CPU")
-def _rows_on_cpu(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rows_by_torch(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     values = x.reshape(-1, x.shape[-1]).float()
     return rounded_rows(values if columns is None else values * columns)
 
@@ -118,12 +103,10 @@ def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [m, k] -> int
     return q.to(torch.int8), scale
 
 
-@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CPU")
-def _rotated_rows_on_cpu(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _rotated_rows_by_torch(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return rounded_rows(hadamard(x.reshape(-1, x.shape[-1]).float(), block))
 
 
-@torch.library.impl(_LIBRARY, "int8_product", "CPU")
 def _product_on_cpu(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -137,10 +120,6 @@ def _product_on_cpu(
     return y.to(dtype)
 
 
-FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with dequantised weights: {reason}")
-"""Where kernels of this folder have failed in the middle of a run."""
-
-
 def rows_kernels() -> Any:
     """The Triton kernels for rows, imported where a failure of Triton's import counts as one of the kernel."""
     from simpletune.engine.quant import int8_rows_kernel
@@ -148,19 +127,6 @@ def rows_kernels() -> Any:
     return int8_rows_kernel
 
 
-@torch.library.impl(_LIBRARY, "int8_rows", "CUDA")
-def _rows_on_cuda(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    return FALLBACK.run(x.device, lambda: rows_kernels().rows(x, columns, LEAST), lambda: _rows_on_cpu(x, columns))
-
-
-@torch.library.impl(_LIBRARY, "int8_rotated_rows", "CUDA")
-def _rotated_rows_on_cuda(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return FALLBACK.run(
-        x.device, lambda: rows_kernels().rotated_rows(x, block, LEAST), lambda: _rotated_rows_on_cpu(x, block)
-    )
-
-
-@torch.library.impl(_LIBRARY, "int8_product", "CUDA")
 def _product_on_cuda(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -194,6 +160,33 @@ def _dequantised_product(
     y = (x.to(dtype) * x_scale[:, None].to(dtype)) @ weight.to(dtype).t()
     y = y if scale is None else y.mul_(scale)
     return y if bias is None else y.add_(bias)
+
+
+FALLBACK.define(
+    _LIBRARY,
+    "int8_rows(Tensor x, Tensor? columns) -> (Tensor, Tensor)",
+    _rows_by_torch,
+    lambda x, columns: rows_kernels().rows(x, columns, LEAST),
+)
+FALLBACK.define(
+    _LIBRARY,
+    "int8_rotated_rows(Tensor x, int block) -> (Tensor, Tensor)",
+    _rotated_rows_by_torch,
+    lambda x, block: rows_kernels().rotated_rows(x, block, LEAST),
+)
+_LIBRARY.define(
+    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor? scale, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.impl("int8_product", torch.library.fallthrough_kernel, "Autograd")
+_LIBRARY.impl("int8_product", _product_on_cpu, "CPU")
+_LIBRARY.impl("int8_product", _product_on_cuda, "CUDA")  # by its own: without the kernel it dequantises the weight
+torch.library.register_fake("simpletune::int8_rows", empty_rows, lib=_LIBRARY)
+torch.library.register_fake("simpletune::int8_rotated_rows", empty_rows, lib=_LIBRARY)
+torch.library.register_fake(
+    "simpletune::int8_product",
+    lambda x, x_scale, weight, scale, bias, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype),
+    lib=_LIBRARY,
+)
 
 
 def dequantise_weight(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
@@ -297,6 +290,6 @@ def _try_rotated_rows(device: torch.device) -> str | None:
     numbers = torch.arange(5 * 768).remainder(255).sub(127).float().view(5, 768)
     for block in SIZES:
         rows = rows_kernels().rotated_rows(numbers.to(device), block, LEAST)
-        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _rotated_rows_on_cpu(numbers, block), strict=True)):
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(rows, _rotated_rows_by_torch(numbers, block), strict=True)):
             return "the kernel's rotated rows differ from the CPU's"
     return None

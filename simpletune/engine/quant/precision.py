@@ -1,4 +1,4 @@
-"""The base classes of weight precisions: what the loader and the configuration's rules use."""
+"""The options of weight precisions: a class each, discriminated by ``precision.weights``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class WeightPrecision(Option):
     Members define ``weights`` (the tag) and ``compute`` ("auto" or a key of ``DTYPES``).
     """
 
-    if (
-        TYPE_CHECKING
-    ):  # every member declares them with its own values; as fields of the base class they would come first in JSON
+    if TYPE_CHECKING:  # every member declares them with its own values; as fields here they would come first in JSON
         weights: str
         compute: str
 
@@ -122,6 +120,43 @@ class WeightPrecision(Option):
         """Change, in place, how a model's units compute in training, once its adapter is attached."""
 
 
+class BF16(WeightPrecision):
+    """bfloat16 weights: 2 bytes each; a frozen base with fp16 products is stored in float16."""
+
+    weights: Literal["bf16"] = "bf16"
+    """bfloat16 weights, 2 bytes each; float16 for a frozen base with fp16 products."""
+    compute: Literal["auto", "bf16", "fp16"] = "auto"
+    """Type of matrix products and activations. auto: bf16, or fp16 on a card without bf16 (T4, RTX 20, V100); the run's
+    config.json says which. fp16 needs a frozen base, scales the loss, skips a step whose scaled gradients overflow, and
+    computes a block in fp32 from then on if its activations overflow."""
+
+    bytes_per_weight: ClassVar[float] = 2
+
+
+class FP32(WeightPrecision):
+    """float32 weights: 4 bytes each; products in fp32, or in bf16 or fp16 by autocast."""
+
+    weights: Literal["fp32"] = "fp32"
+    """float32 weights, 4 bytes each."""
+    compute: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Type of matrix products: fp32, or bf16 or fp16 by autocast. auto: fp32. fp16 scales the loss, skips a step whose
+    scaled gradients overflow, and computes a block in fp32 from then on if its activations overflow."""
+
+    bytes_per_weight: ClassVar[float] = 4
+
+    def auto_compute(self, has_bf16: bool = True) -> str:
+        return "fp32"
+
+    def compute_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32  # of activations outside autocast products
+
+    @property
+    def autocast(self) -> bool:
+        return self.settled != "fp32"
+
+
 class QuantisedPrecision(WeightPrecision):
     """Quantised weights in the blocks, for a frozen base. Members define ``weights`` and ``convert``."""
 
@@ -157,3 +192,140 @@ def is_block_modulation(name: str) -> bool:
     adds to each channel.
     """
     return name.endswith((".norm1.linear", ".norm1_context.linear", ".time_emb_proj"))
+
+
+# Stock int8 layers save their input, or a dequantised copy of their weight, for the backward pass. Ours save only
+# references to the int8 weight and the scale: a frozen weight needs no gradient, and the gradient of the input
+# dequantises the weight again.
+class Int8(QuantisedPrecision):
+    """int8 weights in the blocks with one scale per output channel, for a frozen base."""
+
+    weights: Literal["int8"] = "int8"
+    """int8 weights, 1 byte each, for a frozen base."""
+    products: Literal["dequantised", "int8"] = "dequantised"
+    """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
+    int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. int8 is meant to be
+    faster, which has not been measured on a GPU yet; a product's error grows from 0.8 to 1.2%, and more if activations
+    have outliers. LoRA's own products stay in the compute type, and convolutions dequantise."""
+    input_gradient: Literal["dequantised", "int8"] = "dequantised"
+    """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
+    needs products int8."""
+    rotation: Literal["none", "hadamard"] = "none"
+    """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
+    columns (arXiv:2512.03673), so that outliers do not decide the scales: with a few columns of the activations 30
+    times as large, int8 products err by 1.1 to 1.4% in place of 5 to 9%. Costs time. Convolutions are not rotated."""
+
+    bytes_per_weight: ClassVar[float] = 1
+    arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
+
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        from torch import nn
+
+        from simpletune.engine.quant.int8_conv import Int8Conv2d
+        from simpletune.engine.quant.int8_linear import Int8Linear
+
+        if isinstance(layer, nn.Conv2d):
+            return Int8Conv2d.from_conv(layer, self.compute_dtype())
+        assert isinstance(layer, nn.Linear)
+        twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
+        twin.rotates_weight = not is_block_modulation(name)
+        # not modulation, which has one row per sample: all of its tokens would share the error
+        twin.int8_products = self.products == "int8" and not is_block_modulation(name)
+        twin.int8_gradient = self.input_gradient == "int8"
+        return twin
+
+    def prepare(self, units: Iterable[nn.Module]) -> None:
+        from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
+
+        if self.products == "int8":
+            fuse_feed_forwards(units)
+
+    def rules(self) -> Iterator[Problem]:
+        if self.input_gradient == "int8" and self.products != "int8":
+            yield Problem(
+                "precision.input_gradient",
+                f"int8 needs precision.products int8, which is {self.products}. Use products int8, or input_gradient "
+                "dequantised",
+            )
+
+    def describe_matmul(self) -> str:
+        turned = describe_rotation(self.rotation)
+        if self.products != "int8":
+            return f"products in {self.in_words}, with dequantised weights{turned}"
+        gradient = "too" if self.input_gradient == "int8" else f"in {self.in_words}"
+        return (
+            f"products in int8 by Triton (dequantised for 16 rows or fewer), input gradients {gradient}, "
+            f"everything else in {self.in_words}{turned}"
+        )
+
+
+# optimum-quanto's linear layer saves input and weight for the backward pass, so it needs more memory than ``int8``
+# without checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type:
+# for quanto's, PEFT 0.21 builds the factors as quanto layers without a weight.
+class Int8Quanto(QuantisedPrecision):
+    """int8 weights in the blocks' linear layers by optimum-quanto, for a frozen base."""
+
+    weights: Literal["int8-quanto"] = "int8-quanto"
+    """int8 weights by optimum-quanto, 1 byte each, for a frozen base. Convolutions stay in the compute type."""
+
+    bytes_per_weight: ClassVar[float] = 1
+
+    def quantises(self, layer: nn.Module) -> bool:
+        from torch import nn
+
+        return isinstance(layer, nn.Linear)
+
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        from optimum.quanto import QLinear, qint8
+
+        twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
+        twin.freeze()  # leaves only the int8 weight and its scales
+        # quanto's CPU kernel crashes or refuses otherwise: a UNet's tokens are a transposed view of its features
+        twin.register_forward_pre_hook(lambda module, inputs: tuple(value.contiguous() for value in inputs))
+        return twin.requires_grad_(False)
+
+
+# 4 bits each, at the quantiles of a normal distribution (arXiv:2305.14314, section 3), in blocks of 64. Three kinds of
+# layers keep more bits. Layers outside the model's blocks stay in the compute type, as with int8. Convolutions are
+# int8. The blocks' modulation is int8 by default: its error is the same for every token of a picture, so it does not
+# average out. On blocks of SD3 Medium's size with random weights, nf4 throughout changes a block's residual update by
+# 23%, nf4 with int8 modulation by 17%, and int8 throughout by 2%.
+class Nf4(QuantisedPrecision):
+    """nf4 weights in the blocks' linear layers with one scale per 64 weights, for a frozen base."""
+
+    weights: Literal["nf4"] = "nf4"
+    """nf4 weights, half a byte each, for a frozen base: half of int8's memory and nine times its rounding error.
+    Convolutions (69% of SD 1.5's weights) are int8."""
+    double_quantisation: bool = True
+    """Store the scales in 8 bits, not 32: 0.52 instead of 0.56 bytes per weight, and less than 0.1% more error."""
+    modulation: Literal["int8", "nf4"] = "int8"
+    """Precision of the blocks' modulation: adaLN, a third of SD3's weights; time_emb_proj, 3% of SD 1.5's. int8: a
+    quarter less error in every block of SD3; nf4: 0.3 GiB less for SD3 Medium."""
+    rotation: Literal["none", "hadamard"] = "none"
+    """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
+    columns (arXiv:2512.03673), so that outliers do not decide the scales: a sixth less error where weights have heavy
+    tails. Costs time. Convolutions are not rotated."""
+
+    bytes_per_weight: ClassVar[float] = 0.5
+
+    def describe_matmul(self) -> str:
+        return super().describe_matmul() + describe_rotation(self.rotation)
+
+    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+        from torch import nn
+
+        from simpletune.engine.quant.int8_conv import Int8Conv2d
+        from simpletune.engine.quant.int8_linear import Int8Linear
+        from simpletune.engine.quant.nf4_linear import Nf4Linear
+
+        if isinstance(layer, nn.Conv2d):
+            return Int8Conv2d.from_conv(layer, self.compute_dtype())
+        assert isinstance(layer, nn.Linear)
+        is_modulation = is_block_modulation(name)
+        twin: Int8Linear | Nf4Linear
+        if self.modulation == "int8" and is_modulation:
+            twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
+        else:
+            twin = Nf4Linear.from_linear(layer, self.compute_dtype(), self.double_quantisation, self.rotation)
+        twin.rotates_weight = not is_modulation
+        return twin

@@ -17,10 +17,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.speed import Kernel
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import attention_kernel, cuda_layouts
-from simpletune.engine.memory.cuda_autocast import autocast_like_cuda
-from simpletune.engine.memory.fake import Fake, fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
+from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
+from simpletune.engine.memory.kernel_workspace import attention_kernel, cublas_workspace, cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.rounding import RoundedOptimizer

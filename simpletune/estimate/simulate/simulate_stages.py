@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.attention_workspace import cuda_layouts
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
+from simpletune.engine.memory.kernel_workspace import cublas_workspace, cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.tensors import all_tensors
