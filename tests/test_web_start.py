@@ -26,9 +26,8 @@ from simpletune.apps.web.form.paths import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.suggest import suggest
-from simpletune.config.load import read_config, read_json, validate
+from simpletune.config.load import read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
-from simpletune.config.shipped import shipped_names
 from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, option_classes
 

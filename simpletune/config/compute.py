@@ -14,7 +14,7 @@ Capability = tuple[int, int]
 
 
 def has_bf16(capability: Capability | None) -> bool:
-    """Tell whether a device computes in bf16; None means the CPU, which does."""
+    """Whether a device computes in bf16; None means the CPU, which does."""
     return capability is None or capability >= BF16_FROM
 
 

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, other_field
-from simpletune.config.rules.family import with_objective
+from simpletune.config.family_defaults import with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.system import strict_json
 from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
@@ -20,11 +20,7 @@ BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracki
 
 
 def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
-    """Apply overrides to the file's JSON.
-
-    Returns:
-        The merged JSON, notices, and problems of overrides that cannot be applied.
-    """
+    """Return the file's JSON with overrides applied, notices, and problems of those that cannot be applied."""
     merged, notices, problems = copy.deepcopy(data), [], []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -33,8 +29,10 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
             continue
         for place in _places(merged, path):
             notices += _override(merged, place, text, problems)
-    if _speaks_of_another_job(data, merged):
-        del merged["about"]
+    if "about" in data and merged["about"] == data["about"]:
+        others = [key for key in merged if key not in BESIDE_THE_JOB]
+        if any(_described(data, key) != _described(merged, key) for key in others):
+            del merged["about"]  # it describes another job
     return merged, notices, problems
 
 
@@ -46,13 +44,6 @@ def _places(merged: Json, path: str) -> list[str]:
     if not isinstance(sources, list) or rest.partition(".")[0] in ("", "source", "sources"):
         return [path]
     return [f"data.sources.{index}.{rest}" for index in range(len(sources))]
-
-
-def _speaks_of_another_job(data: Json, merged: Json) -> bool:
-    """Tell whether overrides changed what ``about`` describes, but not ``about`` itself."""
-    if "about" not in data or merged["about"] != data["about"]:
-        return False
-    return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
 
 
 def _described(data: Json, section: str) -> object:

@@ -28,11 +28,7 @@ class PriorOption(Option):
     """Whether a training step also computes the base's predictions, with the adapter off."""
 
     def class_prompt(self, caption: str) -> str:
-        """Return the prompt of the class for a picture with this caption.
-
-        Raises:
-            TypeError: there is none.
-        """
+        """Return the prompt of the class for a picture with this caption; ``TypeError`` if there is none."""
         raise TypeError(f"{self.method} has no class prompt")
 
     @property
@@ -99,17 +95,14 @@ class BasePrediction(NamedClass):
 
     @property
     def second_pass(self) -> bool:
-        """Whether there is a prompt for a second pass."""
         return self.prompt is not None
 
     @property
     def factor(self) -> float:
-        """The configured weight."""
         return self.weight
 
     @property
     def outside(self) -> float:
-        """The configured weight outside of masks."""
         return self.outside_mask
 
     def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:

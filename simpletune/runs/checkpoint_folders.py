@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.config.checkpoints import Checkpoint
+from simpletune.config.schema import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.safetensors_file import INDEX_SUFFIX
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from simpletune.adapters.files.describe import find_weight_file
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.models.recognise import DENOISERS, denoiser_in
 from simpletune.runs import checkpoint_folders as files
 from simpletune.runs.best_checkpoint import best_step, choose_best

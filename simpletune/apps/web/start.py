@@ -20,7 +20,7 @@ from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
 from simpletune.apps.web.templates import read_form, render
-from simpletune.config.shipped import shipped_names
+from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
 from simpletune.system.options import plural
 

@@ -111,7 +111,7 @@ def written_folders() -> dict[str, Path]:
     """Return the folders of the default configuration, and the hub's cache."""
     from huggingface_hub import constants
 
-    from simpletune.config.output import Output
+    from simpletune.config.schema import Output
 
     output = Output()
     return {

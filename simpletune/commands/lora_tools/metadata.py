@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from simpletune import __version__
 from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
 from simpletune.adapters.files.keys import DORA, LORA
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable

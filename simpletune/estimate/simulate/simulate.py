@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from simpletune.config.schema import TrainConfig
-from simpletune.config.speed import Kernel
+from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import attention_kernel, cuda_layouts
 from simpletune.engine.memory.cuda_autocast import autocast_like_cuda

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 
-from simpletune.config.rules.family import family_defaults
+from simpletune.config.family_defaults import family_defaults
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import Json, Option, item_of, union_of
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from simpletune.apps.web.form.fields import PROFILE, FieldGroup, FormField, sections_of
+from simpletune.config.family_defaults import with_family
 from simpletune.config.load import _trains_base, with_default_tags
 from simpletune.config.overrides import BESIDE_THE_JOB, merge
-from simpletune.config.rules.family import with_family
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.system.options import Json

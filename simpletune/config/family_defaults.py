@@ -1,51 +1,10 @@
-"""Check what the model's family requires of other options, by its capabilities."""
+"""Fill in the defaults that depend on the model's family, in a configuration as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from simpletune.data.sources.multi_source import field_of, source_rules
 from simpletune.models.families import FAMILIES
-from simpletune.models.recognise import family_of
 from simpletune.models.shared.family import Family
-from simpletune.system.options import Json, Problem
-
-if TYPE_CHECKING:
-    from simpletune.config.schema import TrainConfig
-
-
-def family_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report a base of another family, an objective that the family's models were not trained with, and sizes that they
-    cannot process."""
-    model, name = config.model, config.objective.name
-    other = family_of(model.pretrained)
-    if other is not None and other.family != model.family:
-        yield Problem(
-            "model.pretrained",
-            f"{model.pretrained} is a model of {other.title}. Set model.family to {other.family}, or name an "
-            f"{model.title} model",
-        )
-    if name != model.objective:
-        yield Problem(
-            "objective.name",
-            f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
-            f"{model.objective}",
-        )
-    yield from config.objective.rules()
-    for resolution in sorted({source.resolution for source in config.data.members}):
-        yield from config.objective.density_rules(resolution)
-    yield from source_rules(config.data)
-    sides: dict[str, int | None] = {
-        field_of(config.data, index, "resolution"): source.resolution
-        for index, source in enumerate(config.data.members)
-    }
-    sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
-    for path, side in sides.items():
-        if side is not None and side % model.multiple:
-            low = side // model.multiple * model.multiple
-            near = f"{low} or {low + model.multiple}" if low else str(model.multiple)
-            yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
+from simpletune.system.options import Json
 
 
 def family_defaults(family: Family) -> dict[str, dict[str, object]]:
