@@ -16,7 +16,7 @@ from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import plural
 
 HIGH_LR_FULL = 1e-4

@@ -25,7 +25,7 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
     if not config.model.has_modulation:
         kind = "resident"
     else:
-        kind, why = auto_modulation(config, on_host, config.model.known_shapes)
+        kind, why = auto_modulation(config, on_host)
         if before is not None and before in get_args(Settled):
             kind, why = before, "as before"
         say(f"memory  modulation {kind} (auto: {why})")

@@ -17,7 +17,7 @@ from simpletune.models.shared.sources import hub_parts
 from simpletune.models.shared.t5_layers import CHUNK_BYTES
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_plan import stream_plan
-from simpletune.system.hub.fetch import in_cache
+from simpletune.system.hub import in_cache
 from simpletune.system.options import UserError
 
 LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)

@@ -21,7 +21,7 @@ from simpletune.runs.best_checkpoint import LAST
 from simpletune.runs.shared_metadata import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:

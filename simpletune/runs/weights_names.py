@@ -24,7 +24,7 @@ from simpletune.runs import checkpoint_folders as files
 from simpletune.runs.best_checkpoint import best_step, choose_best
 from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import UserError, join_names
 
 LATEST, BEST = "latest", "best"
@@ -267,7 +267,7 @@ def _find(name: str) -> WeightsRef:
     if path.is_dir():
         return _of_folder(path)
     if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
-        from simpletune.system.hub.files import repository_file
+        from simpletune.system.hub import repository_file
 
         return WeightsRef(name, lora=repository_file(name, LORA_FILE))
     raise UserError(f"{name} does not exist. Give {FORMS}")

@@ -20,7 +20,7 @@ from simpletune.apps.web.run_state import stamps_in
 from simpletune.apps.web.templates import read_fields, render
 from simpletune.commands.inspect_data.report import FIGURES
 from simpletune.system.atomic import write_json
-from simpletune.system.hub.fetch import HUB_NAME
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import Json, UserError
 
 GROUPS, EACH = 24, 6  # groups of duplicates shown, and pictures in each

@@ -8,8 +8,7 @@ from pathlib import Path
 from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.sources import is_single_file, provider
-from simpletune.system.hub.fetch import HubPart, in_cache, is_hub_name
-from simpletune.system.hub.repository import Repository
+from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
 
 LIMIT = 77  # tokens that CLIP sees, including the start and end tokens

@@ -133,13 +133,13 @@ class Table(Source):
 
     def _fetched(self) -> Path:
         """Download the parquet files of a dataset on the Hub."""
-        from simpletune.system.hub.files import data_set_folder
+        from simpletune.system.hub import data_set_folder
 
         return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
 
 
 def _is_hub_name(name: str) -> bool:
-    from simpletune.system.hub.fetch import is_hub_name
+    from simpletune.system.hub import is_hub_name
 
     return is_hub_name(name)
 

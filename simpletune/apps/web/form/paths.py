@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from simpletune.config.schema import DEMO
-from simpletune.system.hub.fetch import HUB_NAME
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import Json, Problem, UserError
 
 Resolve = Callable[[str], Path]
