@@ -66,7 +66,11 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         _require_known_card(
             (major, minor), torch.cuda.get_arch_list(), f"{torch.__version__}, CUDA {torch.version.cuda}"
         )
-        _require_compute_type(compute, (major, minor), torch.cuda.get_device_name())
+        if compute == "bf16" and (major, minor) < BF16_FROM:  # torch would emulate it many times slower
+            raise UserError(
+                f"precision.compute: bf16 needs a card of sm_80 or newer, but {torch.cuda.get_device_name()} is "
+                f"{sm((major, minor))}. Use precision.compute=auto or fp16"
+            )
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (
             f"{torch.cuda.get_device_name()} ({sm((major, minor))}, {gib:.1f} GiB)"
@@ -98,15 +102,6 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def _require_compute_type(compute: str, capability: tuple[int, int], name: str) -> None:
-    """Refuse bf16 on cards that lack it, because torch would emulate it many times slower."""
-    if compute == "bf16" and capability < BF16_FROM:
-        raise UserError(
-            f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is {sm(capability)}. "
-            "Use precision.compute=auto or fp16"
-        )
 
 
 def _require_known_card(capability: tuple[int, int], built_for: list[str], build: str) -> None:

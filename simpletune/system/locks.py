@@ -69,12 +69,7 @@ def _lock_beside(folder: Path) -> Path:
 
 @contextmanager
 def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
-    """Lock a file exclusively within this context; wait for other processes.
-
-    Args:
-        file: lock file; created if missing.
-        waiting: line to print before waiting.
-    """
+    """Lock a file, created if missing, exclusively within this context; print ``waiting`` before waiting for others."""
     lock = _acquire(file, waiting)
     try:
         yield
@@ -83,7 +78,7 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the lock file of a cache folder ``CACHE/KIND/KEY``."""
+    """The lock file of a cache folder ``CACHE/KIND/KEY``."""
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
 
 
@@ -92,14 +87,12 @@ class Ranges:
 
     The locks belong to the open file (``F_OFD_SETLK``), so they exclude threads and forked processes too, work over
     NFS, and end with the process. If the file system supports no locks, every lock succeeds and a warning is printed.
-
-    Args:
-        file: lock file; created if missing, and left behind.
+    The lock file is created if missing, and left behind.
     """
 
     def __init__(self, file: Path):
-        self.file, self.sure = file, True
-        """``sure``: false once a lock has succeeded without excluding anyone."""
+        self.file = file
+        self.sure = True  # false once a lock has succeeded without excluding anyone
         self._handle: int | None = None
 
     def __enter__(self) -> Ranges:
@@ -155,12 +148,7 @@ class Ranges:
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:
     """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired.
 
-    Args:
-        file: lock file; created if missing.
-        waiting: line to print before waiting for another process; None: do not wait.
-
-    Raises:
-        Timeout: another process holds the lock, and ``waiting`` is None.
+    Without a line to print before waiting, ``Timeout`` says that another process holds it.
     """
     # filelock's fallback on ENOSYS, a soft lock, would outlive a killed process.
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)

@@ -33,26 +33,19 @@ SHOWN = 16  # problems on a screen
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one problem of a configuration.
+    """One problem of a configuration."""
 
-    Args:
-        path: dotted path of the field without union tags (``adapter.rank``); empty for the whole file.
-        message: value, rule and remedy in one or two sentences.
-    """
-
-    path: str
-    message: str
+    path: str  # dotted, without union tags (``adapter.rank``); empty for the whole file
+    message: str  # value, rule and remedy in one or two sentences
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
 class UserError(Exception):
-    """Report a mistake that the user can fix; printed without a traceback.
+    """Report a mistake that the user can fix: what is wrong, the rule, and the remedy; printed without a traceback.
 
-    Args:
-        message: what is wrong, the rule, and the remedy.
-        code: the exit code of the command line (2 for configuration and input).
+    ``code`` is the exit code of the command line (2 for configuration and input).
     """
 
     def __init__(self, message: str, code: int = 2):
@@ -71,13 +64,7 @@ class ConfigError(UserError):
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """Format a count with its noun: ``1 picture``, ``2 pictures``.
-
-    Args:
-        count: number of items.
-        one: singular noun.
-        many: plural noun, if it is not the singular plus s.
-    """
+    """Format a count with its noun: ``1 picture``, ``2 pictures``; ``many`` if it is not the singular plus s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -94,10 +81,10 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
 
 @dataclass(frozen=True)
 class DiscriminatedUnion:
-    """Describe the discriminated union of an annotation: the tag's field name and the members by tag value."""
+    """The discriminated union of an annotation."""
 
-    tag: str
-    members: dict[str, type[Option]]
+    tag: str  # name of the tag's field
+    members: dict[str, type[Option]]  # by tag value; the first is the default
     default: str
 
 
@@ -131,7 +118,7 @@ def item_of(field: FieldInfo | None) -> FieldInfo | None:
 
 
 def union_of(field: FieldInfo) -> DiscriminatedUnion | None:
-    """Return the discriminated union of a field, or None. The first member is the default."""
+    """Return the discriminated union of a field, or None."""
     if not isinstance(field.discriminator, str):
         return None
     return _union(cast(Hashable, field.annotation), field.discriminator)
@@ -139,7 +126,7 @@ def union_of(field: FieldInfo) -> DiscriminatedUnion | None:
 
 @functools.cache
 def _union(annotation: Hashable, tag: str) -> DiscriminatedUnion:
-    """Return the union of an annotation; cached, because checking one configuration needs unions about 40 times."""
+    # Cached, because checking one configuration needs unions about 40 times.
     classes = option_classes(annotation)
     members = {value: option for option in classes for value in tag_values(option, tag)}
     return DiscriminatedUnion(tag, members, next(iter(members)))

@@ -39,7 +39,6 @@ class Price(Option):
 Prices = dict[str, Price]
 """Prices by name, in the order of their columns."""
 
-
 SHIPPED = ASSETS / "prices.json"
 
 
@@ -77,11 +76,7 @@ def card_price(card: Card, configured: str | None = None, file: Path | None = No
 
 
 def read_prices(file: Path, option: str = "--prices") -> Prices:
-    """Read a file of prices.
-
-    Args:
-        file: the file.
-        option: the option that names the file, for messages.
+    """Read a file of prices, which messages call by the option that names it.
 
     Raises:
         UserError: it cannot be read, or a price lacks its date or source.
@@ -99,10 +94,6 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
 
 
 def cost_of_picture(seconds: float, per_hour: float) -> float:
-    """Compute seconds x price per hour / 3600, in the price's currency.
-
-    Args:
-        seconds: time of one picture: that of a batch divided by its number of pictures.
-        per_hour: price of the machine.
-    """
+    """Compute the cost of a picture that takes so many seconds, a batch's divided by its number of pictures, in the
+    currency of the machine's price."""
     return seconds * per_hour / 3600

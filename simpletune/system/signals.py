@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
     Args:
         number: the signal; for a request to stop, the signal that it counts as.
-        by: what stopped the run; None: the signal.
+        by: what stopped the run, if not the signal.
     """
 
     def __init__(self, number: int, by: str | None = None):
@@ -88,30 +88,23 @@ def poll() -> None:
 
     Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
     Each call counts as progress.
-
-    Raises:
-        Stopped: a signal was received.
     """
-    progressed()
+    progressed.count += 1
     if _Signals.received is not None and (_Signals.may_stop_in_poll or not _Signals.deferred):
         raise Stopped(_Signals.received)
 
 
 def stop_if_requested() -> None:
-    """Stop if a signal was received, between stages of a run and after deferring signals.
-
-    Raises:
-        Stopped: a signal was received.
-    """
+    """Stop if a signal was received, between stages of a run and after deferring signals."""
     if _Signals.received is not None:
         raise Stopped(_Signals.received)
 
 
 def is_listening() -> bool:
-    """Return whether the signal handler is installed."""
+    """Whether the signal handler is installed."""
     return _Signals.listening
 
 
 def received_signal() -> int | None:
-    """Return the signal that this process has received, if any."""
+    """The signal that this process has received, if any."""
     return _Signals.received

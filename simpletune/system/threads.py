@@ -57,10 +57,3 @@ def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int |
     return max(1, min(cores, parameters // PARAMETERS_PER_THREAD)), (
         f"auto: one per {PARAMETERS_PER_THREAD // 10**6} million parameters, up to {cores} cores"
     )
-
-
-def use_threads(count: int) -> None:
-    """Set the number of CPU threads of torch."""
-    import torch
-
-    torch.set_num_threads(count)

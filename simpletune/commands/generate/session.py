@@ -31,7 +31,7 @@ from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_sta
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
-from simpletune.system.threads import choose_threads, use_threads
+from simpletune.system.threads import choose_threads
 
 MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
@@ -213,7 +213,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     device, reason = choose_device(config.device, "auto", config.is_demo)
     config = resolve_folders(compute_to_generate(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
-    use_threads(threads)
+    torch.set_num_threads(threads)
     session = GenerationSession(
         config,
         run.folder if run else None,

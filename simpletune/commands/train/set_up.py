@@ -47,7 +47,7 @@ from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
-from simpletune.system.threads import choose_threads, use_threads
+from simpletune.system.threads import choose_threads
 from simpletune.training.trainer import Job
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
     threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
     if on_cpu:
         say(f"threads {threads} ({why})")
-    use_threads(threads)
+    torch.set_num_threads(threads)
     return threads
 
 
