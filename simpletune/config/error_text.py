@@ -132,7 +132,7 @@ def _message(
     kinds = {item["type"] for item in items}
     item = items[0]
     if "extra_forbidden" in kinds:
-        return f"unknown field.{other_field(path, [f.alias or n for n, f in owner.model_fields.items()], root)}"
+        return f"unknown field.{other_field(path, owner, root)}"
     if "missing" in kinds:
         if field is None:
             return "is required. Add it"
@@ -200,11 +200,11 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def other_field(path: str, known: list[str], root: type[Option]) -> str:
-    """Suggest a field for an unknown one: of the same section (``known``), by another trainer's name, or of another
-    section of the ``root``."""
+def other_field(path: str, owner: type[Option], root: type[Option]) -> str:
+    """Suggest a field for an unknown one: of its ``owner``, by another trainer's name, or of another section of the
+    ``root``."""
     word = path.rpartition(".")[2]
-    near = did_you_mean(word, known)
+    near = did_you_mean(word, [field.alias or name for name, field in owner.model_fields.items()])
     if "Did you mean" in near:
         return near
     if word in ELSEWHERE:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simpletune.adapters.text.option import result_names
 from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.modulation import auto_modulation
-from simpletune.config.prior import NoPrior, describe
+from simpletune.config.prior import BasePrediction, ClassPictures
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
@@ -57,8 +57,12 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
     yield from (("data", _source(member)) for member in config.data.members)
-    if not isinstance(config.prior, NoPrior):
-        yield "prior", describe(config.prior)
+    prior = config.prior
+    if isinstance(prior, ClassPictures):
+        yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
+    elif isinstance(prior, BasePrediction):
+        where = "the sources for regularization" if prior.prompt is None else repr(prior.prompt)
+        yield "prior", f"the base's own predictions for {where}, weight {prior.weight:g}"
     files = result_names(config.name, config.adapter, config.text, config.model.denoiser)
     every, kept = config.checkpoint.every, config.checkpoint.in_words()
     when = f"every {plural(every, 'step')} and at the end" if every else "at the end"

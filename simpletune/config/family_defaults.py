@@ -50,13 +50,8 @@ def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
     known = {name: data.get(name, {}) for name in defaults}
     filled = {name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}
     if "sources" in filled.get("data", {}) or filled.get("data", {}).get("source") == "several":
-        filled["data"] = _filled_sources(known["data"], defaults["data"])
+        data_section = filled["data"] = known["data"]  # each source has the fields that a single one has here
+        if isinstance(sources := data_section.get("sources"), list):
+            each = [{**defaults["data"], **own} if isinstance(own, dict) else own for own in sources]
+            filled["data"] = {**data_section, "sources": each}
     return {**data, **filled}
-
-
-def _filled_sources(data: Json, defaults: dict[str, object]) -> Json:
-    """Fill in what the sources leave unset; each has the fields that the section itself has for a single source."""
-    sources = data.get("sources")
-    if not isinstance(sources, list):
-        return data
-    return {**data, "sources": [{**defaults, **own} if isinstance(own, dict) else own for own in sources]}

@@ -60,6 +60,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     section, parts = merged, path.split(".")
     if parts[0] == "objective":
         merged |= with_objective(merged)
+    parent: FieldInfo | None = None  # the field of the last section
     steps = iter(parts[:-1])
     for part in steps:
         field = option.model_fields.get(part) if option else None
@@ -71,19 +72,18 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
                 return []
             field, child = item, child[int(number)]
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
-            known = _known(option)
+            known = [each.alias or name for name, each in option.model_fields.items()] if option else []
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
         if item is None:
             section[part] = child
-        option, section = member_for(field, child), child
+        parent, option, section = field, member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
-        problems.append(Problem(path, f"unknown field.{other_field(path, _known(option), TrainConfig)}"))
+        problems.append(Problem(path, f"unknown field.{other_field(path, option, TrainConfig)}"))
         return []
     section[leaf] = parse_value(field, text)
-    parent = _field_at(parts[:-1], merged)
     union = union_of(parent) if parent is not None else None
     member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
     if member is not None:
@@ -94,25 +94,6 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
         if dropped:
             return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
     return []
-
-
-def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
-    """Return the field at a path of sections."""
-    option: type[Option] | None = TrainConfig
-    field: FieldInfo | None = None
-    section: object = merged
-    for part in parts:
-        if isinstance(section, list):
-            field, section = item_of(field), section[int(part)]
-        else:
-            field = option.model_fields.get(part) if option else None
-            section = section.get(part, {}) if isinstance(section, dict) else {}
-        option = member_for(field, section) if field and not isinstance(section, list) else None
-    return field
-
-
-def _known(option: type[Option] | None) -> list[str]:
-    return [field.alias or name for name, field in option.model_fields.items()] if option else []
 
 
 def parse_value(field: FieldInfo | None, text: str) -> object:

@@ -74,13 +74,6 @@ def resolve_folders(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def checked_folders(config: TrainConfig) -> TrainConfig:
-    """Resolve folders, and check the rules that need the model."""
-    resolved = resolve_folders(config)
-    require_model_rules(resolved)
-    return resolved
-
-
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:
     """Replace the data's ``demo:`` names by their folders."""
 

@@ -28,11 +28,11 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class Progress:
+class WorkDone:
     """What this process has done, so that others can tell a long task from a hang."""
 
     count = 0  # pieces of work: pictures, prompts, denoising steps, training steps
     trains = False  # a training step was finished
 
 
-progressed = Progress()
+progressed = WorkDone()
