@@ -298,11 +298,8 @@ def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def may_recompute_alone(config: TrainConfig) -> bool:
-    """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again.
-
-    Args:
-        config: configuration with a known model and resolved demo names.
-    """
+    """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again; for
+    a known model and resolved demo names."""
     if not config.model.ends_with_feed_forward or config.speed.compile or config.precision.settled == "fp16":
         return False
     if config.adapter.trains_base or config.text.resident(config.model.clip_encoders):

@@ -17,7 +17,6 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
     """Replace ``compute: auto``, and print the choice unless it is bf16; return other configurations unchanged.
 
     Args:
-        config: configuration of the run.
         capability: CUDA compute capability of the device; None: the CPU.
         before: the type chosen when the run first started, which a resumed run keeps.
 

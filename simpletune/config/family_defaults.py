@@ -23,16 +23,12 @@ def with_objective(data: Json) -> Json:
 
 
 def with_family(data: Json) -> Json:
-    """Fill in the family's defaults where a configuration, as JSON, sets none; validation reports what is wrong.
-
-    A ``memory.profile`` may plan modulations, so for a family without modulations ``memory.modulation`` is set to auto,
-    too.
-    """
+    """Fill in the family's defaults where a configuration, as JSON, sets none; validation reports what is wrong."""
     family = _family_in(data)
     if family is None:
         return data
     defaults = family_defaults(family)
-    if not family.has_modulation:
+    if not family.has_modulation:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
     return _filled(data, defaults)
 

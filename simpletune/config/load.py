@@ -121,6 +121,13 @@ def read_saved(text: str | bytes) -> TrainConfig:
     return TrainConfig.model_validate_json(json.dumps(with_objective(data) if isinstance(data, dict) else data))
 
 
+def complete(data: Json) -> Json:
+    """Fill in what the family, the profile and the unions' tags determine."""
+    method = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
+    data = with_profile(with_family(data), bool(getattr(method, "trains_base", False)))
+    return with_default_tags(TrainConfig, data)
+
+
 def with_default_tags(option: type[Option], data: Json) -> Json:
     """Add the default tag to each union that lacks one."""
     result = dict(data)
@@ -154,9 +161,7 @@ def validate(
     The rules run without the invalid fields, so that all problems are reported at once in one ``ConfigError``.
     """
     found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
-    method = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
-    data = with_profile(with_family(data), bool(getattr(method, "trains_base", False)))
-    data = with_default_tags(TrainConfig, data)
+    data = complete(data)
     config = _attempt(data, found)
     unheard = list(found)
     for _ in range(REPAIRS):

@@ -86,11 +86,9 @@ def choose_validation_samples(
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     Args:
-        config: configuration of the run.
         samples_per_step: mean number of samples that a step trains on.
-        steps: number of steps of the run.
-        before: the number chosen when the run first started; a resumed run keeps it, because losses are paired only
-            then.
+        steps: of the run.
+        before: the number chosen at the run's first start; a resumed run keeps it, because losses are paired only then.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)

@@ -36,7 +36,7 @@ def prepare_environment() -> None:
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version from nvidia-smi, or None."""
+    """The NVIDIA driver's version from nvidia-smi, or None."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -47,15 +47,12 @@ def driver_version() -> str | None:
 
 
 def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device, str]:
-    """Choose the device and describe the reason.
+    """Choose the device and describe the reason; a ``UserError`` says why no GPU is usable.
 
     Args:
         asked: auto, cuda or cpu.
         compute: data type of matmuls: bf16, fp16, fp32, or auto for what the device can do.
-        is_demo: the model is the bundled demo model.
-
-    Raises:
-        UserError: no GPU is usable, and the CPU was not requested.
+        is_demo: the model is the bundled demo model, which the CPU may train unasked.
     """
     import torch
 
@@ -98,7 +95,7 @@ def sm(capability: Sequence[int]) -> str:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the CUDA compute capability of a device; None for the CPU."""
+    """The CUDA compute capability of a device; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -107,10 +104,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def _require_known_card(capability: tuple[int, int], built_for: list[str], build: str) -> None:
     """Check that torch was built for the card: for its major version, but not a newer one, or with usable PTX.
 
-    Args:
-        capability: CUDA compute capability of the card.
-        built_for: ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty if unknown.
-        build: torch's version, for the message.
+    ``built_for`` is ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty if unknown.
     """
     known = []
     for entry in built_for:

@@ -1,6 +1,7 @@
 """Files of the Hugging Face hub: choose those of a model, check the disk, download, and explain every failure.
 
-No message repeats text from the hub or its library: it could contain a token or a signed URL.
+Every failure is a ``UserError`` with value, rule and remedy. No message repeats text from the hub or its library: it
+could contain a token or a signed URL.
 """
 
 from __future__ import annotations
@@ -95,22 +96,14 @@ def is_hub_name(name: str) -> bool:
 
 
 def part_folder(part: HubPart) -> Path:
-    """Return the local folder of a part on the hub; fetch it if necessary.
-
-    Raises:
-        UserError: the repository has no such part, or cannot be reached.
-    """
+    """Return the local folder of a part on the hub; fetch it if necessary."""
     if part not in _FETCHED:
         fetch([part])
     return _FETCHED[part]
 
 
 def fetch(parts: Sequence[HubPart]) -> None:
-    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk.
-
-    Raises:
-        UserError: a part does not exist, the disk is too small, or the hub is unreachable and the cache incomplete.
-    """
+    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk."""
     folders: dict[HubPart, Path] = {}
     wanted: list[HubFile] = []
     for part in dict.fromkeys(parts):
@@ -130,11 +123,7 @@ def fetch(parts: Sequence[HubPart]) -> None:
 
 
 def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
-    """List the files of a part in fetching order, without other precisions and frameworks.
-
-    Raises:
-        UserError: the repository has no such part, or no weights for it.
-    """
+    """List the files of a part in fetching order, without other precisions and frameworks."""
     name, prefix = part.repository.name, f"{part.part}/"
     if not any(file.path.startswith(prefix) for file in files):
         if part.part not in ALONE or not any(file.path == "config.json" for file in files):
@@ -167,11 +156,7 @@ def _chosen_weights(inside: dict[str, HubFile]) -> list[HubFile]:
 
 
 def repository_file(name: str, file: str, revision: str | None = None) -> Path:
-    """Return the local path of a file on the hub; fetch it if necessary.
-
-    Raises:
-        UserError: the repository has no such file, or cannot be reached.
-    """
+    """Return the local path of a file on the hub; fetch it if necessary."""
     repository = Repository(name, revision)
     try:
         found = [each for each in listing(repository) if each.path == file]
@@ -186,11 +171,7 @@ def repository_file(name: str, file: str, revision: str | None = None) -> Path:
 
 
 def data_set_folder(name: str, patterns: list[str]) -> Path:
-    """Return the local folder of a data set's files that match the patterns; fetch them if necessary.
-
-    Raises:
-        UserError: the data set does not exist or cannot be reached.
-    """
+    """Return the local folder of a data set's files that match the patterns; fetch them if necessary."""
     repository = Repository(name, kind="dataset")
     try:
         held = listing(repository)
@@ -207,11 +188,7 @@ def data_set_folder(name: str, patterns: list[str]) -> Path:
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return the local folder of a whole model in transformers' layout; fetch it if necessary, safetensors only.
-
-    Raises:
-        UserError: the repository has no such model, or cannot be reached.
-    """
+    """Return the local folder of a whole model in transformers' layout; fetch it if necessary, safetensors only."""
     repository = Repository(name, revision)
     try:
         files = [file for file in listing(repository) if "/" not in file.path]
@@ -232,11 +209,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
 @lru_cache(maxsize=16)
 def listing(repository: Repository) -> tuple[HubFile, ...]:
-    """List a repository's files.
-
-    Raises:
-        UserError: the hub does not respond, or not with a listing.
-    """
+    """List a repository's files."""
     from huggingface_hub import HfApi, constants
 
     with explain_hub_errors(repository):
@@ -277,12 +250,7 @@ def in_cache(part: HubPart) -> Path | None:
 
 
 def fetch_files(files: Sequence[HubFile]) -> None:
-    """Fetch missing files if they fit on the disk; record the commit for later use without a network.
-
-    Raises:
-        DiskFull: the disk is too small; states the bytes needed and free.
-        UserError: a file cannot be fetched.
-    """
+    """Fetch missing files if they fit on the disk; record the commit for later use without a network."""
     from huggingface_hub import constants
 
     missing = [file for file in files if not file.place.exists()]
@@ -395,15 +363,8 @@ def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
 
 @contextmanager
 def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
-    """Turn failures of the hub, the network or the disk into a message with value, rule and remedy.
-
-    Args:
-        repository: the requested repository.
-        file: the file being fetched.
-
-    Raises:
-        UserError: any failure; ``Unreachable`` if the cache may still have the files.
-    """
+    """Turn failures of the hub, the network or the disk into a ``UserError``, of requesting a repository or fetching a
+    file of it; into ``Unreachable`` if the cache may still have the files."""
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
@@ -417,11 +378,9 @@ def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> I
 
 
 def _class_names(error: BaseException) -> set[str]:
-    """Return the names of an error's class and its bases.
-
-    huggingface_hub raises its HTTP client's errors but exports only their base class (``errors.HTTPError``). Comparing
-    subclasses (``TimeoutException``, ``ProxyError``) by name avoids importing the client.
-    """
+    """The names of an error's class and its bases."""
+    # huggingface_hub raises its HTTP client's errors but exports only their base class (errors.HTTPError). Comparing
+    # subclasses (TimeoutException, ProxyError) by name avoids importing the client.
     return {kind.__name__ for kind in type(error).__mro__}
 
 

@@ -24,12 +24,8 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on
 def exclusive(folder: Path, remedy: str = "or give this run another name: name=...") -> Iterator[None]:
     """Lock a folder exclusively within this context, with the file ``.NAME.lock`` next to it.
 
-    Args:
-        folder: folder, which need not exist and may be renamed meanwhile.
-        remedy: follows "Wait for its end or stop it" in the message.
-
-    Raises:
-        UserError: another process holds the lock.
+    The folder need not exist and may be renamed meanwhile. If another process holds the lock, the error ends with
+    "Wait for its end or stop it" and the remedy.
     """
     file = _lock_beside(folder)
     try:
@@ -110,15 +106,9 @@ class Ranges:
 
     @contextmanager
     def held(self, first: int, last: int, wait: bool = False) -> Iterator[bool]:
-        """Lock the keys from ``first`` to ``last``, both included, within this context.
+        """Lock the keys from ``first`` (at least 0) to ``last`` (below 2 ** 62), both included, within this context.
 
-        Args:
-            first: at least 0.
-            last: below 2 ** 62.
-            wait: wait for processes that hold a part of the range.
-
-        Yields:
-            Whether they are locked; always true if ``wait`` is set.
+        Yields whether they are locked: always, if it may wait for processes that hold a part of the range.
         """
         if self._handle is None:
             yield True

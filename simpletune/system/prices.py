@@ -43,30 +43,17 @@ SHIPPED = ASSETS / "prices.json"
 
 
 def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
-    """Return prices by lower-case card name; a user's file overrides the prices that ship with this package.
-
-    Args:
-        file: the file given on the command line.
-        configured: ``output.prices``, used if no file is given.
-
-    Raises:
-        UserError: the file cannot be used.
-    """
+    """Return prices by lower-case card name; a user's file (of the command line, else ``output.prices``) overrides the
+    prices that ship with this package."""
     given = read_prices(file) if file else read_prices(Path(configured), "output.prices") if configured else {}
     both = [read_prices(SHIPPED), given]
     return {name.lower(): price for prices in both for name, price in prices.items()}
 
 
 def card_price(card: Card, configured: str | None = None, file: Path | None = None) -> Price | None:
-    """Return the price of a card; None if unknown.
+    """Return the price of a card as ``of_cards`` has it; None if unknown.
 
-    Args:
-        card: a card of the table; or one by the driver's name, whose nearest card of the table by memory counts.
-        configured: ``output.prices``, whose prices override the shipped ones.
-        file: the file given on the command line, which comes before ``configured``.
-
-    Raises:
-        UserError: the file cannot be used.
+    For a card by the driver's name, the nearest card of the table by memory counts.
     """
     prices, names = of_cards(file, configured), [card.name]
     if card.name not in {each.name for each in CARDS}:

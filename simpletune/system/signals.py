@@ -70,12 +70,8 @@ def listening() -> Iterator[None]:
 
 @contextmanager
 def deferred_signals(processes: int) -> Iterator[None]:
-    """Defer signals within this context until the loop checks for them.
-
-    Args:
-        processes: number of processes that train together; a single one may also stop in ``poll``, several must stop
-            at the same step.
-    """
+    """Defer signals within this context until the loop checks for them. A single process may also stop in ``poll``;
+    several that train together must stop at the same step."""
     Signals.deferred, Signals.may_stop_in_poll = True, processes == 1
     try:
         yield

@@ -124,12 +124,7 @@ class RangeFile(io.RawIOBase):
 
 
 def send_with_retries(call: Callable[[], T]) -> T:
-    """Send a request to a store, up to ``READS`` times, until it answers.
-
-    Raises:
-        ObjectChanged: at once.
-        StoreError: the last failure.
-    """
+    """Send a request to a store until it answers, up to ``READS`` times; ``ObjectChanged`` is raised at once."""
     for _ in range(READS - 1):
         try:
             return call()
