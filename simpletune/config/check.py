@@ -277,6 +277,7 @@ def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{memory.keep_attention} with speed.compile: a compiled block does not show its attention. Use "
             "keep_attention none, or speed.compile false",
         )
+    value: object
     if memory.checkpointing == "feed_forward":  # feed-forward networks are recomputed separately
         field, value, instead = "checkpointing", memory.checkpointing, "checkpointing all"
     elif memory.feed_forward not in ("auto", "block"):

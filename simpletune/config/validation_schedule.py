@@ -11,7 +11,6 @@ from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig, Validation
-    from simpletune.data.plan import Plan
     from simpletune.data.samples import SampleDraw
 
 LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
@@ -28,12 +27,6 @@ def loss_name(seen: int, held_out: int) -> str:
         return ON_TRAINING
     of = f"{seen:,} of " if seen < held_out else ""
     return f"validation loss ({of}{plural(held_out, 'held-out picture')})"
-
-
-def describe_validation(plan: Plan, count: int) -> Json:
-    """Return the fields that describe the validation loss of ``count`` samples in the run's files."""
-    held_out = len(plan.held_out)
-    return {"eval_loss_is": loss_name(min(count, held_out), held_out), "held_out_pictures": held_out}
 
 
 def drift_prompts(option: Validation) -> list[str]:
@@ -113,8 +106,3 @@ def drift_group(name: str) -> str:
 def drift_words(drift: Json) -> str:
     """Describe the drift: how much predictions changed, in percent of the base's."""
     return ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in drift.items())
-
-
-def scalar_name(plan: Plan) -> str:
-    """Return the name in trackers, where runs with and without a split must not share a curve."""
-    return "validation_loss" if plan.held_out else "training_loss_fixed_noise"
