@@ -176,7 +176,8 @@ class Bench:
         session = GenerationSession(
             resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda")
         )
-        return session.draw(weights, [request_of(prompt) for prompt in (*self.styled, *self.others)])[0]
+        requests = [request_of(prompt) for prompt in (*self.styled, *self.others)]
+        return session.draw_all([weights], requests)[0].pictures
 
     def scores(self, images: list[Image.Image], name: str) -> Json:
         """Judge what ``drawn`` drew, and keep some of it."""

@@ -22,7 +22,7 @@ from simpletune.engine.quant.int8_quanto import Int8Quanto
 from simpletune.engine.quant.nf4 import Nf4
 from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.engine.quant.precision import WeightPrecision
-from simpletune.models.objectives.flow_process import flow_loss
+from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.denoiser import model_units
@@ -96,7 +96,7 @@ def loss_of(model: nn.Module, precision: WeightPrecision, key: int, device: str 
     sigma = torch.tensor([0.3, 0.8], device=device)
     with autocast_of(precision, z_t.device):
         velocity = predict_velocity(model, z_t, sigma, prompts, pooled, precision.compute_dtype())
-    return flow_loss(velocity, target)
+    return FlowProcess().loss(velocity, target, sigma)
 
 
 @dataclass(frozen=True)

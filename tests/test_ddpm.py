@@ -80,9 +80,6 @@ def test_equals_the_reference(case: str) -> None:
     close(z_t, wanted.noised(z_0.numpy(), noise.numpy()))
     close(target, wanted.target(z_0.numpy(), noise.numpy()))
     close(process.loss(prediction, target, level), wanted.loss(prediction.numpy(), target.numpy()))
-    clean = wanted.clean(z_t.double().numpy(), prediction.double().numpy())
-    close(process.clean(z_t, prediction, level), clean, 1e-5)  # noise prediction divides by sqrt(abar), 0.006 if linear
-    torch.testing.assert_close(process.clean(z_t, target, level), z_0, rtol=1e-4, atol=1e-4)
     assert process.time(level).tolist() == LEVELS and process.time(level).dtype == torch.int64
 
 
@@ -100,9 +97,6 @@ def test_equals_diffusers(case: str) -> None:
     weights = torch.ones(len(t)) if gamma is None else snr.clamp(max=gamma) / (snr + 1 if v else snr)
     rows = (prediction - target).square().mean(dim=(1, 2, 3))
     close(process.loss(prediction, target, level), (weights * rows).mean(), 1e-5)
-    if t[-1] == 999 and v:
-        given = theirs.step(prediction[:1], 999, z_0[:1], generator=torch.Generator().manual_seed(0))
-        close(process.clean(z_0[:1], prediction[:1], level[-1:]), given.pred_original_sample, 1e-5)
 
 
 def test_known_values_of_stable_diffusion() -> None:
@@ -126,7 +120,6 @@ def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
     process, last = Ddpm(zero_terminal_snr=True).process(lambda: SD21), torch.full((len(z_0),), 999.0)
     assert torch.equal(process.noised(z_0, noise, last), noise)
     assert torch.equal(process.target(z_0, noise, last), -z_0)
-    assert torch.equal(process.clean(noise, -z_0, last), z_0)
 
 
 def test_every_row_has_the_weight_of_its_own_timestep() -> None:
@@ -209,9 +202,8 @@ def test_reads_nothing_from_the_device_and_copies_its_tables_once() -> None:
     process = Ddpm(min_snr_gamma=5.0).process(lambda: SD21)
     meta = [tensor.to("meta") for tensor in (z_0, noise, prediction, level)]  # a read of these raises
     for z_0, noise, prediction, level in (batch(), meta):
-        z_t = process.noised(z_0, noise, level)
         loss = process.loss(prediction, process.target(z_0, noise, level), level)
-        assert process.clean(z_t, prediction, level).shape == z_t.shape and loss.shape == ()
+        assert process.noised(z_0, noise, level).shape == z_0.shape and loss.shape == ()
     tables = dict(process._tables)
     process.noised(*meta[:2], meta[3])
     assert tables.keys() == {torch.device("cpu"), torch.device("meta")}

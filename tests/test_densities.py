@@ -11,8 +11,7 @@ import torch
 from simpletune.config.load import validate
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
-from simpletune.models.objectives.flow import Flow, shift_sigma
-from simpletune.models.objectives.flow_process import FlowProcess
+from simpletune.models.objectives.flow import Flow, FlowProcess, shift_sigma
 from simpletune.models.objectives.huber import Huber, errors
 from simpletune.system.options import ConfigError
 

@@ -15,8 +15,7 @@ from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
-from simpletune.apps.cli.evaluate import finite
-from simpletune.apps.cli.generate_arguments import tile
+from simpletune.apps.cli.arguments import finite, tile
 from simpletune.apps.cli.main import main
 from simpletune.config.explain import explain
 from simpletune.config.load import validate

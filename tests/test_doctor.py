@@ -66,8 +66,8 @@ class Fake(Machine):
     files: dict[str, str] = field(default_factory=dict)
     commands: dict[str, tuple[int, str] | None] = field(default_factory=dict)
     programs: tuple[str, ...] = ("gcc",)
-    version: tuple[int, int, int] = (3, 12, 4)
-    release: tuple[str, str] = ("Linux", "6.8.0-generic")
+    python: tuple[int, int, int] = (3, 12, 4)
+    system: tuple[str, str] = ("Linux", "6.8.0-generic")
     header: bool = True
     locked: int | None = 2**23
     room: dict[str, int] = field(default_factory=dict)
@@ -80,13 +80,7 @@ class Fake(Machine):
     def read(self, path: str) -> str | None:
         return self.files.get(path)
 
-    def system(self) -> tuple[str, str]:
-        return self.release
-
-    def python(self) -> tuple[int, int, int]:
-        return self.version
-
-    def exists(self, path: Path) -> bool:
+    def has_python_header(self) -> bool:
         return self.header
 
     def which(self, name: str) -> str | None:
@@ -138,9 +132,9 @@ def smi(code: int, text: str) -> dict[str, tuple[int, str]]:
 
 
 WRONG = {
-    "old Python": (system_checks.python, {"version": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
-    "Windows": (system_checks.system, {"release": ("Windows", "11")}, PROBLEM, "WSL 2"),
-    "WSL": (system_checks.system, {"release": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
+    "old Python": (system_checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
+    "Windows": (system_checks.system, {"system": ("Windows", "11")}, PROBLEM, "WSL 2"),
+    "WSL": (system_checks.system, {"system": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
     "little memory": (
         system_checks.memory, {"files": {"/proc/meminfo": MEMINFO.format(8 * 2**20, 2**20)}}, WARNING, "8.0 GiB",
     ),
@@ -267,7 +261,8 @@ def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
     ],
 )
 def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: str, text: str) -> None:
-    finding = step_checks.judge_steps("20 steps", {**STEPS, **changes})
+    here = machine({"steps bf16 20": {**STEPS, **changes}})
+    (finding,) = step_checks.steps(here, "bf16", 20)
     assert finding.level == level and text in f"{finding.value} {finding.why}"
 
 
@@ -464,7 +459,7 @@ def test_the_file_that_is_written_is_private(offline: Path, monkeypatch: pytest.
 def test_problems_end_it_with_1(
     offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = machine(version=(3, 9, 0))
+    here = machine(python=(3, 9, 0))
     monkeypatch.setattr(command, "Machine", lambda probe: here)
     assert main(["doctor", "--no-train"]) == 1
     said = capsys.readouterr()

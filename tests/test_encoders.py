@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
-from simpletune.commands.evaluate.encoders.preprocessing import (
+from simpletune.commands.evaluate.encoders.encoder import (
     CLIP,
     HALF,
     IMAGENET,
@@ -27,6 +26,7 @@ from simpletune.commands.evaluate.encoders.preprocessing import (
     scaled_and_cut,
     squashed,
 )
+from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
 from simpletune.commands.evaluate.estimate import encoding
 from simpletune.data.demo import pictures
 from simpletune.estimate.timing.recorder import Recorder

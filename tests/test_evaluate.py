@@ -24,7 +24,6 @@ from simpletune.commands.evaluate.evaluate import evaluate, plan_of
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import evaluated_weights, shots_of
 from simpletune.commands.evaluate.prompts import Prompt
-from simpletune.commands.evaluate.table import lines, main_encoders
 from simpletune.runs.folder import read_scores
 from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.system.options import UserError
@@ -224,7 +223,7 @@ def test_other_weights_of_the_same_step_are_other_pictures(run: Path, encoders: 
         args = parsed(folder, "--encoders", *encoders)
         args.run, args.runs, args.model, args.no_t5 = folder, None, None, None
         plan = plan_of(command.open_session(args), args)
-        return [{plan.key(point, shot) for shot in plan.shots} for point in plan.points]
+        return [{plan.keys[point, shot] for shot in plan.shots} for point in plan.points]
 
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -352,8 +351,7 @@ def test_predicted_time_is_that_of_every_operation(
 
 def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
     from simpletune.commands.evaluate.estimate import speeds_at_hand
-    from simpletune.estimate.timing.constants import VERSION, Constants, constants_file, write_constants
-    from simpletune.estimate.timing.grid import Grid
+    from simpletune.estimate.timing.constants import VERSION, Constants, Grid, constants_file, write_constants
     from simpletune.system.environment import cpu_name
 
     threads = torch.get_num_threads()
@@ -397,10 +395,10 @@ def test_the_table_shows_each_encoder_with_its_intervals() -> None:
         {"title": "a", "kind": "dino", "reads_prompts": False},
         {"title": "b", "kind": "clip", "reads_prompts": True},
     ]
-    shown = lines({"encoders": encoders, "points": points, "prompts": {"slice": "mine"}})
+    shown = command.lines({"encoders": encoders, "points": points, "prompts": {"slice": "mine"}})
     assert shown[0] == "a (dino), mine" and "0.500 ±0.110" in shown[2] and shown[3].split() == ["n", "8"]
     assert shown[4] == "b (clip), mine" and shown[6].split() == ["base", "0.500"]
-    assert main_encoders(encoders[1:]) == {"subject_fidelity": "b", "prompt_fidelity": "b"}
+    assert command.main_encoders(encoders[1:]) == {"subject_fidelity": "b", "prompt_fidelity": "b"}
 
 
 def test_the_demo_model_has_encoders_of_its_own() -> None:

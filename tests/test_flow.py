@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from simpletune.models.objectives.flow import Flow, shift_sigma
-from simpletune.models.objectives.flow_process import flow_loss, interpolate, velocity_target
+from simpletune.models.objectives.flow import Flow, FlowProcess, shift_sigma
 from simpletune.system.rng import random_key, reseed_global, stream
 
 EVEN = (np.arange(4000) + 0.5) / 4000
@@ -22,24 +22,25 @@ def latents(*values: float) -> torch.Tensor:
 
 def test_interpolates_each_sample_at_its_own_sigma() -> None:
     """0.75 * 2 + 0.25 * 10 = 4; 0.5 * (-4) + 0.5 * 1 = -1.5; at 0 the picture, at 1 the noise."""
-    z_t = interpolate(latents(2, -4, 7, 7), latents(10, 1, 9, 9), torch.tensor([0.25, 0.5, 0.0, 1.0]))
+    z_t = FlowProcess().noised(latents(2, -4, 7, 7), latents(10, 1, 9, 9), torch.tensor([0.25, 0.5, 0.0, 1.0]))
     torch.testing.assert_close(z_t, latents(4, -1.5, 7, 9))
 
 
 def test_velocity_leads_from_the_picture_to_the_noise() -> None:
     z_0, noise, sigma = latents(2, -4), latents(10, 1), torch.tensor([0.25, 0.5])
-    velocity = velocity_target(z_0, noise)
+    velocity = FlowProcess().target(z_0, noise, sigma)
     torch.testing.assert_close(velocity, latents(8, 5))
-    z_t = interpolate(z_0, noise, sigma)
+    z_t = FlowProcess().noised(z_0, noise, sigma)
     torch.testing.assert_close(z_t + (1 - sigma.view(-1, 1, 1, 1)) * velocity, noise)
     torch.testing.assert_close(z_t - sigma.view(-1, 1, 1, 1) * velocity, z_0)
 
 
 def test_loss_is_the_mean_square_in_fp32() -> None:
     """(1 + 4 + 9 + 0) / 4 = 3.5. In bf16 the mean over 1000 elements of 1.0078125^2 would lose its last digits."""
-    assert flow_loss(latents(1, 2, 3, 4), latents(0, 0, 0, 4)).item() == 3.5
+    loss_of = partial(FlowProcess().loss, level=torch.tensor([0.5]))
+    assert loss_of(latents(1, 2, 3, 4), latents(0, 0, 0, 4)).item() == 3.5
     near_one = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)
-    loss = flow_loss(near_one, torch.zeros_like(near_one))
+    loss = loss_of(near_one, torch.zeros_like(near_one))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(1.0078125**2, rel=1e-6)
 

@@ -69,7 +69,7 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
 
 def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     session = studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(2))
-    session.draw(BASE, REQUESTS)
+    session.draw_all([BASE], REQUESTS)
     before = torch.cuda.memory_allocated()
     session.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
     assert torch.cuda.memory_allocated() == before

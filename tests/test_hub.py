@@ -539,7 +539,7 @@ def test_an_encoder_comes_from_the_hub_without_pickles(hub: FakeHub, tmp_path: P
     hub.files = files | {"pytorch_model.bin": b"pickle", "tf_model.h5": b"other", "more/config.json": b"{}"}
     files["chat_template.jinja"] = hub.files["chat_template.jinja"] = b"{{ messages }}"  # what captioners need
     about = find_encoder(NAME)
-    assert (about.kind, about.title) == ("clip", "tiny-sd3")
+    assert (about.kind.name, about.title) == ("clip", "tiny-sd3")
     assert hub.fetched() == set(files)
     hub.failure = Failure("close")
     forget()

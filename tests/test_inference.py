@@ -16,7 +16,7 @@ from PIL import Image
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
-from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate import shared_base
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
@@ -206,7 +206,7 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     base, live, fused = session.draw_all(models, requests())
     assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
     assert latent_distance(live.latents[0], fused.latents[0]) < 1e-5 < latent_distance(live.latents[0], base.latents[0])
-    assert session.draw(BASE, requests())[0] == base.pictures
+    assert session.draw_all([BASE], requests())[0].pictures == base.pictures
 
 
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
@@ -243,7 +243,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
 def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, here: Path, clip: Path) -> None:
     nasty = '<script>alert("x")</script> & "quotes"'
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", nasty, "--clip", str(clip)]
-    sheet = compare(parsed(add_compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
+    sheet = compare(parsed(compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
     page, figures = (sheet.parent / "compare.html").read_text(), json.loads((sheet.parent / "compare.json").read_text())
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|url\(", page)
@@ -278,7 +278,7 @@ def clip(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, loras, here: Path, capsys) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
     words += ["--seeds", "2", "--lora", f"{loras['a']}:0.5"]
-    first = generate(parsed(add_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
+    first = generate(parsed(generate_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
     files = sorted(first.parent.glob("*.png"))
     assert [file.name for file in files] == [f"{n + 1:04d}-lora-seed{n % 2}.png" for n in range(4)]
     assert first == files[0]
@@ -302,15 +302,15 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
 def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here: Path, monkeypatch) -> None:
     monkeypatch.setattr(Int8, "can_offload", False)  # as a precision might be that keeps pointers of its own
     with pytest.raises(UserError, match=message):
-        generate(parsed(add_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
+        generate(parsed(generate_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--output"]
     both = ["--lora", f"{loras['a']}:0.5", "--lora", str(loras["b"])]
-    live = generate(parsed(add_arguments, *words, "live.png", *both))
-    fused = generate(parsed(add_arguments, *words, "fused.png", *both, "--fuse"))
-    one = generate(parsed(add_arguments, *words, "one.png", *both[:2]))
+    live = generate(parsed(generate_arguments, *words, "live.png", *both))
+    fused = generate(parsed(generate_arguments, *words, "fused.png", *both, "--fuse"))
+    one = generate(parsed(generate_arguments, *words, "one.png", *both[:2]))
     live_values, fused_values, one_values = (np.asarray(Image.open(file), int) for file in (live, fused, one))
     assert abs(live_values - fused_values).max() <= 1 and abs(live_values - one_values).max() > 1
     assert Image.open(live).text["weights"].count(" + ") == 1
@@ -319,7 +319,7 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
 def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, here: Path) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "int8", "--prompt", "x", "--lora", str(loras["a"]), "--fuse"]
     with pytest.raises(UserError, match="--fuse: .* int8 weights: .* --precision bf16"):
-        generate(parsed(add_arguments, *words))
+        generate(parsed(generate_arguments, *words))
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
 ) -> None:
     from types import SimpleNamespace
 
-    from simpletune.commands.generate import estimate
+    from simpletune.commands.generate import compare as module
     from simpletune.system.gpus import Card
 
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
@@ -345,18 +345,18 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
         drawn.append((largest.width, precision.weights, batch))
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 
-    monkeypatch.setattr(estimate, "card_at_hand", lambda device: (card, held))
-    monkeypatch.setattr(estimate, "simulate_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
-    monkeypatch.setattr(estimate, "generation_bytes", drawing_bytes)
-    monkeypatch.setattr(estimate, "decoding_bytes", lambda config, request: request.width * mib)
-    monkeypatch.setattr(estimate, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
-    monkeypatch.setattr(estimate, "needed", lambda size: size)
+    monkeypatch.setattr(module, "card_at_hand", lambda device: (card, held))
+    monkeypatch.setattr(module, "simulate_stage", lambda *_: SimpleNamespace(bytes=500 * mib))
+    monkeypatch.setattr(module, "generation_bytes", drawing_bytes)
+    monkeypatch.setattr(module, "decoding_bytes", lambda config, request: request.width * mib)
+    monkeypatch.setattr(module, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
+    monkeypatch.setattr(module, "needed", lambda size: size)
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:
         speed = SimpleNamespace(batch_size=8)
         session = SimpleNamespace(config=None, device=torch.device(kind), speed=speed)
-        estimate.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
+        module.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
 
     require("cuda")  # 3,996 MiB beside 100 in use fill the card's 4,096 to the byte
     assert sorted(drawn) == [(3996, "bf16", 3), (3996, "int8", 3)], "the largest picture, in each precision once"

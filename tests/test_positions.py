@@ -17,7 +17,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.plain import BF16, FP32
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.positions import TABLE, crop_positions, side_for, whole_positions
+from simpletune.models.sd3.positions import TABLE, crop_positions, side_for
 from simpletune.runs.folder import read_metrics
 
 WIDTH = 8
@@ -75,8 +75,8 @@ def test_the_loader_keeps_what_is_needed_and_can_read_the_rest_again(init, preci
     assert new.dtype == precision.compute_dtype()
     assert new.untyped_storage().nbytes() == side**2 * old.shape[-1] * old.element_size() < old.nbytes
     assert cut.config.pos_embed_max_size == whole.config.pos_embed_max_size
-    assert whole_positions(whole) == {}
-    assert torch.equal(whole_positions(cut)[TABLE], old)
+    assert SD3().whole_tensors(whole) == {}
+    assert torch.equal(SD3().whole_tensors(cut)[TABLE], old)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.plain import FP32
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.denoiser import set_units
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.models.shared.weights import fill_model
@@ -46,9 +45,8 @@ MIB = 2**20
 def empty(config: dict[str, Any]) -> Any:
     with init_empty_weights(include_buffers=True):
         model = UNet2DConditionModel(**config)
-    return set_units(
-        model, [name for name, module in model.named_modules() if isinstance(module, UNITS)], "conv_norm_out"
-    )
+    model.units = tuple(name for name, module in model.named_modules() if isinstance(module, UNITS))
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.statistics import mean_over_prompts, over_sets, resamples
+from simpletune.commands.evaluate.scores import mean_over_prompts, over_sets, resamples
 from tests.reference import scores as reference
 
 SIZES = [(2, 2, 3), (7, 5, 16), (12, 3, 40)]  # generated, real, width
@@ -81,7 +81,7 @@ def test_copies_are_nearer_than_the_data_is_to_itself() -> None:
     ("call", "message"),
     [
         (lambda: scores.diversity(np.ones((1, 3))), "1 picture: at least 2"),
-        (lambda: scores.own_nearest(np.ones((1, 3))), "1 picture: at least 2"),
+        (lambda: scores.find_copies(np.ones((2, 3)), np.ones((1, 3))), "1 picture: at least 2"),
         (lambda: scores.kid(np.ones((1, 3)), np.ones((5, 3))), "sets of 1 and 5: at least 2"),
         (lambda: scores.unit(np.zeros((2, 3))), "2 of 2 embeddings are zero"),
         (lambda: mean_over_prompts([]), "no prompts"),

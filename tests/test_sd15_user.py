@@ -17,7 +17,7 @@ from shared_runs import TrainOnce
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
 from simpletune.config.load import validate
-from simpletune.models.recognise import family_of
+from simpletune.models.families import family_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.model_card import example_of, snippet

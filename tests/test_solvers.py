@@ -27,8 +27,8 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.plain import FP32
 from simpletune.models.objectives.ddpm import Ddpm
-from simpletune.models.objectives.objective import TrainingObjective
-from simpletune.models.objectives.solvers import Euler, Solver
+from simpletune.models.objectives.flow import Euler
+from simpletune.models.objectives.objective import Solver, TrainingObjective
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.runs.weights import BASE
@@ -209,7 +209,7 @@ def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatc
     assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
     resolved = resolve_folders(config)
     session = GenerationSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), GenerationSpeed())
-    session.draw(BASE, [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    session.draw_all([BASE], [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
     assert asked[2:] == [config.objective]
 
 

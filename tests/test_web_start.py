@@ -22,10 +22,10 @@ from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, get_at, overrides
 from simpletune.apps.web.form.fields import HIDDEN, sections_of
-from simpletune.apps.web.form.paths import absolute_paths
+from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.suggest import suggest
+from simpletune.commands.init.choices import suggest
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.system.gpus import find_card

@@ -11,7 +11,7 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import field_of, source_rules
 from simpletune.engine.optim.schedule import Constant
-from simpletune.models.recognise import family_of
+from simpletune.models.families import family_of
 from simpletune.system.options import Problem, plural
 
 

@@ -11,7 +11,7 @@ from simpletune.system.options import Option, Problem
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods import Adapter
-    from simpletune.data.sources.option import Data
+    from simpletune.data.sources.multi_source import Data
     from simpletune.engine.memory import Memory
 
 Weight = Annotated[float, Field(gt=0, le=1000)]

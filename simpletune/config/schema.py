@@ -13,7 +13,7 @@ from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.text.option import Text
 from simpletune.config.prior import NoPrior, Prior
-from simpletune.data.sources.option import Data
+from simpletune.data.sources.multi_source import Data
 from simpletune.data.storage.place import GIB, CachePlace
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer

@@ -7,6 +7,7 @@ packages above may import this one; a family imports no other.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, get_args
 
 from pydantic import Field
@@ -14,8 +15,37 @@ from pydantic import Field
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.family import Family
+from simpletune.models.shared.single_file import open_file
+from simpletune.models.shared.sources import is_single_file
+from simpletune.system.options import UserError
 
 Model = Annotated[SD3 | SD15, Field(discriminator="family")]
 """The type of ``model``."""
 FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
 """One option of each family, with its defaults."""
+DENOISERS = tuple(family.denoiser for family in FAMILIES)
+"""Folders of the denoisers in pipelines."""
+
+
+def denoiser_in(folder: Path) -> Path | None:
+    """The folder of a whole transformer or UNet inside a folder."""
+    return next((folder / name for name in DENOISERS if (folder / name).is_dir()), None)
+
+
+def family_of(source: str) -> Family | None:
+    """The family, with its defaults, of a base: a Hub name, a folder in diffusers' layout, or a single file.
+
+    Returns:
+        None if only a download could tell.
+    """
+    for family in FAMILIES:
+        try:
+            if is_single_file(source) and Path(source).is_file():
+                known = open_file(Path(source), family.layout).has(family.denoiser)
+            else:
+                known = (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None
+        except UserError:
+            continue  # not a file of this family
+        if known:
+            return family
+    return None

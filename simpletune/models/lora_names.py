@@ -16,36 +16,22 @@ TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.target
 
 
 def is_target(target: str, layer: str) -> bool:
-    """Whether a named target includes a layer. Layer names differ between families, so the family need not be known.
-
-    Args:
-        target: a named value of ``adapter.targets``.
-        layer: diffusers' name of a linear layer or 1x1 convolution.
-    """
+    """Whether a named target of ``adapter.targets`` includes a layer of diffusers' name. Names differ between families,
+    so the family need not be known."""
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
 
 
 def context_layers(layers: Iterable[str]) -> dict[str, bool]:
-    """Find the projections to keys and values in attention layers that read only the picture or only the prompt, as in
-    a U-Net.
-
-    Args:
-        layers: names, among them diffusers' names of layers.
-
-    Returns:
-        By the layer's name, whether its attention reads the prompt.
-    """
+    """The projections to keys and values among layers, in attention that reads only the picture or only the prompt, as
+    in a U-Net: whether it reads the prompt, by the layer's name."""
     patterns = [names.contexts for names in LAYOUTS if names.contexts is not None]
     matches = ((layer, pattern.search(layer)) for layer in layers for pattern in patterns)
     return {layer: match["picture"] is None for layer, match in matches if match}
 
 
 def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
-    """Return the input widths of attention layers that read the prompt, and of those that read the picture.
-
-    Args:
-        shapes: shapes of the base model's parameters.
-    """
+    """The input widths of attention layers that read the prompt, and of those that read the picture, by the shapes of
+    the base model's parameters."""
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
     reads = context_layers(weights)
     text, picture = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
@@ -53,11 +39,7 @@ def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
 
 
 def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
-    """Return the families that have any of the layers, each with the first of its layers.
-
-    Args:
-        layers: diffusers' names of layers.
-    """
+    """The families that have any of the layers, each with the first of its layers."""
     found: dict[LoraNames, str] = {}
     for layer in layers:
         for names, layouts in LAYOUTS.items():
@@ -68,16 +50,12 @@ def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
 
 
 def title_of(layers: Iterable[str]) -> str:
-    """Return the title of the first family that has one of the layers, for messages."""
+    """The title of the first family that has one of the layers, for messages."""
     return next((names.title for names in families_of(layers)), "an unknown model")
 
 
 def require_one(layers: Iterable[str]) -> None:
-    """Check that layers belong to one family.
-
-    Raises:
-        UserError: they belong to several.
-    """
+    """UserError: layers belong to several families."""
     found = families_of(layers)
     if len(found) > 1:
         listed = ", ".join(f"{layer} of {names.title}" for names, layer in found.items())
@@ -85,14 +63,7 @@ def require_one(layers: Iterable[str]) -> None:
 
 
 def names_of(layers: Iterable[str]) -> LoraNames:
-    """Return the LoRA names of the family that layers belong to.
-
-    Args:
-        layers: diffusers' names of layers.
-
-    Raises:
-        UserError: they belong to no family, or to several.
-    """
+    """The LoRA names of the family that layers belong to. UserError: they belong to none, or to several."""
     layers = list(layers)
     require_one(layers)
     for names in families_of(layers):
@@ -100,29 +71,19 @@ def names_of(layers: Iterable[str]) -> LoraNames:
     raise UserError(f"{', '.join(layers[:3])}: no known model has these layers, so they have no names in LoRA files")
 
 
-def result_layout(layers: Iterable[str]) -> Layout:
-    """Return the layout of a run's result with these layers: the one of its family that most tools read."""
-    return LAYOUTS[names_of(layers)][0]
+def result_layout(layers: Iterable[str], name: str | None = None) -> Layout:
+    """The layout of a file with these layers: that of the name if their family has it, else the one that most tools
+    read, a run's result's.
 
-
-def kohya_layout(layers: Iterable[str]) -> Layout:
-    """Return kohya's layout for these layers' family."""
-    return next(layout for layout in LAYOUTS[names_of(layers)] if layout.name == "kohya")
-
-
-def update_layout(layers: Iterable[str]) -> Layout:
-    """Return the layout of a result by a method other than LoRA, whose keys diffusers does not read: ComfyUI's names
-    for diffusers' layers, as LyCORIS's tools write them."""
+    ``lycoris`` is for methods other than LoRA, whose keys diffusers does not read: ComfyUI's names for diffusers'
+    layers, as LyCORIS's tools write them.
+    """
     layouts = LAYOUTS[names_of(layers)]
-    return next((layout for layout in layouts if layout.name == "lycoris"), layouts[0])
+    return next((layout for layout in layouts if layout.name == name), layouts[0])
 
 
 def family_of_class(name: str) -> Family:
-    """Return the family whose denoiser has this class in diffusers.
-
-    Raises:
-        UserError: no family has it.
-    """
+    """The family whose denoiser has this class in diffusers. UserError: none has."""
     for family in FAMILIES:
         if family.diffusers.model == name:
             return family

@@ -19,7 +19,7 @@ from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.models.recognise import DENOISERS, denoiser_in
+from simpletune.models.families import DENOISERS, denoiser_in
 from simpletune.runs import checkpoint_folders as files
 from simpletune.runs.best_checkpoint import best_step, choose_best
 from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file

@@ -29,7 +29,7 @@ from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
-from simpletune.models.objectives.flow_process import timestep_of
+from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.sd3.shapes import is_adaln
 from simpletune.models.shared.denoiser import Denoiser
 
@@ -97,7 +97,7 @@ class DetachedModulation:
         rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
         start = 0
         with torch.autocast(self.device.type, precision.product_dtype(), enabled=precision.autocast):
-            inputs = zip(timestep_of(sigma.to(self.device)).chunk(portions), pooled.chunk(portions), strict=True)
+            inputs = zip(FlowProcess().time(sigma.to(self.device)).chunk(portions), pooled.chunk(portions), strict=True)
             conditions = [(F.silu(each),) for each in self._on_device(self.embed, list(inputs))]
             for layer in self.layers:
                 stop = start + _outputs(layer)

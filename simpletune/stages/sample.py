@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
-from simpletune.models.objectives.objective import TrainingObjective
-from simpletune.models.objectives.solvers import Solver
+from simpletune.models.objectives.objective import Solver, TrainingObjective
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.stages.modulation_plan import ModulationSource

@@ -58,11 +58,6 @@ class Ddpm:
     def target(self, z_0: Array, noise: Array) -> Array:
         return self._cos * noise - self._sin * z_0 if self.v else noise
 
-    def clean(self, z_t: Array, prediction: Array) -> Array:
-        """z_0 by rotating (z_t, v) back by phi; the noise determines v = (noise - sin z_t) / cos."""
-        v = prediction if self.v else (prediction - self._sin * z_t) / self._cos
-        return self._cos * z_t - self._sin * v
-
     def weights(self) -> Array:  # [b]
         """min(SNR, gamma) times the squared derivative of z_0 by the prediction: sin for v, tan for the noise."""
         if self.gamma is None:

@@ -18,7 +18,7 @@ from simpletune.adapters.files.values import row_norms, scan_values
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
-from simpletune.models.recognise import denoiser_in
+from simpletune.models.families import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural

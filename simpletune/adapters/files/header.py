@@ -34,8 +34,8 @@ from simpletune.adapters.files.keys import (
     update_shape,
 )
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.models.families import DENOISERS
 from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.recognise import DENOISERS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
 from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
 from simpletune.system.options import Json, UserError, join_names

@@ -27,7 +27,7 @@ from simpletune.adapters.files.updates import (
 from simpletune.adapters.methods.layers import FLOATS
 from simpletune.adapters.methods.oft_layer import named_blocks
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import LAYOUTS, names_of, update_layout
+from simpletune.models.lora_names import LAYOUTS, names_of, result_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
@@ -222,7 +222,7 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
 def _lycoris_tensors(updates: Mapping[str, AdditiveUpdate], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
-    layout = update_layout(updates) if updates else None
+    layout = result_layout(updates, "lycoris") if updates else None
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
         assert layout is not None

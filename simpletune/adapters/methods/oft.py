@@ -10,6 +10,7 @@ from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import LayerMethod, Targets
+from simpletune.models.lora_names import result_layout
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
@@ -79,11 +80,10 @@ class Oft(LayerMethod):
         from simpletune.adapters.methods.layers import outer_layers
         from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks, upper
         from simpletune.engine.tensors import exchanged_halves
-        from simpletune.models.lora_names import kohya_layout
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
-        layout, blocks = kohya_layout(layers), {}
+        layout, blocks = result_layout(layers, "kohya"), {}
         for name, layer in layers.items():
             blocks[name] = upper(layer.oft_triangle.detach(), layer.side)
             if layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2]):

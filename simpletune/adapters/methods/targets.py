@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
-from simpletune.models.lora_names import TARGETS, is_target, update_layout
+from simpletune.models.lora_names import TARGETS, is_target, result_layout
 from simpletune.models.shared.lora_names import ALPHA
 from simpletune.system.options import Problem
 
@@ -124,7 +124,7 @@ class LayerMethod(TargetedMethod):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
-        layout = update_layout(layers)
+        layout = result_layout(layers, "lycoris")
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}

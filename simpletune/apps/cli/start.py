@@ -23,7 +23,6 @@ def init(args: argparse.Namespace) -> None:
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``init``."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of pictures, with or without captions")
     parser.add_argument(
         "--what", choices=WHAT, help="what the pictures teach (default: guessed from their number and captions)"
@@ -43,13 +42,12 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 def import_config(args: argparse.Namespace) -> None:
     """translate a configuration of SimpleTuner, kohya's scripts or OneTrainer"""
-    from simpletune.commands.importers.command import import_command
+    from simpletune.commands.importers.importing import import_command
 
     import_command(args.file, args.data, args.out, args.overwrite)
 
 
 def import_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``import``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="config.json, config.toml or a OneTrainer preset")
     parser.add_argument(
         "--data",

@@ -47,5 +47,4 @@ class Blip(Captioner):
         return ids[:, given.shape[1] - 1 :]
 
     def ends(self) -> set[int]:
-        """Return the separator token."""
         return {self.model.config.text_config.sep_token_id}

@@ -20,7 +20,7 @@ from simpletune.commands.caption.loading import (
     find_captioner,
     load_captioner,
 )
-from simpletune.commands.caption.pictures import CaptionWork, UncaptionedPicture, find_work, sources_of
+from simpletune.commands.caption.pictures import UncaptionedPicture, find_work, sources_of
 from simpletune.data.sources.caption_files import ChangedCaption, plain_line, sha256, write_caption
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
@@ -39,34 +39,17 @@ OUT_OF_MEMORY = 5  # exit code
 
 @dataclass(frozen=True)
 class CaptionRequest:
-    """What to caption, and how.
-
-    Args:
-        place: a folder of pictures or a configuration.
-        overrides: ``key.path=value`` overrides of the configuration.
-        model: folder or hub name.
-        prompt: the question, task or beginning; None: the model's default.
-        prefix: text before every caption.
-        trigger: word at the beginning of every caption.
-        rewrite: which captions are written: ``missing``, ``ours`` or ``all``; see ``find_work``.
-        batch: pictures per batch.
-        precision: ``bf16``, ``int8`` or ``fp32``.
-        length: maximum number of tokens in a caption.
-        device: ``auto``, ``cuda`` or ``cpu``.
-        only_predict: whether to stop after the prediction.
-    """
-
-    place: Path
-    model: str
-    overrides: tuple[str, ...] = ()
-    prompt: str | None = None
-    prefix: str = ""
-    trigger: str = ""
-    rewrite: str = "missing"
-    batch: int = 1
-    precision: str = "bf16"
-    length: int = 120
-    device: str = "auto"
+    place: Path  # a folder of pictures or a configuration
+    model: str  # folder or hub name
+    overrides: tuple[str, ...] = ()  # ``key.path=value`` overrides of the configuration
+    prompt: str | None = None  # the question, task or beginning; None: the model's default
+    prefix: str = ""  # text before every caption
+    trigger: str = ""  # word at the beginning of every caption
+    rewrite: str = "missing"  # which captions are written: ``missing``, ``ours`` or ``all``; see ``find_work``
+    batch: int = 1  # pictures per batch
+    precision: str = "bf16"  # ``bf16``, ``int8`` or ``fp32``
+    length: int = 120  # maximum number of tokens in a caption
+    device: str = "auto"  # ``auto``, ``cuda`` or ``cpu``
     only_predict: bool = False
 
     def settings(self) -> str:
@@ -77,46 +60,43 @@ class CaptionRequest:
 
 @dataclass
 class CaptionOutcome:
-    """What happened.
-
-    Args:
-        written: how many captions.
-        cut: how many were cut off at the maximum length.
-        failed: pictures without a caption, and why.
-    """
-
     written: int
-    cut: int
-    failed: list[str]
+    cut: int  # how many were cut off at the maximum length
+    failed: list[str]  # pictures without a caption, and why
 
 
 def run(request: CaptionRequest) -> CaptionOutcome:
-    """Caption pictures. Captions already written stay if a later one fails.
-
-    Raises:
-        UserError: the input is wrong, the model is damaged or does not fit, or pictures got no caption.
-    """
+    """Caption pictures. Captions already written stay if a later one fails."""
     sources = sources_of(request.place, list(request.overrides))
     about = find_captioner(request.model)
     work = find_work(sources, request.rewrite, about.digest, request.settings())
-    _say_work(work)
+    kept = f", {plural(work.kept, 'picture')} with a caption that is kept" if work.kept else ""
+    say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
+    if work.sharing:
+        names = join_names([printable_name(name) for name in work.sharing], 3)
+        say(f"note    {names}: the same name as another picture, so they share its caption file")
     precision = PRECISIONS[request.precision]
     device = _device(request)
     prediction = estimate_memory(about, precision, request.batch, request.length)
     _require_room(request, prediction, device)
-    failed = [f"{each.name}: {each.reason}" for each in work.rejected]
-    outcome = CaptionOutcome(0, 0, failed)
+    outcome = CaptionOutcome(0, 0, [f"{each.name}: {each.reason}" for each in work.rejected])
     if work.wanted and not request.only_predict:
         _caption_all(request, about, work.wanted, (precision, device), outcome)
-    return _ended(outcome, work)
+    say(f"written {plural(outcome.written, 'caption')}")
+    if outcome.cut:
+        longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
+        say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
+    if outcome.failed:
+        lines = first_lines([f"  {printable_name(line)}" for line in outcome.failed], LISTED)
+        without = plural(len(outcome.failed), "entry has", "entries have")
+        raise UserError(
+            "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])
+        )
+    return outcome
 
 
 def _device(request: CaptionRequest) -> torch.device:
-    """Choose the device, and print the choice.
-
-    Raises:
-        UserError: there is no card and the CPU was not requested, or the card does not compute in bf16.
-    """
+    """Choose the device, and print the choice."""
     if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
         raise UserError(
             "--device: no NVIDIA GPU was found. Use --device cpu and accept seconds to minutes a picture, or a machine "
@@ -132,20 +112,8 @@ def _device(request: CaptionRequest) -> torch.device:
     return device
 
 
-def _say_work(work: CaptionWork) -> None:
-    kept = f", {plural(work.kept, 'picture')} with a caption that is kept" if work.kept else ""
-    say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
-    if work.sharing:
-        names = join_names([printable_name(name) for name in work.sharing], 3)
-        say(f"note    {names}: the same name as another picture, so they share its caption file")
-
-
 def _require_room(request: CaptionRequest, prediction: CaptionerMemory, device: torch.device) -> None:
-    """Print the prediction, and refuse a model that does not fit on a card.
-
-    Raises:
-        UserError: it does not fit.
-    """
+    """Print the prediction, and refuse a model that does not fit on a card."""
     batch = f"{plural(request.batch, 'picture')} at a time"
     say(
         f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of "
@@ -175,33 +143,32 @@ def _caption_all(
     captioner = load_captioner(about, *on, request.prompt)
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):
-            batch = list(_decoded(wanted[start : start + request.batch], outcome.failed))
-            for one, caption, cut in _captions(captioner, batch, request.length, outcome.failed):
-                _write(one, add_prefixes(caption, request.prefix, request.trigger), about, request, outcome)
+            batch: list[tuple[UncaptionedPicture, Image.Image]] = []
+            for one in wanted[start : start + request.batch]:
+                try:  # as training sees them: rotated by EXIF, on white, in sRGB
+                    batch.append((one, decode(read_regular(one.picture))))
+                except UnusablePicture as reason:
+                    outcome.failed.append(f"{one.name}: {reason}")
+            for one, written, cut in _captions(captioner, batch, request.length, outcome.failed):
+                caption = add_prefixes(written, request.prefix, request.trigger)
                 outcome.cut += cut
+                if not caption:
+                    outcome.failed.append(f"{one.name}: the model wrote nothing about it")
+                    continue
+                one.record.add(one.before, sha256(f"{caption}\n".encode()), about.digest, request.settings())
+                try:
+                    write_caption(one.before, caption)
+                    outcome.written += 1
+                except ChangedCaption as error:
+                    outcome.failed.append(f"{one.name}: {error}")
             for _ in wanted[start : start + request.batch]:
                 advance()
-
-
-def _decoded(
-    wanted: Sequence[UncaptionedPicture], failed: list[str]
-) -> Iterator[tuple[UncaptionedPicture, Image.Image]]:
-    """Yield the readable pictures of a batch as training sees them: rotated by EXIF, on white, in sRGB."""
-    for one in wanted:
-        try:
-            yield one, decode(read_regular(one.picture))
-        except UnusablePicture as reason:
-            failed.append(f"{one.name}: {reason}")
 
 
 def _captions(
     captioner: Captioner, batch: Sequence[tuple[UncaptionedPicture, Image.Image]], length: int, failed: list[str]
 ) -> Iterator[tuple[UncaptionedPicture, str, bool]]:
-    """Caption a batch; if the model rejects one of its pictures, caption them one by one.
-
-    Raises:
-        UserError: the device's memory is full.
-    """
+    """Caption a batch; if the model rejects one of its pictures, caption them one by one."""
     if not batch:
         return
     try:
@@ -224,13 +191,7 @@ def _captions(
 
 
 def add_prefixes(caption: str, prefix: str, trigger: str) -> str:
-    """Put prefix and trigger before a caption; empty if the model wrote nothing.
-
-    Args:
-        caption: as the model wrote it.
-        prefix: text before it.
-        trigger: word before both, unless the text has it already.
-    """
+    """Put prefix and trigger before a caption, the trigger unless the text has it; empty if the model wrote nothing."""
     text = plain_line(caption)
     if not text:
         return ""
@@ -238,37 +199,3 @@ def add_prefixes(caption: str, prefix: str, trigger: str) -> str:
     words = Counter(text.replace(",", " ").replace(".", " ").split())
     wanted = plain_line(trigger)
     return f"{wanted}, {text}" if wanted and any(words[word] == 0 for word in wanted.split()) else text
-
-
-def _write(
-    one: UncaptionedPicture, caption: str, about: CaptionerInfo, request: CaptionRequest, outcome: CaptionOutcome
-) -> None:
-    if not caption:
-        outcome.failed.append(f"{one.name}: the model wrote nothing about it")
-        return
-    one.record.add(one.before, sha256(f"{caption}\n".encode()), about.digest, request.settings())
-    try:
-        write_caption(one.before, caption)
-    except ChangedCaption as error:
-        outcome.failed.append(f"{one.name}: {error}")
-        return
-    outcome.written += 1
-
-
-def _ended(outcome: CaptionOutcome, work: CaptionWork) -> CaptionOutcome:
-    """Print the outcome.
-
-    Raises:
-        UserError: pictures got no caption.
-    """
-    say(f"written {plural(outcome.written, 'caption')}")
-    if outcome.cut:
-        longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
-        say(f"note    {plural(outcome.cut, 'caption')} cut off at the maximum length. {longer}")
-    if outcome.failed:
-        lines = first_lines([f"  {printable_name(line)}" for line in outcome.failed], LISTED)
-        without = plural(len(outcome.failed), "entry has", "entries have")
-        raise UserError(
-            "\n".join([f"caption: {without} no new caption. Repair or remove them, and start again", *lines])
-        )
-    return outcome

@@ -24,23 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionerSizes:
-    """Sizes that decide how much memory a model takes besides its weights.
+    """Sizes that decide how much memory a model takes besides its weights."""
 
-    Args:
-        patches: number of patches of a picture in the vision tower's first layers.
-        vision: largest width of a patch's activations.
-        tokens: tokens of a picture and its prompt in the language model.
-        text: largest width of a token's activations.
-        cached: numbers that the language model keeps for each token.
-        vocabulary: number of tokens in the vocabulary.
-    """
-
-    patches: int
-    vision: int
-    tokens: int
-    text: int
-    cached: int
-    vocabulary: int
+    patches: int  # number of patches of a picture in the vision tower's first layers
+    vision: int  # largest width of a patch's activations
+    tokens: int  # tokens of a picture and its prompt in the language model
+    text: int  # largest width of a token's activations
+    cached: int  # numbers that the language model keeps for each token
+    vocabulary: int  # number of tokens in the vocabulary
 
 
 class Captioner(ABC):
@@ -108,52 +99,35 @@ class Captioner(ABC):
         """
 
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """Turn what a model generated into text.
-
-        Args:
-            ids: the generated ids.
-            given: the prompt's ids, for the kinds that repeat them.
-        """
+        """Turn generated ids into text; the prompt's ids are for the kinds that repeat them."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     @torch.no_grad()
     def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
-        """Write the most likely caption of each picture. Ignores sampling in the folder's settings.
+        """Write the most likely caption of each RGB picture, of at most ``length`` tokens, and whether it was cut off.
 
-        Args:
-            pictures: RGB.
-            length: maximum number of tokens in a caption.
-
-        Returns:
-            The captions, and whether each was cut off at ``length``.
+        Ignores sampling in the folder's settings.
 
         Raises:
             ValueError: the model does not accept a picture's shape.
             UserError: prompt and caption together exceed the model's context.
         """
-        device, dtype = self.model.device, self.dtype
+        device = self.model.device
+        dtype = next(each.dtype for each in self.model.parameters() if each.is_floating_point())
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
             for name, value in self.inputs(pictures).items()
         }
-        self._require_room(inputs["input_ids"].shape[1], length)
+        given = inputs["input_ids"]
+        room = self.model.config.text_config.max_position_embeddings - given.shape[1] * self.continues
+        if length > room:
+            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
         unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with quiet():
             ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
-        new = self.new_ids(ids, inputs["input_ids"])
-        ends = self.ends()
+        new, ends = self.new_ids(ids, given), self.ends()
         cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
-        return self.texts(ids, inputs["input_ids"]), cut
-
-    def _require_room(self, given: int, length: int) -> None:
-        room = self.model.config.text_config.max_position_embeddings - given * self.continues
-        if length > room:
-            raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the pixels: that of the first floating-point weight."""
-        return next(each.dtype for each in self.model.parameters() if each.is_floating_point())
+        return self.texts(ids, given), cut
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
         """Return the generated tokens without the prompt."""

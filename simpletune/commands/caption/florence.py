@@ -41,11 +41,6 @@ class Florence(Captioner):
 
     @classmethod
     def classes(cls, config: Json) -> tuple[type[PreTrainedModel], type[PretrainedConfig]]:
-        """As for ``Captioner``.
-
-        Raises:
-            UserError: the folder is of the first release, which brings its own code.
-        """
         if "auto_map" in config or "dim_embed" in (config.get("vision_config") or {}):
             raise UserError(
                 "--model: this Florence-2 is of the first release, which runs code from its folder. Use one in "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,16 +21,7 @@ from simpletune.system.options import UserError
 
 @dataclass(frozen=True)
 class UncaptionedPicture:
-    """A picture that gets a caption.
-
-    Args:
-        name: path relative to its data folder.
-        picture: the picture's file.
-        before: its current caption file.
-        record: record of its data folder.
-    """
-
-    name: str
+    name: str  # path relative to its data folder
     picture: Path
     before: CaptionFile
     record: Record
@@ -38,31 +29,17 @@ class UncaptionedPicture:
 
 @dataclass
 class CaptionWork:
-    """Pictures of all folders, by what happens to them.
-
-    Args:
-        wanted: pictures that get a caption.
-        kept: number of pictures that keep their caption.
-        sharing: pictures that share the caption file of another, such as a.png beside a.jpg.
-        rejected: entries that cannot get a caption, and why.
-    """
+    """Pictures of all folders, by what happens to them."""
 
     wanted: list[UncaptionedPicture] = field(default_factory=list)
     kept: int = 0
+    # pictures that share the caption file of another, such as a.png beside a.jpg
     sharing: list[str] = field(default_factory=list)
-    rejected: list[RejectedEntry] = field(default_factory=list)
+    rejected: list[RejectedEntry] = field(default_factory=list)  # entries that cannot get a caption, and why
 
 
 def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
-    """List the folders to caption: those of a configuration, or the folder itself.
-
-    Args:
-        place: a folder of pictures, a JSON file or the name of a shipped configuration.
-        overrides: ``key.path=value`` overrides of the configuration.
-
-    Raises:
-        UserError: the configuration is wrong, or has no captions in text files.
-    """
+    """List the folders to caption: those of a configuration, or the folder itself."""
     if place.is_dir():
         if overrides:
             raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
@@ -93,11 +70,7 @@ def require_text_captions(source: Folder, field: str) -> Folder:
 def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str) -> CaptionWork:
     """Examine every picture's caption without opening pictures.
 
-    Args:
-        sources: the folders.
-        rewrite: captions to write: ``missing``; ``ours``, also those that a model wrote with other settings; ``all``.
-        model: fingerprint of the model's folder.
-        settings: this run's settings in the form of the record; captions made with them are kept.
+    ``rewrite``: captions to write: ``missing``; ``ours``, also those that a model wrote with other settings; ``all``.
     """
     work = CaptionWork()
     for source in sources:
@@ -109,32 +82,24 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
         )
         work.rejected += found.rejected
         texts: set[Path] = set()
-        for wanted in _readable(root, files, record, work):
-            if wanted.before.file in texts:
-                work.sharing.append(wanted.name)
-            elif _is_wanted(wanted, rewrite, model, settings):
-                work.wanted.append(wanted)
+        for file in files:
+            name = file.relative_to(root).as_posix()
+            try:
+                if not is_text(name):
+                    raise UnusablePicture("its file name is not UTF-8 text. Rename it")
+                before = caption_file(root, file)
+            except UnusablePicture as reason:
+                work.rejected.append(RejectedEntry(readable(name), str(reason)))
+                continue
+            if before.file in texts:
+                work.sharing.append(name)
+                continue
+            texts.add(before.file)
+            made = record.of(before)
+            redo = made is not None and (made.model, made.settings) != (model, settings)
+            # An empty file counts as no caption.
+            if not before.text or rewrite == "all" or (rewrite == "ours" and redo):
+                work.wanted.append(UncaptionedPicture(name, file, before, record))
             else:
                 work.kept += 1
-            texts.add(wanted.before.file)
     return work
-
-
-def _readable(root: Path, files: Sequence[Path], record: Record, work: CaptionWork) -> Iterator[UncaptionedPicture]:
-    """Yield the pictures whose caption file can be read or does not exist yet."""
-    for file in files:
-        name = file.relative_to(root).as_posix()
-        try:
-            if not is_text(name):
-                raise UnusablePicture("its file name is not UTF-8 text. Rename it")
-            yield UncaptionedPicture(name, file, caption_file(root, file), record)
-        except UnusablePicture as reason:
-            work.rejected.append(RejectedEntry(readable(name), str(reason)))
-
-
-def _is_wanted(wanted: UncaptionedPicture, rewrite: str, model: str, settings: str) -> bool:
-    """Whether to write a caption; an empty file counts as no caption."""
-    if not wanted.before.text or rewrite == "all":
-        return True
-    made = wanted.record.of(wanted.before)
-    return rewrite == "ours" and made is not None and (made.model, made.settings) != (model, settings)

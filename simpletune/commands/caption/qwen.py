@@ -35,8 +35,15 @@ class Qwen(Captioner):
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         super().__init__(place, model, prompt)
-        if self.tokenizer.chat_template is None:
-            self.tokenizer.chat_template = _template(place)
+        if self.tokenizer.chat_template is None:  # older folders keep it with the processor
+            try:
+                found = strict_json.read(place.folder / "chat_template.json")
+            except (OSError, strict_json.JsonError):
+                found = None
+            template = found.get("chat_template") if isinstance(found, dict) else None
+            if not isinstance(template, str):
+                raise place.damaged("has no chat template, so it takes no questions")
+            self.tokenizer.chat_template = template
 
     @classmethod
     def processor_of(cls, place: ModelFolder) -> PilBackend:
@@ -70,7 +77,15 @@ class Qwen(Captioner):
         grids = prepared["image_grid_thw"]  # [n, 3]: frames, rows, columns of patches
         merged = self.processor.merge_size**2
         image = self.model.config.image_token_id
-        rows = [self._row(image, int(grid.prod()) // merged) for grid in grids]
+        content = [{"type": "image"}, {"type": "text", "text": self.prompt}]
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        turn = self.tokenizer(text, add_special_tokens=False).input_ids
+        if turn.count(image) != 1:
+            raise UserError("--model: its chat template has no place for a picture. Download it again")
+        place = turn.index(image)
+        rows = [[*turn[:place], *[image] * (int(grid.prod()) // merged), *turn[place + 1 :]] for grid in grids]
         width = max(map(len, rows))
         padding = self.tokenizer.pad_token_id
         ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
@@ -80,33 +95,6 @@ class Qwen(Captioner):
             "attention_mask": mask, "mm_token_type_ids": (ids == image).int(),
         }  # fmt: skip
 
-    def _row(self, image: int, count: int) -> list[int]:
-        content = [{"type": "image"}, {"type": "text", "text": self.prompt}]
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if ids.count(image) != 1:
-            raise UserError("--model: its chat template has no place for a picture. Download it again")
-        place = ids.index(image)
-        return [*ids[:place], *[image] * count, *ids[place + 1 :]]
-
     def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
         """Decode the answer only."""
         return super().texts(self.new_ids(ids, given), given)
-
-
-def _template(place: ModelFolder) -> str:
-    """Read the processor's chat template, where older folders keep it.
-
-    Raises:
-        UserError: there is none.
-    """
-    try:
-        found = strict_json.read(place.folder / "chat_template.json")
-    except (OSError, strict_json.JsonError):
-        found = None
-    template = found.get("chat_template") if isinstance(found, dict) else None
-    if not isinstance(template, str):
-        raise place.damaged("has no chat template, so it takes no questions")
-    return template

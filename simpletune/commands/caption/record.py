@@ -25,34 +25,31 @@ MAX_BYTES = 2**28  # of a record; a line takes about 400
 
 @dataclass(frozen=True)
 class WrittenCaption:
-    """Record of one caption that a model wrote.
+    """Record of one caption that a model wrote."""
 
-    Args:
-        file: path of the caption relative to the data folder.
-        sha256: SHA-256 of the caption file.
-        model: fingerprint of the model's folder.
-        settings: prompt, prefix, trigger, precision and length, as JSON.
-    """
-
-    file: str
+    file: str  # path of the caption relative to the data folder
     sha256: str
-    model: str
-    settings: str
+    model: str  # fingerprint of the model's folder
+    settings: str  # prompt, prefix, trigger, precision and length, as JSON
 
 
 class Record:
-    """Record file beside the pictures of a data folder.
-
-    Args:
-        folder: the data folder.
-
-    Raises:
-        UserError: the record cannot be read.
-    """
+    """Record file beside the pictures of a data folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.place = folder, folder / RECORD
-        self._made = {made.file: made for made in self._lines()}
+        self._made: dict[str, WrittenCaption] = {}
+        if not os.path.lexists(self.place):
+            return
+        if self.place.is_symlink():
+            raise UserError(f"{self.place} is a symbolic link. Remove it")
+        try:
+            lines = read_regular(self.place, MAX_BYTES).decode("utf-8", "replace").split("\n")
+        except UnusablePicture as reason:
+            raise UserError(f"{self.place} {reason}. Remove it, and its captions count as written by hand") from None
+        for line in lines:
+            if (made := _parsed(line)) is not None:  # the last may be cut off
+                self._made[made.file] = made
 
     def of(self, caption: CaptionFile) -> WrittenCaption | None:
         """Return the record of a caption; None if a person wrote or edited it, or there is none."""
@@ -60,42 +57,22 @@ class Record:
         return made if made is not None and caption.text and made.sha256 == caption.digest else None
 
     def add(self, caption: CaptionFile, digest: str, model: str, settings: str) -> None:
-        """Record a caption that is about to be written.
-
-        Args:
-            caption: the caption file.
-            digest: SHA-256 of the file after writing.
-            model: fingerprint of the model's folder.
-            settings: settings as JSON.
-
-        Raises:
-            DiskFull: the disk is full; a partial line is ignored later.
-        """
+        """Record a caption that is about to be written: SHA-256 of the file after writing, the model's fingerprint."""
         made = WrittenCaption(self._name(caption), digest, model, settings)
         with room_for(f"writing {RECORD}", self.folder, None, lambda: None):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with os.fdopen(os.open(self.place, flags, 0o666), "rb+", buffering=0) as stream:
                 line = json.dumps(asdict(made), ensure_ascii=False).encode() + b"\n"
-                stream.write(line if _ends_a_line(stream.fileno()) else b"\n" + line)
+                size = os.fstat(stream.fileno()).st_size
+                cut = size > 0 and os.pread(stream.fileno(), 1, size - 1) != b"\n"
+                stream.write(b"\n" + line if cut else line)
         self._made[made.file] = made
 
     def _name(self, caption: CaptionFile) -> str:
         return caption.file.relative_to(self.folder).as_posix()
 
-    def _lines(self) -> list[WrittenCaption]:
-        """Read the complete lines; the last may be cut off."""
-        if not os.path.lexists(self.place):
-            return []
-        if self.place.is_symlink():
-            raise UserError(f"{self.place} is a symbolic link. Remove it")
-        try:
-            lines = read_regular(self.place, MAX_BYTES).decode("utf-8", "replace").split("\n")
-        except UnusablePicture as reason:
-            raise UserError(f"{self.place} {reason}. Remove it, and its captions count as written by hand") from None
-        return [made for line in lines if (made := _made(line)) is not None]
 
-
-def _made(line: str) -> WrittenCaption | None:
+def _parsed(line: str) -> WrittenCaption | None:
     try:
         found = strict_json.parse(line)
     except strict_json.JsonError:
@@ -104,9 +81,3 @@ def _made(line: str) -> WrittenCaption | None:
         return None
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     return WrittenCaption(**texts) if len(texts) == len(found) else None
-
-
-def _ends_a_line(handle: int) -> bool:
-    """Whether the file is empty or its last byte ends a line."""
-    size = os.fstat(handle).st_size
-    return size == 0 or os.pread(handle, 1, size - 1) == b"\n"

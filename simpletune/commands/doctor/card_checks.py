@@ -84,16 +84,13 @@ def card(machine: Machine) -> Iterator[Finding]:
         value += f"; {len(devices)} cards, of which simpletune uses this one (choose with CUDA_VISIBLE_DEVICES)"
     if free >= LITTLE_FREE * total:
         yield Finding("card", OK, value)
-    else:
-        yield Finding("card", WARNING, value, f"Other programs use it: {users(machine) or 'nvidia-smi names none'}",
-                      "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB")  # fmt: skip
-
-
-def users(machine: Machine) -> str:
-    """List the programs that use device memory, without their paths."""
+        return
     answer = machine.command(*PROCESSES)
     rows = [line.split(", ") for line in answer[1].splitlines()] if answer and answer[0] == 0 else []
-    return "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
+    # programs without their paths
+    users = "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
+    yield Finding("card", WARNING, value, f"Other programs use it: {users or 'nvidia-smi names none'}",
+                  "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB")  # fmt: skip
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
@@ -126,7 +123,6 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
 
 
 def quanto(machine: Machine) -> Iterator[Finding]:
-    """Check whether optimum-quanto imports."""
     answer = machine.ask("optimum-quanto")
     if "error" in answer:
         yield Finding("optimum-quanto", PROBLEM, answer["error"], "precision.weights=int8-quanto needs it",
@@ -137,12 +133,11 @@ def quanto(machine: Machine) -> Iterator[Finding]:
 
 def compiler(machine: Machine) -> Iterator[Finding]:
     """Check whether Triton has what it needs to compile: a C compiler and Python.h."""
-    version = ".".join(map(str, machine.python()[:2]))
+    version = ".".join(map(str, machine.python[:2]))
     asked = machine.environment.get("CC")
     found = [path for path in map(machine.which, [asked] if asked else COMPILERS) if path]
-    header = machine.python_header()
     lacks = [] if found else [f"{asked} (CC)" if asked else "a C compiler"]
-    lacks += [] if machine.exists(header) else ["Python.h"]
+    lacks += [] if machine.has_python_header() else ["Python.h"]
     has_card = bool(machine.ask("torch").get("devices"))
     if lacks:
         level = WARNING if has_card else OK

@@ -31,17 +31,6 @@ CHECKS = (
 
 
 def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
-    """Examine this machine.
-
-    Args:
-        out: the file to write.
-        train: whether to train, too.
-        as_json: print JSON at the end instead of lines during the checks.
-        steps: number of training steps of each precision.
-
-    Raises:
-        UserError: there are problems, with exit code 1; or the file cannot be written.
-    """
     probe = ProbeProcess()
     findings = []
     try:
@@ -69,12 +58,6 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
 
 
 def found(machine: Machine, steps: int) -> Iterator[Finding]:
-    """Yield the findings of every check.
-
-    Args:
-        machine: the machine to examine.
-        steps: number of training steps of each precision; 0: do not train.
-    """
     checks: dict[str, Check] = {check.__name__: partial(check, machine) for check in CHECKS}
     for weights in step_checks.PRECISIONS if steps else ():
         checks[f"steps {weights}"] = partial(step_checks.steps, machine, weights, steps)

@@ -17,21 +17,13 @@ PROBLEM: Level = "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of a check.
-
-    Args:
-        name: name of what was checked.
-        level: ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work.
-        value: what the check found.
-        why: why it matters.
-        remedy: what to do.
-    """
+    """One finding of a check."""
 
     name: str
-    level: Level
+    level: Level  # ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work
     value: str
-    why: str = ""
-    remedy: str = ""
+    why: str = ""  # why it matters
+    remedy: str = ""  # what to do
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text; with reason and remedy only if action is needed."""
@@ -44,12 +36,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def examine(name: str, check: Check) -> Iterator[Finding]:
-    """Run a check; an exception becomes a finding, with its reason and source line.
-
-    Args:
-        name: name of that finding.
-        check: yields findings.
-    """
+    """Run a check; an exception becomes a finding, with its reason and source line."""
     try:
         yield from check()
     except Exception as error:

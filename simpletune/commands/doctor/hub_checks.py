@@ -34,12 +34,7 @@ def licence(machine: Machine) -> Iterator[Finding]:
 
 
 def access(name: str, title: str = "") -> Iterator[Finding]:
-    """Check whether this account may download a model, by a HEAD request for a small file.
-
-    Args:
-        name: name of the repository.
-        title: the model's title; empty: the name of its repository.
-    """
+    """Check whether this account may download a model, by a HEAD request for a small file."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 

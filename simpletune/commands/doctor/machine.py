@@ -22,30 +22,37 @@ from simpletune.system.options import Json
 SECONDS = 20  # timeout of nvidia-smi
 
 
+def written_folders() -> dict[str, Path]:
+    """The folders that simpletune writes to by default, by name."""
+    from huggingface_hub import constants
+
+    from simpletune.config.schema import Output
+
+    output = Output()
+    return {
+        "runs": Path(output.folder),
+        "profiles": Path(output.profiles),
+        "cache": output.cache_folder,
+        "hub cache": Path(constants.HF_HUB_CACHE),
+    }
+
+
 @dataclass
 class Machine:
-    """Answers from this machine.
+    """Answers from this machine."""
 
-    Args:
-        probe: answers what needs torch, in a child process.
-        environment: environment variables.
-        folders: folders that simpletune writes to, by name.
-    """
-
-    probe: ProbeProcess
+    probe: ProbeProcess  # answers what needs torch, in a child process
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    folders: Mapping[str, Path] = field(default_factory=lambda: written_folders())
+    folders: Mapping[str, Path] = field(default_factory=written_folders)
+    system: tuple[str, str] = (platform.system(), platform.release())  # name and release
+    python: tuple[int, int, int] = sys.version_info[:3]
 
     def ask(self, question: str) -> Json:
         """Ask the child process; if that fails, the answer has ``error``."""
         return self.probe.ask(question)
 
     def command(self, *words: str) -> tuple[int, str] | None:
-        """Run a command and return its exit code and output; None if it does not exist.
-
-        Raises:
-            TimeoutExpired: the command does not end in time.
-        """
+        """Run a command and return its exit code and output; None if it does not exist."""
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
         except FileNotFoundError:
@@ -57,24 +64,10 @@ class Machine:
         file = Path(path)
         return file.read_text(errors="replace") if file.is_file() else None
 
-    def system(self) -> tuple[str, str]:
-        """Name and release of the operating system."""
-        return platform.system(), platform.release()
-
-    def python(self) -> tuple[int, int, int]:
-        """Python's version."""
-        return sys.version_info[:3]
-
-    def python_header(self) -> Path:
-        """Return the path of Python.h."""
-        return Path(sysconfig.get_paths()["include"]) / "Python.h"
-
-    def exists(self, path: Path) -> bool:
-        """Whether a file exists."""
-        return path.exists()
+    def has_python_header(self) -> bool:
+        return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 
     def which(self, name: str) -> str | None:
-        """Return the path of a program."""
         return shutil.which(name)
 
     def locked_limit(self) -> int | None:
@@ -87,36 +80,13 @@ class Machine:
         return existing(folder).stat().st_dev, free_disk_bytes(folder)
 
     def require_writable(self, folder: Path) -> None:
-        """Write a file to a folder, or to the existing folder in which it would be created.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
+        """Write a file to a folder, or to the existing folder in which it would be created."""
         with tempfile.TemporaryFile(dir=existing(folder)) as file:
             file.write(b"simpletune doctor")
             file.flush()
 
     def require_port(self, port: int) -> None:
-        """Listen on a port of this machine for a moment.
-
-        Raises:
-            OSError: the port cannot be opened.
-        """
+        """Listen on a port of this machine for a moment."""
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
-
-
-def written_folders() -> dict[str, Path]:
-    """Return the folders of the default configuration, and the hub's cache."""
-    from huggingface_hub import constants
-
-    from simpletune.config.schema import Output
-
-    output = Output()
-    return {
-        "runs": Path(output.folder),
-        "profiles": Path(output.profiles),
-        "cache": output.cache_folder,
-        "hub cache": Path(constants.HF_HUB_CACHE),
-    }

@@ -28,12 +28,7 @@ PINNED = 256 * 2**20
 
 
 class ProbeProcess:
-    """Child process that answers questions; started at the first question, and again after it has died.
-
-    Args:
-        command: command line that starts it.
-        seconds: timeout for an answer.
-    """
+    """Child process that answers questions; started at the first question, and again after it has died."""
 
     def __init__(self, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS):
         self.command, self.seconds = command, seconds
@@ -43,39 +38,30 @@ class ProbeProcess:
         self._unread = b""
 
     def ask(self, question: str) -> Json:
-        """Return the answer, cached for each question; it has ``error`` if there is none.
-
-        Args:
-            question: a key of ``QUESTIONS``, or ``steps WEIGHTS COUNT``.
-        """
+        """Return the answer, cached for each question; it has ``error`` if there is none."""
         if question not in self._answers:
             self._answers[question] = self._ask(question)
         return self._answers[question]
 
     def close(self) -> None:
-        """Stop the child process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def _ask(self, question: str) -> Json:
+        """Ask, and read until there is an answer, the child ends, or time runs out."""
         if self._process is None:
             self._unread = b""
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
             )
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(f"{question}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
             return self._ended()
-        return self._answer()
-
-    def _answer(self) -> Json:
-        """Read until there is an answer, the child ends, or time runs out."""
-        assert self._process is not None and self._process.stdout is not None
         stream, deadline = self._process.stdout, time.monotonic() + self.seconds
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
@@ -102,7 +88,7 @@ class ProbeProcess:
 
 
 def torch_facts() -> Json:
-    """Return torch's version and the devices that it sees."""
+    """Torch's version and the devices that it sees."""
     import torch
 
     from simpletune.system.devices import choose_device
@@ -125,7 +111,7 @@ def torch_facts() -> Json:
 
 
 def bitsandbytes_facts() -> Json:
-    """Return which library bitsandbytes has loaded."""
+    """Which library bitsandbytes has loaded."""
     from bitsandbytes.cextension import lib
 
     error = vars(lib).get("formatted_error")  # class of the stand-in for a library that does not load
@@ -134,21 +120,19 @@ def bitsandbytes_facts() -> Json:
 
 
 def quanto_facts() -> Json:
-    """Whether optimum-quanto imports."""
     import optimum.quanto  # noqa: F401
 
     return {"version": version("optimum-quanto")}
 
 
 def pinned_facts() -> Json:
-    """Pin some host memory."""
     import torch
 
     return {"pinned": torch.empty(PINNED, dtype=torch.uint8, pin_memory=True).nbytes}
 
 
 def int8_facts() -> Json:
-    """Return why the card cannot multiply in int8, or None."""
+    """Why the card cannot multiply in int8, or None."""
     import torch
 
     from simpletune.engine.quant.int8_products import why_not

@@ -15,7 +15,6 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.load import load_base
-from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.devices import capability_of, choose_device
@@ -25,27 +24,15 @@ MIB = 2**20
 
 
 def probe_config(weights: str, capability: tuple[int, int] | None) -> TrainConfig:
-    """Return the demo's configuration in one precision.
-
-    Args:
-        weights: ``precision.weights``.
-        capability: compute capability of the card; None on the CPU.
-    """
+    """Return the demo's configuration in one precision."""
     overrides = [f"precision.weights={weights}", "precision.compute=auto"]
     config, _ = read_config(Path("demo"), overrides, needs_data=False)
     return resolve_model_folder(settle_compute(config, capability))
 
 
 def take_steps(weights: str, count: int) -> Json:
-    """Train for some steps.
-
-    Args:
-        weights: ``precision.weights``.
-        count: number of steps, at least 1.
-
-    Returns:
-        Median seconds per step, losses, and peaks in MiB: predicted, and on a card measured and reserved.
-    """
+    """Train for some steps: median seconds of one, losses, and peaks in MiB: predicted, and on a card measured and
+    reserved."""
     device = choose_device("auto", "fp32", is_demo=True)[0]
     capability = capability_of(device)
     config = probe_config(weights, capability)
@@ -68,19 +55,16 @@ def take_steps(weights: str, count: int) -> Json:
 
 
 def _losses(core: TrainStep, synthetic: SyntheticBatches, count: int) -> tuple[list[float], list[float]]:
-    """Take the steps; return their losses and seconds."""
+    """Take the steps on random values; return their losses and seconds."""
     torch.manual_seed(0)
     losses, seconds = [], []
     for step in range(count):
         began = time.perf_counter()
-        loss, _ = core.step([_filled(batch) for batch in synthetic.step(step)])
+        batches = synthetic.step(step)
+        for batch in batches:
+            for tensor in (batch.z_0, batch.noise, batch.prompt_embeds, batch.pooled):
+                tensor.normal_()
+        loss, _ = core.step(batches)
         losses.append(loss.item())  # waits for the device
         seconds.append(time.perf_counter() - began)
     return losses, seconds
-
-
-def _filled(batch: Batch) -> Batch:
-    """Draw a batch's values."""
-    for tensor in (batch.z_0, batch.noise, batch.prompt_embeds, batch.pooled):
-        tensor.normal_()
-    return batch

@@ -7,31 +7,20 @@ from collections.abc import Iterator
 
 from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding, Level
 from simpletune.commands.doctor.machine import Machine
-from simpletune.system.options import Json, plural
+from simpletune.system.options import plural
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")
 ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 
 
 def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
-    """Train in one precision.
-
-    Args:
-        machine: the machine to ask.
-        weights: ``precision.weights``.
-        count: number of steps.
-    """
+    """Train in one precision, and judge the steps by their losses and memory."""
     name = f"{plural(count, 'step')}, {weights} weights"
     answer = machine.ask(f"steps {weights} {count}")
     if "error" in answer:
         yield Finding(name, PROBLEM, answer["error"], f"Training with precision.weights={weights} fails here",
                       "See the checks above; report it with this file attached")  # fmt: skip
-    else:
-        yield judge_steps(name, answer)
-
-
-def judge_steps(name: str, answer: Json) -> Finding:
-    """Judge the steps by their losses and memory."""
+        return
     losses = answer["losses"]
     value = (
         f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {answer['seconds_per_step']:.4f} s a step in {answer['compute']}"
@@ -40,7 +29,7 @@ def judge_steps(name: str, answer: Json) -> Finding:
     if answer.get("measured_mib") is None:
         value += ", memory is measured on a card only"
     else:
-        predicted, measured, reserved = (answer[f"{name}_mib"] for name in ("predicted", "measured", "reserved"))
+        predicted, measured, reserved = (answer[f"{which}_mib"] for which in ("predicted", "measured", "reserved"))
         value += f", peak {predicted:.1f} MiB predicted, {measured:.1f} measured ({reserved:.0f} reserved)"
         excess = measured - predicted - max(ALLOWED * predicted, ALLOWED_MIB)
     level: Level = OK
@@ -54,4 +43,4 @@ def judge_steps(name: str, answer: Json) -> Finding:
     elif excess > 0:
         level, why = WARNING, "More memory was used than predicted, so predictions for this card are too low"
         remedy = "Leave room with --reserve, and report it with this file attached"
-    return Finding(name, level, value, why, remedy)
+    yield Finding(name, level, value, why, remedy)

@@ -18,8 +18,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def python(machine: Machine) -> Iterator[Finding]:
-    """Check whether Python is new enough."""
-    version = machine.python()
+    version = machine.python
     value, oldest = ".".join(map(str, version)), ".".join(map(str, OLDEST_PYTHON))
     if version[:2] < OLDEST_PYTHON:
         remedy = f"Install Python {oldest} or newer, then: PYTHON=/path/to/python{oldest} ./train.sh"
@@ -30,7 +29,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 def system(machine: Machine) -> Iterator[Finding]:
     """Check whether this is Linux, and not inside Windows."""
-    name, release = machine.system()
+    name, release = machine.system
     lines = (machine.read("/etc/os-release") or "").splitlines()
     title = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), name)
     if name != "Linux":
@@ -104,7 +103,6 @@ def disks(machine: Machine) -> Iterator[Finding]:
 
 
 def folders(machine: Machine) -> Iterator[Finding]:
-    """Check whether the folders can be written to."""
     refused = {}
     for name, folder in machine.folders.items():
         try:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune import __version__
-from simpletune.commands.evaluate.embed import embed, reads_prompts
+from simpletune.commands.evaluate.embed import embed
 from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
-from simpletune.commands.evaluate.encoders.loading import class_of, find_encoder
-from simpletune.commands.evaluate.estimate import StageEstimate, estimate_stages
+from simpletune.commands.evaluate.encoders.loading import find_encoder
+from simpletune.commands.evaluate.estimate import estimate_stages
 from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
 from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_pictures, shots_of
 from simpletune.commands.evaluate.prompts import find_prompts, subject_words
-from simpletune.commands.evaluate.table import VERSION, lines, main_encoders
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
+from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
 from simpletune.runs.weights_names import find_run, run_config
@@ -27,16 +27,17 @@ from simpletune.system.console import say
 from simpletune.system.locks import exclusive
 from simpletune.system.options import Json, UserError, plural
 
+VERSION = 1
+SUBJECT, PROMPT = "subject_fidelity", "prompt_fidelity"
+COLUMNS = (
+    (SUBJECT, "subject"), (PROMPT, "prompt"), ("diversity", "diversity"), ("pres", "PRES"), ("copying", "copied"),
+    ("cmmd", "CMMD"), ("kid", "KID"),
+)  # fmt: skip
+"""Scores in the table, with their headings."""
+
 
 def evaluate(args: argparse.Namespace) -> Path:
-    """Evaluate a run; continues from what an interrupted call has drawn and embedded.
-
-    Args:
-        args: defined in ``cli.evaluate.evaluate_arguments``.
-
-    Returns:
-        ``evaluation.json``.
-    """
+    """Evaluate a run; continues from what an interrupted call has drawn and embedded."""
     args.run, step = find_run(str(args.evaluated))
     if step is not None:
         raise UserError(f"{args.evaluated}: all checkpoints of a run are evaluated together. Name the run: {args.run}")
@@ -47,7 +48,7 @@ def evaluate(args: argparse.Namespace) -> Path:
     gallery = Gallery(args.run)
     gallery.folder.mkdir(exist_ok=True)
     with exclusive(gallery.folder, "wait for the other evaluation of this run"):
-        undrawn = len(gallery.lacking(plan.key(point, shot) for point in plan.points for shot in plan.shots))
+        undrawn = len(gallery.lacking(plan.keys.values()))
         say(
             f"evaluate {plural(len(plan.points), 'model')} x {plural(len(plan.shots), 'picture')} "
             f"({plan.prompts.name}), {undrawn} to draw, on {session.reason}"
@@ -60,7 +61,14 @@ def evaluate(args: argparse.Namespace) -> Path:
         result = evaluation_record(plan, encoders, gallery)
         for entry, found in zip(result["points"], measure(plan, embedded).values(), strict=True):
             entry["scores"] = found
-        result["cost"] = cost_of(session, stages, drawn)
+        result["cost"] = {  # a resumed call measures only its own part
+            "drawn": drawn,
+            "predicted": {
+                name: {"peak_mib": round(stage.bytes / MIB, 1), "seconds": round(stage.seconds, 1)}
+                for name, stage in stages.items()
+            },
+            "measured": session.stages.as_json(),
+        }
         write_json(args.run / SCORES, result)
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
@@ -72,11 +80,7 @@ def evaluate(args: argparse.Namespace) -> Path:
 
 
 def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[EncoderInfo]:
-    """Find the encoders; for a run of the demo model, its own two by default.
-
-    Raises:
-        UserError: none are named for a real model, or two have the same title.
-    """
+    """Find the encoders; for a run of the demo model, its own two by default."""
     if not names and not is_demo:
         raise UserError(
             "--encoders is missing. Name folders or hub names, such as facebook/dino-vits16 "
@@ -114,14 +118,14 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
     session, first = plan.session, plan.shots[0].request
     known = [
         {
-            "title": about.title, "name": about.name, "kind": about.kind, "digest": about.digest,
-            "parameters": about.parameters, "reads_prompts": reads_prompts(about),
-            "preprocessing": class_of(about).about_preprocessing,
+            "title": about.title, "name": about.name, "kind": about.kind.name, "digest": about.digest,
+            "parameters": about.parameters, "reads_prompts": about.kind.reads_prompts,
+            "preprocessing": about.kind.about_preprocessing,
         }
         for about in encoders
     ]  # fmt: skip
     own = [number for number, shot in enumerate(plan.shots) if not shot.of_class]
-    drawn = {point: [f"{FOLDER}/{PICTURES}/{gallery.file(plan.key(point, plan.shots[n])).name}" for n in own]
+    drawn = {point: [f"{FOLDER}/{PICTURES}/{gallery.file(plan.keys[point, plan.shots[n]]).name}" for n in own]
              for point in plan.points}  # fmt: skip
     return {
         "version": VERSION, "simpletune": __version__,
@@ -146,10 +150,31 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
     }  # fmt: skip
 
 
-def cost_of(session: GenerationSession, stages: dict[str, StageEstimate], drawn: int) -> Json:
-    """Return predicted and measured cost; a resumed call measures only its own part."""
-    return {
-        "drawn": drawn,
-        "predicted": {name: stage.as_json() for name, stage in stages.items()},
-        "measured": session.stages.as_json(),
-    }
+def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:
+    """Choose the encoder for each fidelity: for the subject, the first that reads only pictures, otherwise the first;
+    for prompts, the first that reads prompts."""
+    pictures = [each["title"] for each in encoders if not each["reads_prompts"]]
+    prompts = [each["title"] for each in encoders if each["reads_prompts"]]
+    return {SUBJECT: (pictures or prompts)[0], PROMPT: prompts[0] if prompts else None}
+
+
+def lines(result: Json) -> list[str]:
+    """Format one table for each encoder: value and half the width of its 95% interval (``0.712 ±0.021``), by point."""
+
+    def cell(value: Json) -> str:
+        shown = f"{value['value']:.3f}"
+        return shown if value["low"] is None else f"{shown} ±{(value['high'] - value['low']) / 2:.3f}"
+
+    found: list[str] = []
+    for encoder in result["encoders"]:
+        title = encoder["title"]
+        shown = [(score, name) for score, name in COLUMNS if title in result["points"][0]["scores"].get(score, {})]
+        width = max(len(point["title"]) for point in result["points"])
+        found.append(f"{title} ({encoder['kind']}), {result['prompts']['slice']}")
+        found.append(f"  {'':<{width}}" + "".join(f"{name:>16}" for _, name in shown))
+        for point in result["points"]:
+            cells = [cell(point["scores"][score][title]) for score, _ in shown]
+            found.append(f"  {point['title']:<{width}}" + "".join(f"{each:>16}" for each in cells))
+        counts = {name: result["points"][0]["scores"][score][title]["n"] for score, name in shown}
+        found.append(f"  {'n':<{width}}" + "".join(f"{count:>16}" for count in counts.values()))
+    return found

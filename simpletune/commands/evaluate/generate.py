@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot, readable
+from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot
 from simpletune.commands.generate.generate import made_with
 from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.data.storage.cache import FileCache
@@ -23,39 +24,37 @@ FOLDER, PICTURES, LATENTS = "evaluation", "pictures", "latents"
 
 
 class Gallery:
-    """Pictures of a run's evaluations: ``RUN/evaluation/pictures/KEY.png``.
-
-    Args:
-        run: the run's folder.
-    """
+    """Pictures of a run's evaluations: ``RUN/evaluation/pictures/KEY.png``."""
 
     def __init__(self, run: Path):
         self.folder = run / FOLDER
         self.latents = FileCache(self.folder / LATENTS)
 
     def file(self, key: str) -> Path:
-        """Return the path of a picture."""
         return self.folder / PICTURES / f"{key}.png"
 
     def lacking(self, keys: Iterable[str]) -> list[str]:
         """List the pictures that are still to be drawn. Renames and reports damaged ones."""
         missing = []
         for key in dict.fromkeys(keys):
-            file = self.file(key)
-            if readable(file) is not None:
+            if self.read(key) is not None:
                 continue
             missing.append(key)
-            if file.exists():
+            if (file := self.file(key)).exists():
                 say(f"picture {file} is damaged: renamed to {quarantine(file).name}; drawing it again")
         return missing
 
-    def open(self, key: str) -> Image.Image:
-        """Open a picture.
+    def read(self, key: str) -> Image.Image | None:
+        """Read a picture; None if it is missing or damaged."""
+        try:
+            with Image.open(BytesIO(self.file(key).read_bytes())) as image:
+                return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError):
+            return None
 
-        Raises:
-            UserError: it is missing or damaged.
-        """
-        image = readable(self.file(key))
+    def open(self, key: str) -> Image.Image:
+        """Read a picture that must be there."""
+        image = self.read(key)
         if image is None:
             raise UserError(f"{self.file(key)} is missing or damaged. Start again: only this picture is drawn again")
         return image
@@ -63,12 +62,8 @@ class Gallery:
 
 def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
     """Draw what is missing: first all latents, each stored at once, then the pictures. Text encoders, transformer and
-    autoencoder are never in memory together.
-
-    Returns:
-        How many pictures were drawn.
-    """
-    keys = {plan.key(point, shot): (point, shot) for point in plan.points for shot in plan.shots}
+    autoencoder are never in memory together."""
+    keys = {key: (point, shot) for (point, shot), key in plan.keys.items()}
     missing = gallery.lacking(keys)
     if not missing:
         return 0
@@ -96,7 +91,7 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
     session, config = plan.session, plan.session.config
     wanted: dict[EvaluatedWeights, list[list[Shot]]] = {}
     for point in plan.points:
-        groups = [group for group in plan.groups() if any(plan.key(point, shot) in undrawn for shot in group)]
+        groups = [group for group in plan.groups() if any(plan.keys[point, shot] in undrawn for shot in group)]
         if groups:
             wanted[point] = groups
     shots = [shot.request for groups in wanted.values() for group in groups for shot in group]
@@ -117,7 +112,7 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
                 with session.stages.stage("denoise"):
                     drawn = sampler.latents([shot.request for shot in group], texts[weights].load)
                 for shot, z in zip(group, drawn, strict=True):
-                    gallery.latents.save(plan.key(points[weights], shot), {"z": z})
+                    gallery.latents.save(plan.keys[points[weights], shot], {"z": z})
                     advance()
             del denoiser, modulation, sampler
     shared.free()

@@ -12,14 +12,17 @@ import numpy as np
 from simpletune.commands.evaluate import scores
 from simpletune.commands.evaluate.embed import PictureEmbeddings
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
-from simpletune.commands.evaluate.scores import Array
-from simpletune.commands.evaluate.statistics import mean_over_prompts, over_sets
+from simpletune.commands.evaluate.scores import Array, mean_over_prompts, over_sets
 from simpletune.system.options import Json
 
 ByPrompt = dict[int, float]
 """Mean of each prompt, by its number."""
 Scores = dict[str, dict[str, Json]]
 """Values by score and title of the encoder."""
+
+
+SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid": scores.kid}
+"""Distances between the sets of drawn and real pictures."""
 
 
 def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict[EvaluatedWeights, Scores]:
@@ -29,11 +32,15 @@ def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict
     for one in embedded:
         means = {point: means_of(plan, one, one.drawn[point]) for point in plan.points}
         for point in plan.points:
-            for score, values in means[point].items():
-                other = None if point is base else means[base][score]
-                found[point].setdefault(score, {})[one.about.title] = mean_with_interval(
-                    values, other, count_pictures(plan, score)
-                )
+            for score, (values, pictures) in means[point].items():
+                each = list(values.values())
+                entry = mean_over_prompts(each).as_json()
+                entry |= {"n": pictures, "prompts": len(each), "by_prompt": [round(value, 6) for value in each]}
+                if point is not base:
+                    other = means[base][score][0]
+                    paired = [values[number] - other[number] for number in values]
+                    entry["from_base"] = mean_over_prompts(paired).as_json()
+                found[point].setdefault(score, {})[one.about.title] = entry
             for score, statistic in SETS.items():
                 value = of_sets(plan, one, point, statistic)
                 if value is not None:
@@ -41,33 +48,29 @@ def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict
     return found
 
 
-def means_of(plan: EvaluationPlan, one: PictureEmbeddings, drawn: Array) -> dict[str, ByPrompt]:
-    """Compute the scores that are means over pictures, by prompt.
+def means_of(plan: EvaluationPlan, one: PictureEmbeddings, drawn: Array) -> dict[str, tuple[ByPrompt, int]]:
+    """Compute the scores that are means over pictures from a point's embeddings [n, d]: by prompt, with the number of
+    pictures."""
 
-    Args:
-        plan: the evaluation.
-        one: the encoder's embeddings of real pictures and prompts.
-        drawn: its embeddings of the point's pictures, [n, d].
-    """
+    def by_prompt(values: Array, rows: Mapping[int, list[int]]) -> tuple[ByPrompt, int]:
+        return {number: float(values[own].mean()) for number, own in rows.items()}, sum(map(len, rows.values()))
+
     rows, of_class = rows_by_prompt(plan, of_class=False), rows_by_prompt(plan, of_class=True)
     about_subject = {number: rows[number] for number in subject_prompts(plan)}
     fidelity = scores.subject_fidelity(drawn, one.real)
-    found = {"subject_fidelity": mean_by_prompt(fidelity, about_subject)}
+    found = {"subject_fidelity": by_prompt(fidelity, about_subject)}
     if one.prompts is not None:
         asked = one.prompts[[shot.prompt for shot in plan.shots]]
-        found["prompt_fidelity"] = mean_by_prompt(scores.prompt_fidelity(drawn, asked), rows)
+        found["prompt_fidelity"] = by_prompt(scores.prompt_fidelity(drawn, asked), rows)
     if all(len(own) > 1 for own in rows.values()):
-        found["diversity"] = {number: scores.diversity(drawn[own]) for number, own in rows.items()}
+        varied = {number: scores.diversity(drawn[own]) for number, own in rows.items()}
+        found["diversity"] = varied, sum(map(len, rows.values()))
     if of_class:
-        found["pres"] = mean_by_prompt(fidelity, of_class)
-    found["nearest"] = mean_by_prompt(scores.nearest(drawn, one.real), about_subject)
+        found["pres"] = by_prompt(fidelity, of_class)
+    found["nearest"] = by_prompt(scores.nearest(drawn, one.real), about_subject)
     if len(one.real) > 1:
-        found["copying"] = mean_by_prompt(scores.find_copies(drawn, one.real), about_subject)
+        found["copying"] = by_prompt(scores.find_copies(drawn, one.real), about_subject)
     return found
-
-
-SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid": scores.kid}
-"""Distances between the sets of drawn and real pictures."""
 
 
 def of_sets(
@@ -88,17 +91,7 @@ def of_sets(
     return {**measured.as_json(), "n": count, "prompts": len(prompts)}
 
 
-def mean_with_interval(values: ByPrompt, base: ByPrompt | None, pictures: int) -> Json:
-    """Return a mean with its interval, sample size and paired difference from the base."""
-    found = mean_over_prompts(list(values.values())).as_json()
-    found |= {"n": pictures, "prompts": len(values), "by_prompt": [round(value, 6) for value in values.values()]}
-    if base is not None:
-        found["from_base"] = mean_over_prompts([values[number] - base[number] for number in values]).as_json()
-    return found
-
-
 def rows_by_prompt(plan: EvaluationPlan, of_class: bool) -> dict[int, list[int]]:
-    """Return the rows of each prompt's pictures."""
     rows: dict[int, list[int]] = {}
     for row, shot in enumerate(plan.shots):
         if shot.of_class == of_class:
@@ -110,19 +103,3 @@ def subject_prompts(plan: EvaluationPlan) -> list[int]:
     """Return the prompts that name the subject; all of them if none is known to."""
     named = [number for number, prompt in enumerate(plan.prompts.prompts) if prompt.has_token]
     return named or list(range(len(plan.prompts.prompts)))
-
-
-def count_pictures(plan: EvaluationPlan, score: str) -> int:
-    """Count the pictures that a score is computed from."""
-    if score == "pres":
-        return sum(shot.of_class for shot in plan.shots)
-    own = [shot for shot in plan.shots if not shot.of_class]
-    if score in ("prompt_fidelity", "diversity"):
-        return len(own)
-    named = set(subject_prompts(plan))
-    return sum(shot.prompt in named for shot in own)
-
-
-def mean_by_prompt(values: Array, rows: Mapping[int, Sequence[int]]) -> ByPrompt:
-    """Average the values of each prompt's pictures."""
-    return {number: float(values[list(own)].mean()) for number, own in rows.items()}

@@ -7,17 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from io import BytesIO
 from pathlib import Path
-
-from PIL import Image
 
 from simpletune.commands.evaluate.prompts import Prompt, PromptSet
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import scan_sources
-from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.source import Picture
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, read_json_or_none, read_summary
 from simpletune.runs.weights import BASE, Weights, find_weights, precision_of
@@ -35,21 +31,14 @@ FIRST_SEED = 10_000
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights to evaluate.
+    """Weights to evaluate."""
 
-    Args:
-        step: step of the checkpoint; None for the base.
-        strength: LoRA strength; None for the base and for full models.
-        weights: weights to draw with.
-    """
-
-    step: int | None
-    strength: float | None
-    weights: Weights
+    step: int | None  # step of the checkpoint; None for the base
+    strength: float | None  # LoRA strength; None for the base and for full models
+    weights: Weights  # weights to draw with
 
     @property
     def title(self) -> str:
-        """Name in tables."""
         if self.step is None:
             return "base"
         return f"step {self.step}" + ("" if self.strength is None else f" x {self.strength:g}")
@@ -63,49 +52,23 @@ class EvaluatedWeights:
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture that every point draws.
+    """One picture that every point draws."""
 
-    Args:
-        request: what to draw.
-        prompt: index of its prompt.
-        of_class: whether it shows another member of the class, for PRES.
-    """
-
-    request: PictureRequest
-    prompt: int
-    of_class: bool = False
+    request: PictureRequest  # what to draw
+    prompt: int  # index of its prompt
+    of_class: bool = False  # whether it shows another member of the class, for PRES
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """An evaluation.
+    """An evaluation."""
 
-    Args:
-        session: configuration, device and speed.
-        points: points to evaluate, the base first.
-        prompts: prompts with the name of their slice.
-        shots: pictures to draw, the same for every point.
-        real: training pictures to compare with.
-        all_real: total number of training pictures.
-    """
-
-    session: GenerationSession
-    points: tuple[EvaluatedWeights, ...]
-    prompts: PromptSet
-    shots: tuple[Shot, ...]
-    real: tuple[Picture, ...]
-    all_real: int
-
-    def key(self, point: EvaluatedWeights, shot: Shot) -> str:
-        """Return the name of a picture, a hash of everything that it depends on."""
-        how: Json = {
-            **self._common,
-            "weights": identity(point.weights),
-            "request": {key: str(value) for key, value in asdict(shot.request).items()},
-            "precision": precision_of(self.session.config, point.weights).model_dump(mode="json"),
-            "batch": self._neighbours[shot],
-        }
-        return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:24]
+    session: GenerationSession  # configuration, device and speed
+    points: tuple[EvaluatedWeights, ...]  # points to evaluate, the base first
+    prompts: PromptSet  # prompts with the name of their slice
+    shots: tuple[Shot, ...]  # pictures to draw, the same for every point
+    real: tuple[Picture, ...]  # training pictures to compare with
+    all_real: int  # total number of training pictures
 
     def groups(self) -> list[list[Shot]]:
         """Group the shots that are drawn together; the same groups in every call, whatever is left to draw."""
@@ -113,17 +76,24 @@ class EvaluationPlan:
         return [list(self.shots[first : first + size]) for first in range(0, len(self.shots), size)]
 
     @cached_property
-    def _common(self) -> Json:
-        """What all pictures depend on, as JSON."""
+    def keys(self) -> dict[tuple[EvaluatedWeights, Shot], str]:
+        """The name of every picture, a hash of everything that it depends on."""
         config = self.session.config
-        parts = {"model": config.model, "objective": config.objective}
-        dumped = {name: part.model_dump(mode="json") for name, part in parts.items()}
-        return {**dumped, "speed": asdict(self.session.speed), "device": self.session.device.type}
-
-    @cached_property
-    def _neighbours(self) -> dict[Shot, list[str]]:
-        """Prompts of the batch that each shot is drawn in: the last bits of a picture depend on them."""
-        return {shot: [each.request.prompt for each in group] for group in self.groups() for shot in group}
+        common = {
+            "model": config.model.model_dump(mode="json"), "objective": config.objective.model_dump(mode="json"),
+            "speed": asdict(self.session.speed), "device": self.session.device.type,
+        }  # fmt: skip
+        keys = {}
+        for point in self.points:
+            precision = precision_of(config, point.weights).model_dump(mode="json")
+            own = {**common, "weights": identity(point.weights), "precision": precision}
+            for group in self.groups():
+                batch = [each.request.prompt for each in group]  # the last bits of a picture depend on its batch
+                for shot in group:
+                    request = {key: str(value) for key, value in asdict(shot.request).items()}
+                    how = json.dumps({**own, "request": request, "batch": batch}, sort_keys=True)
+                    keys[point, shot] = hashlib.sha256(how.encode()).hexdigest()[:24]
+        return keys
 
 
 @cache
@@ -138,15 +108,7 @@ def identity(weights: Weights) -> str:
 
 
 def evaluated_weights(run: Path, strengths: Sequence[float] | None) -> list[EvaluatedWeights]:
-    """List the base, every kept checkpoint at every strength, and the result if it is none of these.
-
-    Args:
-        run: the run's folder.
-        strengths: LoRA strengths; None: 1.
-
-    Raises:
-        UserError: the run has neither a checkpoint nor a result, or a full model is given strengths.
-    """
+    """List the base, every kept checkpoint at every strength, and the result if it is none of these."""
     steps: list[int | None] = [step for step, _ in list_checkpoints(run)]
     summary = read_summary(run)
     if not is_unfinished(run) and summary is not None and summary["steps"] not in steps:
@@ -167,13 +129,7 @@ def evaluated_weights(run: Path, strengths: Sequence[float] | None) -> list[Eval
 
 
 def shots_of(first: PictureRequest, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
-    """List the shots: every prompt with its own seeds, then one picture of every class prompt.
-
-    Args:
-        first: request with the settings of all shots and the first seed.
-        prompts: prompts to draw.
-        seeds: number of pictures per prompt.
-    """
+    """List the shots: every prompt with its own seeds, then one picture of every class prompt."""
     shots = [
         Shot(replace(first, prompt=prompt.text, seed=first.seed + number * seeds + which), number)
         for number, prompt in enumerate(prompts)
@@ -188,14 +144,7 @@ def shots_of(first: PictureRequest, prompts: Sequence[Prompt], seeds: int) -> li
 
 
 def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
-    """Return the pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources.
-
-    Returns:
-        The pictures, and how many there were.
-
-    Raises:
-        UserError: some are missing or have changed since.
-    """
+    """Return the pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources."""
     members = config.data.members
     wanted = [each for each in scan_sources(config.data).pictures if not members[each.source].regularization]
     there = {(picture.source, picture.name): picture for picture in wanted}
@@ -214,24 +163,3 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
         raise UserError(f"{config.data.place} has no usable picture to compare with. Put the run's pictures back")
     chosen = [found[number * len(found) // min(REAL, len(found))] for number in range(min(REAL, len(found)))]
     return chosen, len(found)
-
-
-def open_picture(picture: Picture) -> Image.Image:
-    """Read a training picture.
-
-    Raises:
-        UserError: it cannot be read, or has changed.
-    """
-    try:
-        return decode(picture.read_same())
-    except (UnusablePicture, OSError) as error:
-        raise UserError(f"{picture.name} {error}. Put it back; what is drawn already stays") from None
-
-
-def readable(file: Path) -> Image.Image | None:
-    """Read a drawn picture; None if it is missing or damaged."""
-    try:
-        with Image.open(BytesIO(file.read_bytes())) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError):
-        return None

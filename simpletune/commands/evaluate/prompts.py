@@ -8,7 +8,7 @@ because no encoder knows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -47,15 +47,10 @@ DEMO_PROMPTS, MOST_CAPTIONS = 12, 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Args:
-        text: prompt to draw.
-        scored: prompt to compare pictures with, without the rare token.
-    """
-
-    text: str
-    scored: str
+    text: str  # prompt to draw
+    scored: str  # prompt to compare pictures with, without the rare token
 
     @property
     def has_token(self) -> bool:
@@ -73,15 +68,10 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Words:
-    """Words for a run's subject.
+    """Words for a run's subject."""
 
-    Args:
-        token: the rare word; empty if unknown.
-        kind: the common word, such as ``dog``; empty if unknown.
-    """
-
-    token: str
-    kind: str
+    token: str  # the rare word; empty if unknown
+    kind: str  # the common word, such as ``dog``; empty if unknown
 
 
 def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> Words:
@@ -92,25 +82,29 @@ def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> W
 
 
 def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: Sequence[str]) -> PromptSet:
-    """Find the prompts of an evaluation.
+    """Find the prompts of an evaluation: of a slice, or of a file of templates, one a line.
 
-    Args:
-        name: a slice, or a file of templates, one per line; None: `DEMO` for the demo's data, otherwise `RUN`.
-        config: configuration of the run.
-        words: words for the subject.
-        captions: captions of the run's pictures.
-
-    Raises:
-        UserError: the file is missing or has empty lines, or a template needs an unknown word.
+    None: `DEMO` for the demo's data, otherwise `RUN`. Captions are those of the run's pictures.
     """
     if name is None:
         name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:
-        return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(demo_prompts(config, words)))
+        scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
+        if config.data.place == "demo:subject":  # its figure in the places of held-out scenes
+            template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
+            prompts = [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
+        else:  # held-out scenes in the demo's style
+            prompts = _without_token([pictures.caption(scene, 0, words.token or None) for scene in scenes], words)
+        return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(prompts))
     if name == RUN:
-        return PromptSet("the run's prompts", tuple(own_prompts(config, words, captions)))
+        texts = config.validation.prompts or list(dict.fromkeys(filter(None, captions)))[:MOST_CAPTIONS]
+        if not texts:
+            raise UserError(
+                f"--prompts: the run has no prompts and no captions. Give a file, or one of {', '.join(DREAMBOOTH)}"
+            )
+        return PromptSet("the run's prompts", tuple(_without_token(dict.fromkeys(texts), words)))
     return from_file(Path(name), words)
 
 
@@ -120,42 +114,32 @@ def dreambooth(name: str) -> list[str]:
     return [*(f"a {{token}} {{class}} {way}" for way in ways), *(f"a {look} {{token}} {{class}}" for look in LOOKS)]
 
 
-def demo_prompts(config: TrainConfig, words: Words) -> list[Prompt]:
-    """Return prompts for scenes of held-out triples: the demo's figure in their places, or in the demo's style."""
-    scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
-    if config.data.place == "demo:subject":
-        template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
-        return [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
-    texts = [pictures.caption(scene, 0, words.token or None) for scene in scenes]
+def _without_token(texts: Iterable[str], words: Words) -> list[Prompt]:
     return [Prompt(text, remove_token(text, words.token)) for text in texts]
 
 
-def own_prompts(config: TrainConfig, words: Words, captions: Sequence[str]) -> list[Prompt]:
-    """Return the run's validation prompts, or its first distinct captions.
-
-    Raises:
-        UserError: there are none.
-    """
-    texts = config.validation.prompts or list(dict.fromkeys(filter(None, captions)))[:MOST_CAPTIONS]
-    if not texts:
-        raise UserError(
-            f"--prompts: the run has no prompts and no captions. Give a file, or one of {', '.join(DREAMBOOTH)}"
-        )
-    return [Prompt(text, remove_token(text, words.token)) for text in dict.fromkeys(texts)]
-
-
 def from_file(file: Path, words: Words) -> PromptSet:
-    """Read templates, one per line.
-
-    Raises:
-        UserError: lists every line that is empty, repeated, or has an unknown placeholder.
-    """
+    """Read templates, one per line."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(SLICES)
         raise UserError(f"--prompts: {file} cannot be read ({error}). Give a text file, or one of {known}") from None
-    faults = [fault for number in range(len(lines)) if (fault := _fault(lines, number))]
+    faults = []
+    for number, line in enumerate(lines):
+        place, wrong = f"line {number + 1}", None
+        try:
+            unknown = [name for name in _fields(line) if name not in ("token", "class")]
+        except ValueError as error:
+            unknown, wrong = [], f"{place}: {error}. A brace belongs to {{token}} or {{class}}"
+        if not line.strip():
+            wrong = f"{place} is empty. Write a prompt, or remove the line"
+        elif unknown:
+            wrong = f"{place}: {{{unknown[0]}}} is unknown. Use {{token}} or {{class}}"
+        elif wrong is None and line in lines[:number]:
+            wrong = f"{place} repeats line {lines.index(line) + 1}. Remove it: seeds give more pictures of a prompt"
+        if wrong:
+            faults.append(wrong)
     if faults or not lines:
         shown = "\n  ".join(first_lines(faults, 8))
         raise UserError(f"--prompts: {file}: {plural(len(faults), 'problem')}\n  {shown or 'it is empty'}")
@@ -165,11 +149,6 @@ def from_file(file: Path, words: Words) -> PromptSet:
 
 
 def fill_template(template: str, words: Words, source: str) -> Prompt:
-    """Fill in a template.
-
-    Raises:
-        UserError: a word is unknown.
-    """
     needed = set(_fields(template))
     lacking = [option for option, name, word in (("--token", "token", words.token), ("--class", "class", words.kind))
                if name in needed and not word]  # fmt: skip
@@ -192,19 +171,3 @@ def _tidy(text: str) -> str:
 
 def _fields(template: str) -> list[str]:
     return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-
-
-def _fault(lines: Sequence[str], number: int) -> str | None:
-    """Describe what is wrong with a line, if anything."""
-    line, place = lines[number], f"line {number + 1}"
-    if not line.strip():
-        return f"{place} is empty. Write a prompt, or remove the line"
-    try:
-        unknown = [name for name in _fields(line) if name not in ("token", "class")]
-    except ValueError as error:
-        return f"{place}: {error}. A brace belongs to {{token}} or {{class}}"
-    if unknown:
-        return f"{place}: {{{unknown[0]}}} is unknown. Use {{token}} or {{class}}"
-    if line in lines[:number]:
-        return f"{place} repeats line {lines.index(line) + 1}. Remove it: seeds give more pictures of a prompt"
-    return None

@@ -1,28 +1,33 @@
-"""Formulas of the scores, on embeddings in numpy float64.
+"""Formulas of the scores, on embeddings in numpy float64, and their intervals.
+
+Pictures of one prompt are not independent, so intervals resample prompts, not pictures; differences from the base are
+paired by prompt and seed.
 
 Legend: n generated pictures, m real ones, k pictures of one prompt, d width of an embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+from simpletune.system.options import Json
 
 Array = NDArray[np.float64]
 Kernel = Callable[[Array, Array], Array]
 
 SIGMA, CMMD_SCALE = 10.0, 1000.0
 """Bandwidth of CMMD's kernel, and the factor by which its paper scales it (arXiv:2401.09603, section 4)."""
+LEVEL, RESAMPLES, SEED = 0.95, 2000, 24
+NORMAL = 1.959964
+"""Standard errors on each side of a mean that cover 95% of a normal distribution."""
 
 
 def unit(features: Array) -> Array:  # [n, d] -> [n, d]
-    """Scale embeddings to length 1.
-
-    Raises:
-        ValueError: an embedding is zero.
-    """
     lengths = np.linalg.norm(features, axis=-1, keepdims=True)
     if not lengths.all():
         raise ValueError(f"{int((lengths == 0).sum())} of {len(features)} embeddings are zero and have no direction")
@@ -41,11 +46,7 @@ def prompt_fidelity(generated: Array, prompts: Array) -> Array:  # [n, d], [n, d
 
 
 def diversity(generated: Array) -> float:  # [k, d]
-    """Compute 1 - the mean cosine of all pairs of pictures of one prompt; 0 if they are identical.
-
-    Raises:
-        ValueError: there are fewer than 2 pictures.
-    """
+    """Compute 1 - the mean cosine of all pairs of pictures of one prompt; 0 if they are identical."""
     count = len(generated)
     if count < 2:
         raise ValueError(f"diversity of {count} picture: at least 2 are needed")
@@ -58,26 +59,13 @@ def nearest(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n]
     return np.asarray((unit(generated) @ unit(real).T).max(axis=1))
 
 
-def own_nearest(real: Array) -> float:  # [m, d]
-    """Compute the largest cosine of two real pictures: how similar the data is to itself.
-
-    Raises:
-        ValueError: there are fewer than 2 pictures.
-    """
+def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
+    """Whether each generated picture is more similar to a real one than any two real pictures are to each other."""
     if len(real) < 2:
         raise ValueError(f"nearest neighbours of {len(real)} picture: at least 2 are needed")
     cosines = unit(real) @ unit(real).T
     np.fill_diagonal(cosines, -np.inf)
-    return float(cosines.max())
-
-
-def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
-    """Return whether each generated picture is more similar to a real one than any two real pictures are to each other.
-
-    Raises:
-        ValueError: there are fewer than 2 real pictures.
-    """
-    return np.asarray(nearest(generated, real) > own_nearest(real), dtype=np.float64)
+    return np.asarray(nearest(generated, real) > float(cosines.max()), dtype=np.float64)
 
 
 def cubic(x: Array, y: Array) -> Array:  # [n, d], [m, d] -> [n, m]
@@ -95,27 +83,18 @@ def gaussian(x: Array, y: Array) -> Array:  # [n, d], [m, d] -> [n, m]
 def mmd(x: Array, y: Array, kernel: Kernel, unbiased: bool) -> float:  # [n, d], [m, d]
     """Compute the squared maximum mean discrepancy of two sets (Gretton et al. 2012, eq. 3 and 5).
 
-    Args:
-        x: one set.
-        y: the other.
-        kernel: kernel on pairs of pictures.
-        unbiased: leave out pairs of a picture with itself. Equal distributions then give 0 on average, sometimes less.
-            Otherwise equal sets give exactly 0, but small sets from one distribution a value above 0.
-
-    Raises:
-        ValueError: a set is too small.
+    Unbiased leaves out the pairs of a picture with itself: equal distributions then give 0 on average, sometimes less.
+    Otherwise equal sets give exactly 0, but small sets from one distribution a value above 0.
     """
     least = 2 if unbiased else 1
     if min(len(x), len(y)) < least:
         raise ValueError(f"distance of sets of {len(x)} and {len(y)}: at least {least} pictures each are needed")
-    within = sum(_mean(kernel(each, each), unbiased) for each in (x, y))
-    return float(within - 2.0 * kernel(x, y).mean())
 
+    def mean(values: Array) -> float:
+        count = len(values)
+        return float((values.sum() - np.trace(values)) / (count * (count - 1)) if unbiased else values.mean())
 
-def _mean(values: Array, unbiased: bool) -> float:
-    """Compute the mean of a square kernel matrix, without its diagonal if unbiased."""
-    count = len(values)
-    return float((values.sum() - np.trace(values)) / (count * (count - 1)) if unbiased else values.mean())
+    return float(sum(mean(kernel(each, each)) for each in (x, y)) - 2.0 * kernel(x, y).mean())
 
 
 def kid(generated: Array, real: Array) -> float:
@@ -127,3 +106,49 @@ def kid(generated: Array, real: Array) -> float:
 def cmmd(generated: Array, real: Array) -> float:
     """Compute CMMD's distance x 1000, for any encoder; with CLIP ViT-L/14 at 336 px it is CMMD."""
     return CMMD_SCALE * mmd(generated, real, gaussian, unbiased=False)
+
+
+@dataclass(frozen=True)
+class ScoreInterval:
+    """A value with its uncertainty over prompts."""
+
+    value: float  # the mean, or the distance of two sets
+    low: float | None  # lower end of the 95% interval; None for a single prompt
+    high: float | None  # upper end
+    error: float | None  # standard error; None for a single prompt
+
+    def as_json(self) -> Json:
+        named = {"value": self.value, "low": self.low, "high": self.high, "error": self.error}
+        return {name: None if each is None else round(each, 6) for name, each in named.items()}
+
+
+@lru_cache(maxsize=8)
+def resamples(prompts: int) -> NDArray[np.int64]:  # [RESAMPLES, prompts]
+    """Draw prompts with replacement; the same draws for every score and every point."""
+    return np.random.default_rng([SEED, prompts]).integers(0, prompts, (RESAMPLES, prompts))
+
+
+def mean_over_prompts(values: Sequence[float] | Array) -> ScoreInterval:  # one mean for each prompt
+    """Bootstrap the mean of prompts: a percentile interval, and the standard error of the mean."""
+    each = np.asarray(values, dtype=np.float64)
+    if not len(each):
+        raise ValueError("a mean of no prompts")
+    if len(each) == 1:
+        return ScoreInterval(float(each[0]), None, None, None)
+    means = each[resamples(len(each))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return ScoreInterval(float(each.mean()), float(low), float(high), float(each.std(ddof=1) / np.sqrt(len(each))))
+
+
+def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
+    """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
+
+    A bootstrap would repeat pictures, and duplicates change a distance between sets.
+    """
+    everyone = range(prompts)
+    value = statistic(everyone)
+    if prompts < 3 or not interval:
+        return ScoreInterval(value, None, None, None)
+    without = np.array([statistic([other for other in everyone if other != left]) for left in everyone])
+    error = float(np.sqrt((prompts - 1) / prompts * ((without - without.mean()) ** 2).sum()))
+    return ScoreInterval(value, value - NORMAL * error, value + NORMAL * error, error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch.nn.functional import normalize
 
-from simpletune.commands.generate.compare_page import write_latest, write_page
-from simpletune.commands.generate.estimate import require_memory
+from simpletune.commands.generate.compare_page import LATEST, REDIRECT, write_page
 from simpletune.commands.generate.generate import (
     GenerationSession,
     build_requests,
@@ -17,26 +17,22 @@ from simpletune.commands.generate.generate import (
     made_with,
     open_session,
 )
-from simpletune.commands.generate.image_scores import ImageScores, ModelFigures, latent_distance, pixel_difference
+from simpletune.commands.generate.image_scores import ModelFigures, latent_distance, open_encoder, pixel_difference
 from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import GeneratedImages
+from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
+from simpletune.estimate.job_estimate import MIB, needed
+from simpletune.estimate.run_estimate import WITHOUT_GPU, card_at_hand
+from simpletune.estimate.simulate.simulate_stages import simulate_stage
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.outputs import folder_name, numbered_folder, require_new
 from simpletune.runs.text_side import with_embeddings
-from simpletune.runs.weights import (
-    BASE,
-    Weights,
-    checkpoints_of,
-    find_weights,
-    lora_weights,
-    precision_of,
-    run_result,
-)
+from simpletune.runs.weights import BASE, Weights, checkpoints_of, find_weights, lora_weights, precision_of, run_result
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import PictureRequest
-from simpletune.system.atomic import write_json
+from simpletune.system.atomic import write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 from simpletune.system.sheets import grid
@@ -46,11 +42,7 @@ PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
 
 
 def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> list[Weights]:
-    """Return the base, then the models that the arguments name, or the run's result; each once.
-
-    Raises:
-        UserError: neither a run nor a model is named.
-    """
+    """Return the base, then the models that the arguments name, or the run's result; each once."""
     scales = args.scale or SCALES
     wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
     models = [BASE, *(weights for name in wanted for weights in resolve_weights(name))]
@@ -83,11 +75,7 @@ def first_run(args: argparse.Namespace) -> str | None:
 
 
 def resolve_weights(text: str) -> list[Weights]:
-    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows.
-
-    Raises:
-        UserError: nothing has that name.
-    """
+    """Resolve a name given on the command line: ``base``, or anything that ``find_named`` knows."""
     if text == "base":
         return [BASE]
     found = find_named(text)
@@ -99,14 +87,7 @@ def resolve_weights(text: str) -> list[Weights]:
 
 
 def compare(args: argparse.Namespace) -> Path:
-    """Draw every request with every model; write single pictures, a grid, a page and the figures.
-
-    Args:
-        args: defined in ``cli.drawing_arguments.add_compare_arguments``.
-
-    Returns:
-        The grid.
-    """
+    """Draw every request with every model; write single pictures, a grid, a page and the figures. Returns the grid."""
     args.run = args.run or first_run(args)
     session = open_session(args)
     models = models_to_compare(session, args)
@@ -123,12 +104,17 @@ def compare(args: argparse.Namespace) -> Path:
     figures = [figures_of(session, column, columns[0]) for column in columns]
     add_scores(session, args, columns, requests, figures)
     for column, figure in zip(columns, figures, strict=True):
-        save_pictures(folder, column, requests, made_with(session, column.weights))
+        made = made_with(session, column.weights)
+        for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
+            save_png(picture, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
         away = np.mean(figure["difference_from_base"])
         seconds = figure["seconds_per_picture"]
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
     sheet, precision = folder / SHEET, session.config.precision.weights
-    rows = [(caption(request), [column.pictures[n] for column in columns]) for n, request in enumerate(requests)]
+    rows = [
+        (f"{request.prompt}  (seed {request.seed})", [column.pictures[n] for column in columns])
+        for n, request in enumerate(requests)
+    ]
     grid(rows, [column.weights.title for column in columns]).save(sheet)
     about = {
         "precision": precision, "device": session.reason, "peak_memory": session.memory(),
@@ -136,17 +122,46 @@ def compare(args: argparse.Namespace) -> Path:
         "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
     }  # fmt: skip
     write_json(folder / FIGURES, {**about, "models": figures})
-    page = write_page(folder / PAGE, columns, requests, figures, about)
-    warn_of_precisions(figures)
+    page = folder / PAGE
+    write_page(page, columns, requests, figures, about)
+    if len({figure["precision"] for figure in figures}) > 1:
+        listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
+        say(f"warning precisions differ, so not all differences come from training: {listed}")
+        say("  full models are not quantised; --precision bf16 uses one precision for all")
     say(
         f"{sheet}: {plural(len(models), 'model')}, {plural(len(requests), 'picture')} each, {precision} weights on "
         f"{session.reason}"
     )
     say(f"  {page}: page with a slider, works offline")
     if not args.output:
-        say(f"  {write_latest(own, page)}: always opens the newest comparison")
+        write_text(own / LATEST, REDIRECT.format(newest=page.relative_to(own).as_posix()), shared=True)
+        say(f"  {own / LATEST}: always opens the newest comparison")
     say(f"  peak memory {session.memory()}")
     return sheet
+
+
+def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> None:
+    """Predict and print the memory of every stage; on the CPU nothing is refused.
+
+    Text encoders, transformer and autoencoder are never in memory together.
+    """
+    config = session.config
+    card, held = card_at_hand(session.device) if session.device.type == "cuda" else (None, 0)
+    largest = max(requests, key=lambda request: (request.width * request.height, request.guidance > 1))
+    precisions = {precision_of(config, weights).weights: precision_of(config, weights) for weights in models}
+    batch = min(session.speed.batch_size, len(requests))
+    stages = {
+        "text": simulate_stage(config, "text", WITHOUT_GPU if card is None else card.capability).bytes,
+        "draw": max(generation_bytes(config, largest, precision, batch) for precision in precisions.values()),
+        "decode": decoding_bytes(config, largest),
+    }
+    for name, size in stages.items():
+        say(f"predict {name}: {size / MIB:,.0f} MiB")
+        if card is not None and needed(size) + held > card.bytes:
+            raise UserError(
+                f"{name} needs {needed(size) / MIB:,.0f} MiB (predicted) and {card.name} has "
+                f"{(card.bytes - held) / MIB:,.0f} free. Draw smaller pictures, or end what uses the card"
+            )
 
 
 def figures_of(session: GenerationSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
@@ -172,9 +187,9 @@ def add_scores(
     """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
-            clip = ImageScores("--clip", args.clip, session.device)
-            prompts = clip.of_prompts([request.prompt for request in requests])
-            seen = [clip.of_pictures(column.pictures) for column in columns]
+            clip = open_encoder("--clip", args.clip, session.device)
+            prompts = normalize(clip.of_prompts([request.prompt for request in requests]), dim=-1)
+            seen = [normalize(clip.of_pictures(column.pictures), dim=-1) for column in columns]
             del clip
             free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):
@@ -182,31 +197,9 @@ def add_scores(
             figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
     if args.dino:
         with session.stages.stage("dino"):
-            dino = ImageScores("--dino", args.dino, session.device)
-            seen = [dino.of_pictures(column.pictures) for column in columns]
+            dino = open_encoder("--dino", args.dino, session.device)
+            seen = [normalize(dino.of_pictures(column.pictures), dim=-1) for column in columns]
             del dino
             free_memory(session.device)
         for figure, pictures in zip(figures, seen, strict=True):
             figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
-
-
-def save_pictures(
-    folder: Path, column: GeneratedImages, requests: Sequence[PictureRequest], made: Mapping[str, object]
-) -> None:
-    """Save the PNGs of one model, each with metadata on how it was made."""
-    for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
-        save_png(picture, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
-
-
-def warn_of_precisions(figures: Sequence[ModelFigures]) -> None:
-    """Warn if the models were not drawn in the same precision."""
-    precisions = {figure["precision"] for figure in figures}
-    if len(precisions) > 1:
-        listed = "; ".join(f"{figure['title']}: {figure['precision']}" for figure in figures)
-        say(f"warning precisions differ, so not all differences come from training: {listed}")
-        say("  full models are not quantised; --precision bf16 uses one precision for all")
-
-
-def caption(request: PictureRequest) -> str:
-    """Caption a request."""
-    return f"{request.prompt}  (seed {request.seed})"

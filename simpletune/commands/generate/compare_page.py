@@ -17,7 +17,7 @@ from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural
 
-LATEST = "latest.html"
+LATEST = "latest.html"  # a page with a fixed name that redirects to the newest comparison of a folder
 REDIRECT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -42,18 +42,11 @@ def write_page(
     requests: Sequence[PictureRequest],
     figures: Sequence[ModelFigures],
     about: Mapping[str, object],
-) -> Path:
+) -> None:
     """Write the page: a slider between any two models, a table of all pictures, and the measures.
 
-    Args:
-        file: file to write.
-        columns: one per model, the base first.
-        requests: one per row.
-        figures: figures of each model, as in ``compare.json``.
-        about: ``device``, ``precision`` and ``peak_memory`` of the comparison.
-
-    Returns:
-        The file.
+    Columns: one per model, the base first; requests: one per row; ``about``: ``device``, ``precision`` and
+    ``peak_memory`` of the comparison.
     """
     shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
     rows = [
@@ -77,19 +70,6 @@ def write_page(
         models=models, rows=rows, measures=list(shown.values()), about=about, small=small
     )
     write_text(file, text)
-    return file
-
-
-def write_latest(folder: Path, page: Path) -> Path:
-    """Write a page with a fixed name that redirects to the newest comparison of a folder.
-
-    Args:
-        folder: folder of numbered comparisons.
-        page: page of the newest comparison.
-    """
-    newest = page.relative_to(folder).as_posix()
-    write_text(folder / LATEST, REDIRECT.format(newest=newest), shared=True)
-    return folder / LATEST
 
 
 def picture_data_uri(image: Image.Image) -> str:

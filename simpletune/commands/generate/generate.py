@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,31 +33,25 @@ from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 
 
-def build_request(session: GenerationSession, args: argparse.Namespace, prompt: str | None) -> PictureRequest:
-    """Build a request with the settings of the run's validation pictures, changed by the arguments."""
-    option = session.config.validation
-    width, height = args.size or session.config.picture_size()
-    prompt = default_prompt(session) if prompt is None else prompt
-    request = PictureRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
-    request = replace(
-        request, **given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
-    )
-    if request.image is None and given_arguments(args, "strength"):
-        raise UserError(f"--strength: {args.strength:g} needs an initial picture. Give one: --image FILE")
-    return request
-
-
 def build_requests(
     session: GenerationSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
 ) -> list[PictureRequest]:
-    """Combine every prompt with every seed.
-
-    Args:
-        default: prompts if none are given; None stands for the run's first.
-    """
-    prompts = args.prompt or default
-    first = [build_request(session, args, prompt) for prompt in prompts]
-    return [replace(request, seed=request.seed + number) for request in first for number in range(args.seeds)]
+    """Combine every prompt with every seed, with the settings of the run's validation pictures, changed by the
+    arguments. Of the default prompts, None stands for the run's first."""
+    option = session.config.validation
+    width, height = args.size or session.config.picture_size()
+    changed = given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
+    requests = []
+    for prompt in args.prompt or default:
+        prompt = default_prompt(session) if prompt is None else prompt
+        first = PictureRequest(
+            prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance
+        )  # fmt: skip
+        first = replace(first, **changed)
+        if first.image is None and "strength" in changed:
+            raise UserError(f"--strength: {args.strength:g} needs an initial picture. Give one: --image FILE")
+        requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]
+    return requests
 
 
 def default_prompt(session: GenerationSession) -> str:
@@ -75,11 +69,7 @@ def default_prompt(session: GenerationSession) -> str:
 
 
 def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tuple[str, Weights]:
-    """Return the kind of weights that the arguments choose, used in file names, and the weights.
-
-    Raises:
-        UserError: there is no run to take them from.
-    """
+    """Return the kind of weights that the arguments choose, used in file names, and the weights."""
     given = given_embeddings(args)
     if args.base:
         return "base", with_embeddings(BASE, given)
@@ -98,16 +88,11 @@ def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tupl
 
 
 def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
-    """Find what ``--embedding`` names."""
     return [embedding_of(text) for text in vars(args).get("embedding") or ()]
 
 
 def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weights) -> Weights:
-    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time.
-
-    Raises:
-        UserError: the base is quantised.
-    """
+    """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time."""
     if not given_arguments(args, "fuse") or not args.fuse or weights.lora is None:
         return weights
     precision = session.config.precision
@@ -120,18 +105,19 @@ def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weight
 
 
 def generate(args: argparse.Namespace) -> Path:
-    """Draw pictures; print times and peak memory.
-
-    Args:
-        args: defined in ``cli.drawing_arguments.add_arguments``.
-
-    Returns:
-        The first PNG.
-    """
+    """Draw pictures; print times and peak memory. Returns the first PNG."""
     session = open_session(args)
     name, weights = choose_weights(session, args)
     requests = build_requests(session, args)
-    outputs = output_files(args.output, len(requests), args.overwrite) if args.output else []
+    outputs: list[Path] = []
+    if args.output:
+        first, count = args.output, len(requests)
+        if first.suffix.lower() != ".png":
+            raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
+        several = [first.with_stem(f"{first.stem}-{number:03d}") for number in range(count)]
+        outputs = [first] if count == 1 else several
+        for file in outputs:
+            require_new(file, args.overwrite)
     (drawn,) = session.draw_all([weights], requests)
     precision = precision_of(session.config, weights).weights
     more = made_with(session, weights)
@@ -141,7 +127,14 @@ def generate(args: argparse.Namespace) -> Path:
         def save(file: Path, picture: Image.Image = picture, request: PictureRequest = request) -> None:
             save_png(picture, file, request, **more)
 
-        files.append(write_picture(save, outputs[number] if outputs else None, f"{name}-seed{request.seed}", session))
+        if outputs:
+            files.append(outputs[number])
+            files[-1].parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(files[-1], shared=True) as part:
+                save(part)
+        else:
+            folder = session.run / "inference" if session.run else Path("inference-out")
+            files.append(write_numbered(folder, f"{name}-seed{request.seed}.png", save))
         say(f"{files[-1]}: {weights.label}, {precision} weights on {session.reason}")
         say(
             f"  prompt {request.prompt!r}, seed {request.seed}, {plural(request.steps, 'step')}, "
@@ -153,31 +146,6 @@ def generate(args: argparse.Namespace) -> Path:
     compiling = " (including compilation)" if session.speed.compiled else ""
     say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]
-
-
-def output_files(first: Path, count: int, overwrite: bool) -> list[Path]:
-    """List the files of ``--out``: the name itself for one picture, with -000, -001, ... for several.
-
-    Raises:
-        UserError: a file exists without ``--overwrite``, or the name does not end in .png.
-    """
-    if first.suffix.lower() != ".png":
-        raise UserError(f"--out: {first} does not end in .png. Use {first.with_suffix('.png')}")
-    files = [first] if count == 1 else [first.with_stem(f"{first.stem}-{number:03d}") for number in range(count)]
-    for file in files:
-        require_new(file, overwrite)
-    return files
-
-
-def write_picture(save: Callable[[Path], object], file: Path | None, name: str, session: GenerationSession) -> Path:
-    """Write a picture to the given file, or under the next number in the run's ``inference/``."""
-    if file is None:
-        folder = session.run / "inference" if session.run else Path("inference-out")
-        return write_numbered(folder, f"{name}.png", save)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file, shared=True) as part:
-        save(part)
-    return file
 
 
 def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:

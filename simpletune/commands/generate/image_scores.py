@@ -1,19 +1,15 @@
-"""Measure how pictures differ and how well they match prompts: plain distances, and scores by chosen encoders.
-
-Shapes: n pictures, d width of an encoder's embedding.
-"""
+"""Measure how pictures differ and how well they match prompts: plain distances, and scores by chosen encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
 from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
 
 KINDS = {"--clip": ("clip",), "--dino": ("dino", "dinov2")}
@@ -38,38 +34,15 @@ class ModelFigures(TypedDict):
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:
-    """Return the mean absolute difference of two pictures' values, 0 to 1."""
+    """Mean absolute difference of two pictures' values, 0 to 1."""
     return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
 
 
 def latent_distance(a: Tensor, b: Tensor) -> float:
-    """Return the root mean square difference of two latents; latents have a variance of about 1."""
+    """Root mean square difference of two latents; latents have a variance of about 1."""
     return float((a - b).square().mean().sqrt())
 
 
-class ImageScores:
-    """Cosines between pictures, and between pictures and prompts, by one encoder.
-
-    Args:
-        option: command-line option that names it: ``--clip`` or ``--dino``.
-        name: a folder or a hub name; only safetensors files are read.
-        device: device to load onto.
-
-    Raises:
-        UserError: there is no such encoder, it is of another kind, or its folder is damaged.
-    """
-
-    def __init__(self, option: str, name: str, device: torch.device):
-        self.encoder = load_encoder(find_encoder(name, option, KINDS[option]), device)
-
-    def of_pictures(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, d], of length 1
-        """Embed pictures."""
-        return F.normalize(self.encoder.of_pictures(pictures), dim=-1)
-
-    def of_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], of length 1
-        """Embed prompts.
-
-        Raises:
-            UserError: the encoder reads pictures only.
-        """
-        return F.normalize(self.encoder.of_prompts(prompts), dim=-1)
+def open_encoder(option: str, name: str, device: torch.device) -> ImageEncoder:
+    """Load the encoder that ``--clip`` or ``--dino`` names."""
+    return load_encoder(find_encoder(name, option, KINDS[option]), device)

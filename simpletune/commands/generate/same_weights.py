@@ -26,39 +26,32 @@ def without_twins(models: Sequence[Weights]) -> list[Weights]:
 
 
 def _are_same(a: Weights, b: Weights) -> bool:
-    if a.merged != b.merged or not _have_same_embeddings(a, b):
+    if a.merged != b.merged or [token for _, token in a.embeddings] != [token for _, token in b.embeddings]:
+        return False
+    if not _equal_files(a.embeddings, b.embeddings):
         return False
     if a.embeddings and not (a.lora or b.lora or a.trained or b.trained or a.denoiser or b.denoiser):
         return True
     if a.loras and [scale for _, scale in a.loras] == [scale for _, scale in b.loras]:
-        pairs = zip(a.loras, b.loras, strict=True)
-        return all(one == other or _holds_all_of([one], [other], both=True) for (one, _), (other, _) in pairs)
+        return _equal_files(a.loras, b.loras)
     trained, whole = (a.trained, b.denoiser) if a.trained else (b.trained, a.denoiser)
-    if trained is None or whole is None or not _of_one_run(trained, whole):
+    if trained is None or whole is None:
         return False
-    return _holds_all_of(sorted(whole.glob("*.safetensors")), [trained])
+    if trained.resolve().parents[2] != whole.resolve().parent:  # RUN/checkpoints/step-N/FILE and RUN/transformer
+        return False  # of different runs: they need not be read
+    return _holds_all_of(sorted(whole.glob("*.safetensors")), trained)
 
 
-def _have_same_embeddings(a: Weights, b: Weights) -> bool:
-    """Whether two models have equal vectors for the same tokens."""
-    if [token for _, token in a.embeddings] != [token for _, token in b.embeddings]:
-        return False
-    pairs = [(one, other) for (one, _), (other, _) in zip(a.embeddings, b.embeddings, strict=True)]
-    return all(one == other or _holds_all_of([one], [other], both=True) for one, other in pairs)
+def _equal_files(a: Sequence[tuple[Path, object]], b: Sequence[tuple[Path, object]]) -> bool:
+    """Whether the files of two lists hold the same tensors, pair by pair."""
+    pairs = [(one, other) for (one, _), (other, _) in zip(a, b, strict=True)]
+    return all(one == other or _holds_all_of([one], other, both=True) for one, other in pairs)
 
 
-def _of_one_run(checkpoint_file: Path, denoiser: Path) -> bool:
-    """Whether RUN/checkpoints/step-N/FILE and RUN/transformer belong to one run; others need not be read."""
-    return checkpoint_file.resolve().parents[2] == denoiser.resolve().parent
-
-
-def _holds_all_of(files: list[Path], part: list[Path], both: bool = False) -> bool:
-    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``.
-
-    Args:
-        both: whether ``files`` must not contain other tensors.
-    """
-    whole, some = WeightReader(files), WeightReader(part)
+def _holds_all_of(files: list[Path], part: Path, both: bool = False) -> bool:
+    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``; both:
+    and no others."""
+    whole, some = WeightReader(files), WeightReader([part])
     if not (some.names == whole.names if both else some.names <= whole.names):
         return False
     for name in sorted(some.names):

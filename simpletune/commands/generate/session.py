@@ -20,14 +20,14 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant import Precision
-from simpletune.models.recognise import family_of
+from simpletune.models.families import family_of
 from simpletune.runs.folder import newest_run
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.prompt_store import PromptStore
 from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
+from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
@@ -38,17 +38,11 @@ MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 @dataclass(frozen=True)
 class GenerationSpeed:
-    """Settings that may make drawing faster.
+    """Settings that may make drawing faster."""
 
-    Args:
-        batch_size: pictures per pass through the transformer.
-        reuse_guidance: steps that share one guidance difference; above 1 the pictures change.
-        compiled: compile the transformer's blocks.
-    """
-
-    batch_size: int = 1
-    reuse_guidance: int = 1
-    compiled: bool = False
+    batch_size: int = 1  # pictures per pass through the transformer
+    reuse_guidance: int = 1  # steps that share one guidance difference; above 1 the pictures change
+    compiled: bool = False  # the transformer's blocks
 
     def lossy(self) -> dict[str, str]:
         """Describe settings that change the pictures, for their metadata."""
@@ -59,66 +53,42 @@ class GenerationSpeed:
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """The pictures of one model.
-
-    Args:
-        weights: the weights that drew them.
-        pictures: one for each request.
-        latents: latents of the pictures [1, c, h, w], fp32.
-        denoise: seconds per picture in the transformer.
-        decode: seconds per picture in the autoencoder.
-    """
+    """The pictures of one model."""
 
     weights: Weights
-    pictures: list[Image.Image]
-    latents: list[Tensor]
-    denoise: float
-    decode: float
+    pictures: list[Image.Image]  # one for each request
+    latents: list[Tensor]  # [1, c, h, w], fp32
+    denoise: float  # seconds per picture in the transformer
+    decode: float  # seconds per picture in the autoencoder
 
 
 @dataclass
 class GenerationSession:
-    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder.
+    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder."""
 
-    Args:
-        config: configuration of the run, changed by arguments, with folders resolved.
-        run: the run's folder, or None.
-        device: device to draw on.
-        reason: the device and why it was chosen.
-        stages: time and memory so far.
-        speed: settings that may make drawing faster.
-        step: step of the run's checkpoint to use; None: the run's result.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # configuration of the run, changed by arguments, with folders resolved
     run: Path | None
     device: torch.device
-    reason: str
+    reason: str  # the device and why it was chosen
     stages: StageTimer
     speed: GenerationSpeed = GenerationSpeed()
-    step: int | None = None
-
-    def draw(self, weights: Weights, requests: Sequence[PictureRequest]) -> tuple[list[Image.Image], float]:
-        """Draw pictures with one model.
-
-        Returns:
-            The pictures, and seconds per picture without loading.
-        """
-        (drawn,) = self.draw_all([weights], requests)
-        return drawn.pictures, drawn.denoise + drawn.decode
+    step: int | None = None  # step of the run's checkpoint to use; None: the run's result
 
     def draw_all(self, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> list[GeneratedImages]:
         """Draw the same requests with several models, from the same noise.
 
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
-
-        Returns:
-            One entry per model, in order.
         """
         config, speed, count = self.config, self.speed, len(requests)
         texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
-        starts = self._starts(requests)
+        starts: list[Tensor | None] = [None] * count
+        if any(request.image is not None for request in requests):
+            with self.stages.stage("encode"):
+                vae = self.autoencoder()
+                starts = encode_starts(vae, config.model, requests)
+                del vae
+                free_memory(self.device)
         shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
         for weights in shared.grouped_by_base(dict.fromkeys(models)):
@@ -137,7 +107,17 @@ class GenerationSession:
                 )
             del denoiser, modulation, sampler
         shared.free()
-        return self._decoded(models, latents)
+        with self.stages.stage("load"):
+            vae = self.autoencoder()
+        done: dict[Weights, GeneratedImages] = {}
+        for weights, (z, denoise) in latents.items():
+            with self.stages.stage("decode"):
+                clock = time.perf_counter()
+                pictures = decode(vae, config.model, z)
+            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+        del vae
+        free_memory(self.device)
+        return [done[weights] for weights in models]
 
     def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
@@ -154,49 +134,18 @@ class GenerationSession:
                 found[weights] = stores[side.key]
         return found
 
-    def _starts(self, requests: Sequence[PictureRequest]) -> list[Tensor | None]:
-        if all(request.image is None for request in requests):
-            return [None] * len(requests)
-        with self.stages.stage("encode"):
-            vae = self.autoencoder()
-            starts = encode_starts(vae, self.config.model, requests)
-            del vae
-            free_memory(self.device)
-        return starts
-
-    def _decoded(
-        self, models: Sequence[Weights], latents: dict[Weights, tuple[list[Tensor], float]]
-    ) -> list[GeneratedImages]:
-        with self.stages.stage("load"):
-            vae = self.autoencoder()
-        done: dict[Weights, GeneratedImages] = {}
-        for weights, (z, denoise) in latents.items():
-            with self.stages.stage("decode"):
-                clock = time.perf_counter()
-                pictures = decode(vae, self.config.model, z)
-            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
-        del vae
-        free_memory(self.device)
-        return [done[weights] for weights in models]
-
     def autoencoder(self) -> torch.nn.Module:
-        """Load the autoencoder."""
         config = self.config
         return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
 
     def memory(self) -> str:
-        """Format the peaks so far."""
         peak = self.stages.peak("peak_allocated_gib")
         on_device = f"{peak:.2f} GiB on the GPU, " if peak is not None else ""
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
 def open_session(args: argparse.Namespace) -> GenerationSession:
-    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run.
-
-    Raises:
-        UserError: there is no run, or no usable device.
-    """
+    """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
         run = find_run(str(args.run), "--run: ")
@@ -214,17 +163,19 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     config = resolve_folders(compute_to_generate(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
     torch.set_num_threads(threads)
-    session = GenerationSession(
-        config,
-        run.folder if run else None,
-        device,
-        reason,
-        StageTimer(cuda=device.type == "cuda"),
-        speed_of(args),
-        run.step if run else None,
+    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
+        raise UserError(
+            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
+            "one of the two"
+        )
+    _require_streamable(config)
+    speed = GenerationSpeed(
+        **given_arguments(args, "batch_size", "reuse_guidance"), compiled=bool(vars(args).get("compile"))
     )
-    _require_streamable(session.config)
-    return session
+    stages = StageTimer(cuda=device.type == "cuda")
+    if run is None:
+        return GenerationSession(config, None, device, reason, stages, speed)
+    return GenerationSession(config, run.folder, device, reason, stages, speed, run.step)
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -255,23 +206,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     return changes
 
 
-def speed_of(args: argparse.Namespace) -> GenerationSpeed:
-    """Read the speed settings from the arguments."""
-    asked = given_arguments(args, "batch_size", "reuse_guidance")
-    if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
-        raise UserError(
-            "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
-            "one of the two"
-        )
-    return GenerationSpeed(**asked, compiled=bool(vars(args).get("compile")))
-
-
 def _require_streamable(config: TrainConfig) -> None:
-    """Check that there are blocks to stream and that their weights can move.
-
-    Raises:
-        UserError: they cannot be offloaded.
-    """
+    """Check that there are blocks to stream and that their weights can move."""
     resident, blocks = config.memory.resident_blocks, config.model.blocks()
     if resident is None:
         return

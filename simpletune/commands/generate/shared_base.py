@@ -24,12 +24,6 @@ class SharedBase:
     Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
     computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
     needed, after the previous ones are freed.
-
-    Args:
-        config: with folders resolved.
-        device: device to load onto.
-        sizes: (width, height) in pixels of every picture that will be drawn.
-        compiled: whether to compile the blocks.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
@@ -49,7 +43,17 @@ class SharedBase:
             self._loaded, self._active = base, base
             if self.compiled:
                 compile_blocks(self._transformer, self.device)
-        self._apply(self._transformer, weights)
+        if base != replace(BASE, label=""):
+            pass  # loaded with their LoRAs
+        elif weights.lora == self._active.lora and not (weights.more or self._active.more):
+            rescale(self._transformer, weights.scale)
+            self._active = weights
+        else:
+            detach(self._transformer)
+            if weights.loras:
+                load_loras(self._transformer, weights.loras)
+                move_updates(self._transformer, self.device)
+            self._active = weights
         return self._transformer, self._modulation
 
     def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
@@ -61,30 +65,13 @@ class SharedBase:
 
     def base_of(self, weights: Weights) -> Weights:
         """Return the weights to load before these can be applied; equal for all that can share a base."""
-        if weights.lora is None or weights.merged or self._touches_planned(weights):
-            return replace(weights, label="", short="", embeddings=())
-        return replace(BASE, label="")
+        shared = weights.lora is not None and not weights.merged
+        if shared and self.config.memory.modulation == "plan":
+            # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
+            is_conditioning = self.config.model.is_conditioning
+            shared = not any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
+        return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
 
     def free(self) -> None:
-        """Free the memory."""
         self._transformer = self._modulation = self._loaded = None
         free_memory(self.device)
-
-    def _touches_planned(self, weights: Weights) -> bool:
-        """Whether a LoRA changes layers that the modulation plan detached from the transformer."""
-        if self.config.memory.modulation != "plan" or weights.lora is None:
-            return False
-        is_conditioning = self.config.model.is_conditioning
-        return any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
-
-    def _apply(self, denoiser: Denoiser, weights: Weights) -> None:
-        if self.base_of(weights) != replace(BASE, label=""):
-            return  # use() loaded these weights with their LoRAs
-        if weights.lora == self._active.lora and not (weights.more or self._active.more):
-            rescale(denoiser, weights.scale)
-        else:
-            detach(denoiser)
-            if weights.loras:
-                load_loras(denoiser, weights.loras)
-                move_updates(denoiser, self.device)
-        self._active = weights

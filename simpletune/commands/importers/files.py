@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from simpletune.system import strict_json
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import UserError
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
@@ -15,11 +15,6 @@ VALUES = 100_000  # of a JSON file
 
 
 def read_any(file: Path) -> object:
-    """Read a JSON or TOML file.
-
-    Raises:
-        UserError: it cannot be read, is too large, or is neither.
-    """
     if not file.exists():
         raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
     if file.is_dir():
@@ -41,15 +36,10 @@ def read_any(file: Path) -> object:
         raise UserError(f"{file}: not valid TOML ({error})") from None
 
 
-def read_beside(folder: Path, name: str) -> Json | None:
-    """Read a JSON object that a configuration names, relative to its folder or to the current one; None if missing.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    file = found_beside(folder, name)
-    value = None if file is None else read_any(file)
-    return value if isinstance(value, dict) else None
+def read_named(folder: Path, named: object) -> object:
+    """Read the file that a configuration names, if it is here; otherwise None."""
+    beside = found_beside(folder, named) if isinstance(named, str) else None
+    return None if beside is None else read_any(beside)
 
 
 def found_beside(folder: Path, name: str) -> Path | None:

@@ -1,58 +1,76 @@
-"""Import a configuration: recognise its format, translate options and data, and check the result."""
+"""``simpletune import``: recognise a configuration's format, translate it, check it, and report what became of each
+key."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import (
-    kohya,
-    kohya_data,
-    onetrainer,
-    onetrainer_concepts,
-    simpletuner,
-    simpletuner_data,
-)
-from simpletune.commands.importers.files import found_beside, read_any
+from simpletune.commands.importers import kohya, onetrainer, simpletuner
+from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import KeyOutcome, Translation, trainer_tables
 from simpletune.config.load import validate
 from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
-from simpletune.system.options import ConfigError, Json, Problem, UserError
+from simpletune.runs.outputs import require_new
+from simpletune.system.atomic import write_json
+from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
+from simpletune.system.printable import printable
+from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
+TOOLS = {tool.TITLE: tool for tool in (simpletuner, onetrainer, kohya)}
 ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read")
 
 
 @dataclass(frozen=True)
 class ImportResult:
-    """Another trainer's configuration, translated.
-
-    Args:
-        tool: the trainer that it was for.
-        config: our configuration, as JSON.
-        lines: what became of each key.
-        problems: problems that ``check`` finds in it.
-        missing: files and models that it names but this machine lacks.
-    """
+    """Another trainer's configuration, translated."""
 
     tool: str
     config: Json
-    lines: list[KeyOutcome]
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[Problem] = field(default_factory=list)
+    lines: list[KeyOutcome]  # what became of each key
+    problems: list[Problem] = field(default_factory=list)  # problems that ``check`` finds in it
+    missing: list[Problem] = field(default_factory=list)  # files and models that it names but this machine lacks
+
+
+def import_command(file: Path, data: Path | None, out: Path | None, overwrite: bool) -> None:
+    """Translate a configuration; without a file to write, print it, and the report to standard error."""
+    if out is not None:
+        require_new(out, overwrite)
+    found = import_file(file, data)
+    if out is None:
+        print(json.dumps(found.config, indent=2, ensure_ascii=False))
+    else:
+        try:
+            write_json(out, found.config)
+        except OSError as error:
+            raise UserError(f"--out: {out} cannot be written ({error.strerror or error}). Name another file") from None
+    said = sys.stderr if out is None else sys.stdout
+    for line in _report(found):
+        print(printable(redact(line)), file=said)
+    if out is not None:
+        print(f"written    {out}", file=said)
+    if found.problems:
+        raise ConfigError(found.problems, str(out or "the result"))
+
+
+def _report(found: ImportResult) -> Iterator[str]:
+    """What was taken; what was changed, and why; what was left out, and what it did; what is missing here."""
+    yield f"{'from':<10} {found.tool}"
+    for became in ("taken", "changed", "left out"):
+        lines = [line for line in found.lines if line.became == became]
+        yield f"{became:<10} {plural(len(lines), 'value')}"
+        yield from (f"  {line}" for line in lines)
+    for problem in found.missing:
+        yield f"{'not here':<10} {problem}"
 
 
 def import_file(file: Path, data: Path | None = None) -> ImportResult:
-    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer.
-
-    Args:
-        file: JSON or TOML.
-        data: its data sets, if it does not name them or they are elsewhere.
-
-    Raises:
-        UserError: a file cannot be read, or has none of these formats.
-    """
+    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer."""
     settings = read_any(file)
     if isinstance(settings, list):
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
@@ -65,7 +83,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
             "configurations need no import"
         )
     try:
-        general, sources = _BY_TOOL[tool](settings, file.parent, data)
+        general, sources = TOOLS[tool].translate(settings, file.parent, data)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
     config = _assembled(general, sources, file)
@@ -76,68 +94,12 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
     keys = set(simpletuner.strip_dashes(settings))
-    if kohya_data.is_dataset(settings):
+    if "datasets" in settings:
         return kohya.TITLE
     of_each = (simpletuner, keys), (onetrainer, keys), (kohya, set(kohya.flatten_sections(settings)))
     scores = {tool.TITLE: len(own.intersection(trainer_tables(tool.NAME)["recognised_by"])) for tool, own in of_each}
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
-
-
-def _simpletuner(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
-    named = simpletuner.strip_dashes(settings).get("data_backend_config")
-    general = simpletuner.translate(settings, folder)
-    entries = _data(folder, data, named)
-    if entries is None:
-        return general, []
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError("--data: SimpleTuner's data sets are a list of objects (multidatabackend.json)")
-    return general, simpletuner_data.translate(entries, general)
-
-
-def _kohya(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
-    own = settings if kohya_data.is_dataset(settings) else None
-    options = kohya.flatten_sections({} if own is not None else settings)
-    general = kohya.translate(options, folder)
-    content = own if own is not None else _data(folder, data, options.get("dataset_config"))
-    general.seen("dataset_config")
-    if content is None:
-        sources = kohya_data.from_folders(general)
-    elif not isinstance(content, dict) or not isinstance(content.get("datasets"), list):
-        raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
-    else:
-        sources = kohya_data.translate(content, general)
-    kohya.finish(general)
-    return general, sources
-
-
-def _onetrainer(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
-    concepts = settings.get("concepts")
-    if concepts is None or data is not None:
-        concepts = _data(folder, data, settings.get("concept_file_name"))
-    general = onetrainer.translate(settings)
-    if concepts is not None and not (isinstance(concepts, list) and all(isinstance(each, dict) for each in concepts)):
-        raise UserError("--data: OneTrainer's concepts are a list of objects (concepts.json)")
-    sources = onetrainer_concepts.translate(concepts or [], general)
-    samples = settings.get("samples")
-    if samples is None and isinstance(settings.get("sample_definition_file_name"), str):
-        beside = found_beside(folder, settings["sample_definition_file_name"])
-        samples = None if beside is None else read_any(beside)
-    if isinstance(samples, list):
-        onetrainer_concepts.take_samples(samples, general)
-    onetrainer.finish(general)
-    return general, sources
-
-
-_BY_TOOL = {simpletuner.TITLE: _simpletuner, kohya.TITLE: _kohya, onetrainer.TITLE: _onetrainer}
-
-
-def _data(folder: Path, data: Path | None, named: object) -> object:
-    """Read the data sets: those of ``--data``, otherwise of the file that the configuration names, if it is here."""
-    if data is not None:
-        return read_any(data)
-    beside = found_beside(folder, named) if isinstance(named, str) else None
-    return None if beside is None else read_any(beside)
 
 
 def _assembled(general: Translation, sources: list[Translation], file: Path) -> Json:
@@ -160,20 +122,15 @@ def _assembled(general: Translation, sources: list[Translation], file: Path) -> 
         config["data"] = {"path": FOLDER} | ({} if dropout is None else {"caption_dropout": float(dropout)})
     elif len(sources) == 1:
         config["data"] = sources[0].config
-        sources[0].lines = [_single(line) for line in sources[0].lines]
+        sources[0].lines = [
+            replace(line, path=line.path.replace("data.sources.0.", "data.")) for line in sources[0].lines
+        ]
     else:
         config["data"] = {"sources": [source.config for source in sources]}
-    config.setdefault("name", _name(file))
+    named_by_folder = file.stem in ("config", "settings")
+    config.setdefault("name", run_name(file.resolve().parent.name if named_by_folder else file.stem))
     order = ["about", *TrainConfig.model_fields]
     return {key: config[key] for key in order if key in config}
-
-
-def _single(line: KeyOutcome) -> KeyOutcome:
-    return replace(line, path=line.path.replace("data.sources.0.", "data."))
-
-
-def _name(file: Path) -> str:
-    return run_name(file.resolve().parent.name if file.stem in ("config", "settings") else file.stem)
 
 
 def _problems(config: Json, file: Path) -> tuple[list[Problem], list[Problem]]:
@@ -181,12 +138,11 @@ def _problems(config: Json, file: Path) -> tuple[list[Problem], list[Problem]]:
     try:
         validate(config, str(file))
     except ConfigError as error:
-        absent = [problem for problem in error.problems if _is_absent(problem)]
+        absent = [
+            problem
+            for problem in error.problems
+            if problem.path.rpartition(".")[2] in ("path", "mask_path") or problem.path.startswith("model.")
+            if any(words in problem.message for words in ABSENT)
+        ]
         return [problem for problem in error.problems if problem not in absent], absent
     return [], []
-
-
-def _is_absent(problem: Problem) -> bool:
-    leaf = problem.path.rpartition(".")[2]
-    place = leaf in ("path", "mask_path") or problem.path.startswith("model.")
-    return place and any(words in problem.message for words in ABSENT)

@@ -1,28 +1,108 @@
-"""Translate the options of kohya's scripts (sd-scripts): a TOML file, with or without sections."""
+"""Translate the configuration of kohya's scripts (sd-scripts).
+
+Options are a TOML file, with or without sections. Data sets are subsets of a TOML file, or train_data_dir and
+reg_data_dir. sample_prompts has one prompt per line, with ``--w``, ``--h``, ``--d``, ``--l``, ``--s`` and ``--n``.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import tomllib
 from pathlib import Path
 
-from simpletune.commands.importers.files import found_beside
-from simpletune.commands.importers.kohya_prompts import take_prompts
-from simpletune.commands.importers.lycoris import take_lycoris
+from simpletune.commands.importers.files import found_beside, read_any, read_named
+from simpletune.commands.importers.lycoris import take_alpha, take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
     as_text,
     boolean,
+    multiple,
     number,
     pairs,
+    side_of_area,
     trainer_tables,
     whole_number,
 )
 from simpletune.config.run_name import run_name
-from simpletune.system.options import Json
+from simpletune.models.shared.buckets import STEP
+from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "kohya's scripts", "kohya"
+NETWORK_ARGUMENTS = {
+    "loraplus_lr_ratio": "b_lr_ratio",
+    "loraplus_unet_lr_ratio": "b_lr_ratio",
+    "rank_dropout": "rank_dropout",
+    "module_dropout": "module_dropout",
+}
+VARIANTS = 8
+INHERITED = (
+    "flip_aug",
+    "random_crop",
+    "shuffle_caption",
+    "keep_tokens",
+    "caption_separator",
+    "caption_prefix",
+    "caption_suffix",
+    "caption_dropout_rate",
+    "caption_tag_dropout_rate",
+    "caption_extension",
+    "color_aug",
+    "num_repeats",
+    "class_tokens",
+    "alpha_mask",
+    "face_crop_aug_range",
+    "cache_info",
+    "enable_wildcard",
+    "keep_tokens_separator",
+    "secondary_separator",
+    "caption_dropout_every_n_epochs",
+    "token_warmup_min",
+    "token_warmup_step",
+    "custom_attributes",
+    "resize_interpolation",
+)
+SIZES = (
+    "resolution",
+    "enable_bucket",
+    "bucket_no_upscale",
+    "min_bucket_reso",
+    "max_bucket_reso",
+    "bucket_reso_steps",
+    "batch_size",
+    "skip_image_resolution",
+    "network_multiplier",
+    "validation_split",
+    "validation_seed",
+)
+ROWS = (
+    KeyRule("num_repeats", "repeats", whole_number),
+    KeyRule("flip_aug", "flip", boolean),
+    KeyRule("random_crop", "crop", boolean, {"true": "random", "false": "center"}),
+    KeyRule("shuffle_caption", "shuffle_tags", boolean),
+    KeyRule("keep_tokens", "keep_tags", whole_number),
+    KeyRule("caption_separator", "tag_separator", as_text),
+    KeyRule("caption_prefix", "caption_prefix", as_text),
+    KeyRule("caption_suffix", "caption_suffix", as_text),
+    KeyRule("caption_dropout_rate", "caption_dropout", number),
+    KeyRule("caption_tag_dropout_rate", "tag_dropout", number),
+    KeyRule("alpha_mask", "mask", boolean, {"true": "alpha", "false": None}),
+    KeyRule(
+        "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
+    ),
+)
+FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
+FIELDS = {
+    "width": "width",
+    "height": "height",
+    "seed": "seed",
+    "scale": "guidance",
+    "sample_steps": "steps",
+    "negative_prompt": "negative_prompt",
+}
 
 
 def flatten_sections(settings: Json) -> Json:
@@ -36,13 +116,26 @@ def flatten_sections(settings: Json) -> Json:
     return flat
 
 
-def translate(settings: Json, folder: Path) -> Translation:
-    """Translate all but the data.
+def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
+    """Translate options and data, whose file ``data`` or the options name; a file of data sets may stand alone."""
+    alone = "datasets" in settings
+    options = {} if alone else flatten_sections(settings)
+    general = _options(options, folder)
+    named = options.get("dataset_config")
+    content = settings if alone else read_named(folder, named) if data is None else read_any(data)
+    general.seen("dataset_config")
+    if content is None:
+        sources = _data_folders(general)
+    elif not isinstance(content, dict) or not isinstance(content.get("datasets"), list):
+        raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
+    else:
+        sources = _data_sets(content, general)
+    general.leave_by_table(trainer_tables(NAME)["left_out"])
+    general.leave_rest()
+    return general, sources
 
-    Args:
-        settings: the options, without sections.
-        folder: folder of the file, for sample_prompts.
-    """
+
+def _options(settings: Json, folder: Path) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
     is_sd3 = _family(found)
@@ -53,15 +146,23 @@ def translate(settings: Json, folder: Path) -> Translation:
     _length(found)
     _memory(found, method)
     _objective(found, is_sd3)
-    _samples(found, folder)
-    _places(found)
+    name = found.read("sample_prompts", as_text)
+    file = None if name is None else found_beside(folder, name)
+    if name is not None and file is None:
+        found.leave("sample_prompts", "the file is not here. Set validation.prompts")
+    elif file is not None:
+        try:
+            take_prompts(found, "sample_prompts", file)
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError):
+            found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
+    if (name := found.read("output_name", as_text)) is not None:
+        found.take("output_name", "name", run_name(name))
+    tracker = found.read("log_with", as_text)
+    if tracker is not None:
+        found.take("log_with", "tracking.tensorboard", tracker in ("tensorboard", "all"))
+        if tracker in ("wandb", "all"):
+            found.take("log_with", "tracking.wandb", "online")
     return found
-
-
-def finish(found: Translation) -> None:
-    """Leave out the remaining options, after the data."""
-    found.leave_by_table(trainer_tables(NAME)["left_out"])
-    found.leave_rest()
 
 
 def _family(found: Translation) -> bool:
@@ -71,7 +172,7 @@ def _family(found: Translation) -> bool:
     named = str(found.settings.get("pretrained_model_name_or_path", "")).lower().replace("-", "").replace("_", "")
     is_sd3 = module == "networks.lora_sd3" or bool(own & set(found.settings)) or "sd3" in named or "diffusion3" in named
     if not is_sd3:
-        found.change("pretrained_model_name_or_path", "model.family", "sd15", "no option or name indicates SD3")
+        found.take("pretrained_model_name_or_path", "model.family", "sd15", "no option or name indicates SD3")
         for key in ("weighting_scheme", "training_shift"):
             found.defaults.pop(key)
     return is_sd3
@@ -81,75 +182,48 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
     module = found.read("network_module", as_text)
     arguments = found.read("network_args", pairs) or {}
     if module is None:
-        found.change("network_module", "adapter.method", "full", "without a network, everything trains")
+        found.take("network_module", "adapter.method", "full", "without a network, everything trains")
         found.seen("network_dim", "network_alpha", "network_dropout")
         return "full"
-    found.change("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
+    found.take("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
     rank, alpha = found.read("network_dim", whole_number), found.read("network_alpha", number)
     if module.startswith("lycoris"):
-        take_lycoris(
-            found,
-            "network_module",
-            {"algo": arguments.pop("algo", "lora"), "dim": rank, "alpha": alpha, **_plain(arguments)},
-        )
+        lycoris = {"algo": arguments.pop("algo", "lora"), "dim": rank, "alpha": alpha}
+        lycoris |= {key: value for key, value in arguments.items() if key not in NETWORK_ARGUMENTS}
+        take_lycoris(found, "network_module", lycoris)
         if found.get("adapter.method") == "full":
             found.set("adapter", {"method": "full"})
     elif module.startswith("networks.oft"):
         found.take("network_module", "adapter.method", "oft")
         found.leave("network_dim", "it is the number of blocks; adapter.block_size is their size")
     else:
-        known = module in ("networks.lora", "networks.lora_sd3")
-        if known:
-            found.take("network_module", "adapter.method", "lora")
-        else:
-            found.change("network_module", "adapter.method", "lora", "the nearest that simpletune has")
+        why = "" if module in ("networks.lora", "networks.lora_sd3") else "the nearest that simpletune has"
+        found.take("network_module", "adapter.method", "lora", why)
         found.take("network_dim", "adapter.rank", rank)
-        if alpha is not None and rank is not None and alpha != rank:
-            found.change(
-                "network_alpha",
-                "adapter.alpha",
-                alpha,
-                f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate",
-            )
-        elif alpha is not None:
-            found.take("network_alpha", "adapter.alpha", alpha)
+        take_alpha(found, "network_alpha", alpha, rank)
     if found.get("adapter.method") in ("lora", "dora"):
         found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
-        _network_arguments(found, arguments)
+        for name, value in arguments.items():
+            if name in NETWORK_ARGUMENTS:
+                own = f"adapter.{NETWORK_ARGUMENTS[name]}"
+                found.take(found.part("network_args", name, value), own, number(value))
+            elif not module.startswith("lycoris"):
+                key = found.part("network_args", name, value)
+                found.leave(key, "simpletune has no such option, or adapter.targets")
     return str(found.get("adapter.method"))
-
-
-def _plain(arguments: dict[str, str]) -> Json:
-    own = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "rank_dropout", "module_dropout")
-    return {key: value for key, value in arguments.items() if key not in own}
-
-
-def _network_arguments(found: Translation, arguments: dict[str, str]) -> None:
-    names = {
-        "loraplus_lr_ratio": "b_lr_ratio",
-        "loraplus_unet_lr_ratio": "b_lr_ratio",
-        "rank_dropout": "rank_dropout",
-        "module_dropout": "module_dropout",
-    }
-    lycoris = str(found.settings.get("network_module")).startswith("lycoris")
-    for name, value in arguments.items():
-        if name in names:
-            found.take(found.part("network_args", name, value), f"adapter.{names[name]}", number(value))
-        elif not lycoris:
-            found.leave(found.part("network_args", name, value), "simpletune has no such option, or adapter.targets")
 
 
 def _precision(found: Translation, method: str) -> None:
     compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", as_text) or "no", "auto")
     full = found.read("full_bf16", boolean)
     if found.read("fp8_base", boolean):
-        found.change("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
+        found.take("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
     elif full:
         found.take("full_bf16", "precision.weights", "bf16")
     elif method == "full" or compute == "fp32":
-        found.change("mixed_precision", "precision.weights", "fp32", "kohya's scripts then keep full weights")
+        found.take("mixed_precision", "precision.weights", "fp32", "kohya's scripts then keep full weights")
     else:
-        found.change("mixed_precision", "precision.weights", "bf16", "a frozen base, in the compute type")
+        found.take("mixed_precision", "precision.weights", "bf16", "a frozen base, in the compute type")
     found.take("mixed_precision", "precision.compute", compute)
 
 
@@ -159,7 +233,7 @@ def _optimizer(found: Translation) -> None:
     take_arguments(found, "optimizer_args", found.read("optimizer_args", pairs) or {})
     rate, own = found.read("learning_rate", number), found.read("unet_lr", number)
     if own is not None:
-        found.change("unet_lr", "optimizer.lr", own, "the learning rate of the part that trains here")
+        found.take("unet_lr", "optimizer.lr", own, "the learning rate of the part that trains here")
         if found.has("learning_rate"):
             found.leave("learning_rate", "unet_lr decides")
     elif rate is not None:
@@ -186,13 +260,10 @@ def _length(found: Translation) -> None:
         found.take("max_train_steps", "train.steps", steps)
     take_warmup(found, "lr_warmup_steps")
     norm = found.read("max_grad_norm", number)
-    if norm == 0:
-        found.change("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
-    else:
-        found.take("max_grad_norm", "train.clip_norm", norm)
+    found.take("max_grad_norm", "train.clip_norm", norm or None, "0 means no clipping" if norm == 0 else "")
     last, every = found.read("save_last_n_steps", whole_number), found.settings.get("save_every_n_steps")
     if last and every:
-        found.change(
+        found.take(
             "save_last_n_steps", "checkpoint.keep_last", max(1, last // int(every)), "counted in checkpoints here"
         )
     elif last:
@@ -205,7 +276,7 @@ def _memory(found: Translation, method: str) -> None:
     )
     swapped, blocks = found.read("blocks_to_swap", whole_number), trainer_tables(NAME)["blocks"]
     if swapped:
-        found.change(
+        found.take(
             "blocks_to_swap",
             "memory.resident_blocks",
             max(0, blocks - swapped),
@@ -214,7 +285,7 @@ def _memory(found: Translation, method: str) -> None:
     if found.read("fused_backward_pass", boolean):
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
-            found.change("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
+            found.take("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
         else:
             found.leave("fused_backward_pass", "an adapter's gradients are small")
 
@@ -228,7 +299,7 @@ def _objective(found: Translation, is_sd3: bool) -> None:
                 if scheme == "sigma_sqrt"
                 else "uniform"
             )
-            found.change("weighting_scheme", "objective.sigma", densities[scheme], why)
+            found.take("weighting_scheme", "objective.sigma", densities[scheme], why)
         elif scheme in densities:
             found.take("weighting_scheme", "objective.sigma", densities[scheme])
         else:
@@ -249,7 +320,7 @@ def _objective(found: Translation, is_sd3: bool) -> None:
     ):
         step = found.read(key, whole_number)
         if step is not None and is_sd3:
-            found.change(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
+            found.take(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
     loss, c, schedule = (
@@ -258,7 +329,7 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         found.read("huber_schedule", as_text),
     )
     if loss in ("huber", "smooth_l1"):
-        found.change(
+        found.take(
             "loss_type",
             "objective.huber",
             {"c": c or 0.1, "schedule": schedule or "snr"},
@@ -266,23 +337,155 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         )
 
 
-def _samples(found: Translation, folder: Path) -> None:
-    name = found.read("sample_prompts", as_text)
-    file = None if name is None else found_beside(folder, name)
-    if name is not None and file is None:
-        return found.leave("sample_prompts", "the file is not here. Set validation.prompts")
-    if file is not None:
-        try:
-            take_prompts(found, "sample_prompts", file)
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError):
-            found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
+def _data_sets(data: Json, general: Translation) -> list[Translation]:
+    """Translate every subset of a data set's TOML file."""
+    shared = {**_given(general), **(data.get("general") or {})}
+    found: list[Translation] = []
+    batches: set[object] = set()
+    for number_of, dataset in enumerate(data.get("datasets") or []):
+        own = {key: value for key, value in dataset.items() if key != "subsets"}
+        for index, subset in enumerate(dataset.get("subsets") or []):
+            settings = {**{key: shared[key] for key in shared if key in INHERITED or key in SIZES}, **own, **subset}
+            source = Translation(
+                settings,
+                {"resolution": 512, "num_repeats": 1, "enable_bucket": False},
+                f"datasets[{number_of}].subsets[{index}].",
+                f"data.sources.{len(found)}.",
+            )
+            batches.add(settings.get("batch_size", 1))
+            _subset(source, general)
+            found.append(source)
+    general.seen(*INHERITED, *SIZES)
+    if batches:
+        general.settings["batch_size"] = max(map(whole_number, batches))
+        why = "one value for all data sets: the largest" if len(batches) > 1 else ""
+        general.take("batch_size", "train.batch_size", general.settings["batch_size"], why)
+    general.seen("train_batch_size")
+    return found
 
 
-def _places(found: Translation) -> None:
-    if (name := found.read("output_name", as_text)) is not None:
-        found.take("output_name", "name", run_name(name))
-    tracker = found.read("log_with", as_text)
-    if tracker is not None:
-        found.take("log_with", "tracking.tensorboard", tracker in ("tensorboard", "all"))
-        if tracker in ("wandb", "all"):
-            found.take("log_with", "tracking.wandb", "online")
+def _given(general: Translation) -> Json:
+    """Return data options given among the other options; those in the data set's file override them."""
+    given = {key: general.settings[key] for key in (*INHERITED, *SIZES) if general.has(key)}
+    size = general.settings.get("resolution")
+    if isinstance(size, str):
+        given["resolution"] = [part.strip() for part in size.split(",")]
+    return given
+
+
+def _data_folders(general: Translation) -> list[Translation]:
+    """Translate train_data_dir and reg_data_dir, whose folders are named ``10_sks dog``."""
+    given = _given(general)
+    found: list[Translation] = []
+    for key, regularization in (("train_data_dir", False), ("reg_data_dir", True)):
+        path = general.read(key, as_text)
+        if path is None:
+            continue
+        defaults = {"resolution": [512, 512], "enable_bucket": False}
+        source = Translation({"image_dir": path, **given}, defaults, f"{key}.", f"data.sources.{len(found)}.")
+        source.settings["is_reg"] = regularization
+        source.take(
+            "image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption for pictures without one"
+        )
+        _subset(source, general)
+        found.append(source)
+    general.seen(*INHERITED, *SIZES)
+    general.by_table([KeyRule("train_batch_size", "train.batch_size", whole_number)])
+    return found
+
+
+def _subset(source: Translation, general: Translation) -> None:
+    source.set("path", "")
+    source.seen("batch_size")
+    source.by_table([KeyRule("image_dir", "path", as_text)])
+    words = source.read("class_tokens", as_text)
+    if words is not None and (source.has("caption_extension") or source.get("folder_names") == "kohya"):
+        source.leave("class_tokens", "used for pictures without a caption. Caption them, or set prompt")
+    elif words is not None:  # a source here has either captions or one prompt
+        source.take("class_tokens", "prompt", words, "for all pictures; remove it if they have captions")
+    source.by_table(ROWS)
+    if source.read("is_reg", boolean):
+        source.take("is_reg", "regularization", True)
+        weight = general.read("prior_loss_weight", number)
+        if weight is not None:
+            source.settings["prior_loss_weight"] = weight
+            source.take("prior_loss_weight", "weight", weight)
+            source.seen("prior_loss_weight")
+    masks = source.read("conditioning_data_dir", as_text)
+    if masks is not None:
+        source.take("conditioning_data_dir", "mask", "files")
+        source.take("conditioning_data_dir", "mask_path", masks)
+        general.seen("masked_loss")
+    _size(source, multiple(general))
+    varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
+    if varied or source.get("tag_dropout"):
+        key = (varied or ["caption_tag_dropout_rate"])[0]
+        source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")
+    source.leave_by_table(trainer_tables("kohya")["left_out_data"])
+    source.leave_rest()
+
+
+def _size(source: Translation, step: int) -> None:
+    size = source.read("resolution", lambda value: value)
+    sides = [number(side) for side in (size if isinstance(size, list) else [size])]
+    width, height = sides[0], sides[-1]
+    side = side_of_area(width, height, step)
+    same = math.isclose(side * side, width * height)
+    why = "" if same else f"the side of a square of that area, in steps of {step}"
+    source.take("resolution", "resolution", side, why)
+    bucket = source.read("enable_bucket", boolean)
+    source.take("enable_bucket", "aspect", "buckets" if bucket else "square")
+    if source.read("bucket_no_upscale", boolean):
+        source.take(
+            "bucket_no_upscale",
+            "max_upscale",
+            1.0,
+            "pictures that would be scaled up are refused; kohya's scripts give them smaller buckets",
+        )
+
+
+def take_prompts(found: Translation, key: str, file: Path) -> None:
+    """Take a file's prompts, and size, seed, steps and guidance of the first."""
+    rows = [row for row in _rows(file) if row.get("prompt")]
+    if not rows:
+        return found.leave(key, "the file has no prompts")
+    found.take(key, "validation.prompts", [row["prompt"] for row in rows])
+    for name, field in FIELDS.items():
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if not values:
+            continue
+        value: object
+        if field in ("width", "height"):
+            value = max(STEP, whole_number(values[0]) // STEP * STEP)
+        elif field == "negative_prompt":
+            value = str(values[0])
+        else:
+            value = number(values[0]) if field == "guidance" else whole_number(values[0])
+        differ = any(other != values[0] for other in values) and field != "seed"
+        found.take(key, f"validation.{field}", value, "that of the first prompt, for all" if differ else "")
+
+
+def _rows(file: Path) -> list[Json]:
+    content = file.read_text(encoding="utf-8-sig")
+    if file.suffix == ".json":
+        rows = json.loads(content)
+    elif file.suffix == ".toml":
+        own = tomllib.loads(content).get("prompt", {})
+        general = {key: value for key, value in own.items() if key != "subset"}
+        rows = [{**general, **each} for each in own.get("subset", [])]
+    else:
+        rows = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith("#")]
+    if not isinstance(rows, list):
+        raise ValueError("no list of prompts")
+    return [_row(row) if isinstance(row, str) else dict(row) for row in rows]
+
+
+def _row(line: str) -> Json:
+    """Split a line such as ``a dog --w 1024 --n blurred`` into its parts."""
+    first, *flags = re.split(r"\s--(?=[a-z]+\s)", f" {line}")
+    row: Json = {"prompt": first.strip()}
+    for flag in flags:
+        letter, _, value = flag.partition(" ")
+        if letter in FLAGS:
+            row[FLAGS[letter]] = value.strip()
+    return row

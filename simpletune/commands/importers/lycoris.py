@@ -1,4 +1,4 @@
-"""LyCORIS's arguments, which SimpleTuner and kohya's scripts share."""
+"""What several trainers share of adapters: a LoRA's alpha, and LyCORIS's arguments."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from simpletune.commands.importers.translation import Translation, boolean, numb
 from simpletune.system.options import Json
 
 
-def take_lycoris(found: Translation, key: str, own: Json) -> None:
-    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others.
+def take_alpha(found: Translation, key: str, alpha: float | None, rank: int | None) -> None:
+    """Translate a LoRA's alpha, if it is known."""
+    if alpha is None:
+        return
+    why = ""
+    if rank and alpha != rank:
+        why = f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate"
+    found.take(key, "adapter.alpha", alpha, why)
 
-    Args:
-        found: the translation to add to.
-        key: key that contains them.
-        own: arguments by name.
-    """
+
+def take_lycoris(found: Translation, key: str, own: Json) -> None:
+    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others."""
     algo = str(own.get("algo", "lora")).lower()
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
     method = methods.get(algo)
@@ -28,7 +32,7 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     if method == "lokr":
         whole = rank is not None and (whole_number(rank) > 1024 or boolean(own.get("full_matrix", False)))
         if whole:
-            found.change(key, "adapter.rank", None, "a rank above the matrix's dimensions trains it whole")
+            found.take(key, "adapter.rank", None, "a rank above the matrix's dimensions trains it whole")
         elif rank is not None:
             found.take(key, "adapter.rank", whole_number(rank))
         if own.get("factor") is not None:

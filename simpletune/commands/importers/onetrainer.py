@@ -1,28 +1,55 @@
-"""Translate OneTrainer's configuration."""
+"""Translate OneTrainer's configuration: its concepts become sources, and its samples validation prompts."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from simpletune.commands.importers.files import read_any, read_named
+from simpletune.commands.importers.lycoris import take_alpha
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
     as_text,
     boolean,
+    multiple,
     number,
+    side_of_area,
     trainer_tables,
     whole_number,
 )
 from simpletune.config.run_name import run_name
-from simpletune.system.options import Json
+from simpletune.models.shared.buckets import STEP
+from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
+VARIANTS = 8
+AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
 
-def translate(settings: Json) -> Translation:
-    """Translate all but concepts and samples."""
+def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
+    """Translate options, concepts and samples, which may be in the same file or in others."""
+    concepts = settings.get("concepts")
+    if data is not None:
+        concepts = read_any(data)
+    elif concepts is None:
+        concepts = read_named(folder, settings.get("concept_file_name"))
+    general = _options(settings)
+    if concepts is not None and not (isinstance(concepts, list) and all(isinstance(each, dict) for each in concepts)):
+        raise UserError("--data: OneTrainer's concepts are a list of objects (concepts.json)")
+    sources = _concepts(concepts or [], general)
+    samples = settings.get("samples")
+    if samples is None:
+        samples = read_named(folder, settings.get("sample_definition_file_name"))
+    if isinstance(samples, list):
+        _samples(samples, general)
+    general.leave_by_table(trainer_tables(NAME)["left_out"])
+    general.leave_rest()
+    return general, sources
+
+
+def _options(settings: Json) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
     found.seen("concepts", "concept_file_name", "samples", "sample_definition_file_name", "resolution")
@@ -31,17 +58,17 @@ def translate(settings: Json) -> Translation:
     found.by_table(tables["options"])
     _part(found, "transformer" if family == "sd3" else "unet", method)
     _optimizer(found)
-    _length(found)
+    found.by_table([KeyRule("epochs", "train.epochs", whole_number)])
+    take_warmup(found, "learning_rate_warmup_steps")
+    found.by_table([KeyRule("clip_grad_norm", "train.clip_norm", number)])
+    if found.settings.get("clip_grad_norm", 1.0) == 0:
+        found.set("train.clip_norm", None)
     _objective(found, family)
-    _average(found)
+    average, decay = found.read("ema", as_text) or "OFF", found.read("ema_decay", number)
+    if average != "OFF":
+        found.take("ema", "ema.decay", decay or 0.999, "the average stays on the device")
     _places(found)
     return found
-
-
-def finish(found: Translation) -> None:
-    """Leave out the remaining options, after the concepts."""
-    found.leave_by_table(trainer_tables(NAME)["left_out"])
-    found.leave_rest()
 
 
 def _model(found: Translation) -> str:
@@ -78,14 +105,14 @@ def _adapter(found: Translation) -> str:
                 as_text,
                 {"float_32": "fp32", "bfloat_16": "bf16"},
                 otherwise=("fp32", "an update trains in fp32 or bf16"),
-            ),
+            )
         ]
     )
     names, preset = found.read("layer_filter", as_text), found.read("layer_filter_preset", as_text) or "full"
     if preset in tables["targets"]:
         found.take("layer_filter_preset", "adapter.targets", tables["targets"][preset])
     elif names:
-        found.change(
+        found.take(
             "layer_filter",
             "adapter.targets",
             [part.strip() for part in names.split(",") if part.strip()],
@@ -98,15 +125,7 @@ def _rank(found: Translation, method: str) -> None:
     rank, alpha = found.read("lora_rank", whole_number), found.read("lora_alpha", number)
     if method in ("lora", "dora") and rank is not None and alpha is not None:
         found.take("lora_rank", "adapter.rank", rank)
-        if alpha != rank:
-            found.change(
-                "lora_alpha",
-                "adapter.alpha",
-                alpha,
-                f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate",
-            )
-        else:
-            found.take("lora_alpha", "adapter.alpha", alpha)
+        take_alpha(found, "lora_alpha", alpha, rank)
         found.by_table([KeyRule("dropout_probability", "adapter.dropout", number)])
     elif method == "loha":
         found.take("lora_rank", "adapter.rank", rank)
@@ -128,7 +147,6 @@ def _rank(found: Translation, method: str) -> None:
 
 
 def as_object(value: object) -> Json:
-    """Return a JSON object."""
     if not isinstance(value, dict):
         raise ValueError
     return value
@@ -145,10 +163,8 @@ def _part(found: Translation, name: str, method: str) -> None:
             "weight_dtype",
             f"simpletune has {', '.join(dict.fromkeys(tables['weights'].values()))}. Set precision.weights",
         )
-    elif kind in tables["weights_why"]:
-        part.change("weight_dtype", "precision.weights", weights, tables["weights_why"][kind])
     else:
-        part.take("weight_dtype", "precision.weights", weights)
+        part.take("weight_dtype", "precision.weights", weights, tables["weights_why"].get(kind, ""))
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
     if part.has("model_name"):
@@ -162,7 +178,7 @@ def _part(found: Translation, name: str, method: str) -> None:
     )
     share = part.read("offload_fraction", number)
     if share:
-        part.change(
+        part.take(
             "offload_fraction",
             "memory.resident_blocks",
             round(tables["blocks"] * (1 - share)),
@@ -192,7 +208,7 @@ def _optimizer(found: Translation) -> None:
     if boolean(own.pop("fused_back_pass", False)):
         if found.get("adapter.method") == "full":
             found.take("optimizer", "memory.optimizer_in_backward", True)
-            found.change("optimizer", "train.clip", "per_parameter", "gradients never exist all at once")
+            found.take("optimizer", "train.clip", "per_parameter", "gradients never exist all at once")
         else:
             found.leave("optimizer", "fused_back_pass: an adapter's gradients are small")
     rounding = own.pop("stochastic_rounding", None)
@@ -210,19 +226,10 @@ def _optimizer(found: Translation) -> None:
     if least and schedule == "polynomial":
         found.take("learning_rate_min_factor", "schedule.end", least)
     elif least and schedule == "linear":
-        found.change("learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and ends")
-        found.change("learning_rate_scheduler", "schedule.name", "polynomial", "linear, with an end")
+        found.take("learning_rate_min_factor", "schedule.end", least, "a polynomial of power 1 is linear and ends")
+        found.take("learning_rate_scheduler", "schedule.name", "polynomial", "linear, with an end")
     elif least:
         found.leave("learning_rate_min_factor", f"schedule {schedule} ends at zero")
-
-
-def _length(found: Translation) -> None:
-    found.by_table([KeyRule("epochs", "train.epochs", whole_number)])
-    take_warmup(found, "learning_rate_warmup_steps")
-    norm = found.settings.get("clip_grad_norm", 1.0)
-    found.by_table([KeyRule("clip_grad_norm", "train.clip_norm", number)])
-    if norm == 0:
-        found.set("train.clip_norm", None)
 
 
 def _objective(found: Translation, family: str) -> None:
@@ -233,7 +240,7 @@ def _objective(found: Translation, family: str) -> None:
         for key, path in (("min_noising_strength", "min_timestep"), ("max_noising_strength", "max_timestep")):
             value = found.read(key, number)
             if value is not None:
-                found.change(key, f"objective.{path}", min(999, round(1000 * value)), "a timestep here")
+                found.take(key, f"objective.{path}", min(999, round(1000 * value)), "a timestep here")
         return
     for key, path in (("min_noising_strength", "min_sigma"), ("max_noising_strength", "max_sigma")):
         found.by_table([KeyRule(key, f"objective.{path}", number)])
@@ -246,7 +253,7 @@ def _objective(found: Translation, family: str) -> None:
     strength = found.read("huber_strength", number)
     if strength:
         delta = found.read("huber_delta", number) or 1.0
-        found.change(
+        found.take(
             "huber_strength",
             "objective.huber",
             {"c": min(1.0, delta), "schedule": "constant"},
@@ -265,7 +272,7 @@ def _density(found: Translation) -> None:
         "BETA": "beta",
     }
     if name not in names:
-        return found.change(
+        return found.take(
             "timestep_distribution",
             "objective.sigma",
             "logit_normal",
@@ -273,31 +280,24 @@ def _density(found: Translation) -> None:
         )
     found.take("timestep_distribution", "objective.sigma", names[name])
     if name == "LOGIT_NORMAL":
-        found.change("noising_bias", "objective.logit_mean", bias, "the mean")
-        found.change("noising_weight", "objective.logit_std", weight + 1.0, "the standard deviation minus 1")
+        found.take("noising_bias", "objective.logit_mean", bias, "the mean")
+        found.take("noising_weight", "objective.logit_std", weight + 1.0, "the standard deviation minus 1")
     elif name == "HEAVY_TAIL":
         found.take("noising_weight", "objective.mode_scale", weight)
-
-
-def _average(found: Translation) -> None:
-    mode = found.read("ema", as_text) or "OFF"
-    decay = found.read("ema_decay", number)
-    if mode != "OFF":
-        found.change("ema", "ema.decay", decay or 0.999, "the average stays on the device")
 
 
 def _places(found: Translation) -> None:
     result, place = found.read("output_model_destination", as_text), found.read("workspace_dir", as_text)
     if result is not None:
         name = PurePosixPath(result.replace("\\", "/"))
-        found.change(
+        found.take(
             "output_model_destination",
             "name",
             run_name(name.stem if name.suffix else name.name),
             "a run has its own folder in output.runs",
         )
     if place is not None:
-        found.change("workspace_dir", "output.runs", place, "a run gets its own folder in it")
+        found.take("workspace_dir", "output.runs", place, "a run gets its own folder in it")
     for key, path, what in (
         ("sample_after", "validation.every", "pictures"),
         ("backup_after", "checkpoint.every", "checkpoints"),
@@ -308,3 +308,167 @@ def _places(found: Translation) -> None:
         elif value:
             found.leave(key, f"in {(unit or 'other unit').lower()}s; here {what} are set in steps: set {path}")
     found.by_table([KeyRule("rolling_backup_count", "checkpoint.keep_last", whole_number)])
+
+
+def _concepts(concepts: list[Json], general: Translation) -> list[Translation]:
+    found: list[Translation] = []
+    for index, concept in enumerate(concepts):
+        section = f"concepts[{index}]."
+        kind = str(concept.get("type", "STANDARD"))
+        whole = Translation({"type": kind, **concept}, section=section)
+        if concept.get("enabled") is False:
+            whole.leave("enabled", "the concept was not used")
+        elif kind == "VALIDATION" or concept.get("validation_concept"):
+            whole.leave("type", "a concept for the validation loss. validation.split holds pictures out instead")
+        else:
+            source = Translation(concept, {"balancing": 1.0}, section, f"data.sources.{len(found)}.")
+            _concept(source, general, kind)
+            found.append(source)
+            continue
+        general.lines += whole.lines
+    general.seen("aspect_ratio_bucketing", "masked_training")
+    return found
+
+
+def _concept(source: Translation, general: Translation, kind: str) -> None:
+    source.set("path", "")
+    source.by_table(
+        [
+            KeyRule("path", "path", as_text),
+            KeyRule("loss_weight", "weight", number),
+            KeyRule("image_variations", "variants", whole_number),
+        ]
+    )
+    if kind == "PRIOR_PREDICTION":
+        source.take("type", "regularization", True)
+        general.set("prior", {"method": "base_prediction"})
+    count, strategy = source.read("balancing", number) or 1.0, source.read("balancing_strategy", as_text) or "REPEATS"
+    if strategy == "SAMPLES":
+        source.leave("balancing", "a number of samples per epoch; here every picture has its repeats")
+    elif count >= 1 and count == int(count):
+        source.take("balancing", "repeats", int(count))
+    else:
+        source.take("balancing", "repeats", max(1, round(count)), "whole numbers, at least 1")
+    _prompts(source)
+    _image(source, general)
+    _masks(source, general)
+    source.seen("type")
+    source.leave_by_table(trainer_tables("onetrainer")["left_out_data"])
+    source.leave_rest()
+    source.lines = [
+        line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")
+    ]
+
+
+def _prompts(source: Translation) -> None:
+    own = Translation(
+        source.settings.get("text") or {}, {"prompt_source": "sample"}, f"{source.section}text.", source.place
+    )
+    kind, path = own.read("prompt_source", as_text), own.read("prompt_path", as_text)
+    if kind == "sample":
+        own.take("prompt_source", "captions", "txt")
+    elif kind == "filename":
+        own.take("prompt_source", "captions", "filename")
+    else:
+        own.leave(
+            "prompt_path" if path else "prompt_source",
+            f"prompts drawn from the lines of a file ({path}). Set prompt, or put a text beside each picture",
+        )
+    if kind == "sample":
+        own.take("prompt_source", "caption_lines", "several")
+    if own.read("enable_tag_shuffling", boolean):
+        own.take("enable_tag_shuffling", "shuffle_tags", True)
+    if own.read("tag_dropout_enable", boolean):
+        mode = own.read("tag_dropout_mode", as_text) or "FULL"
+        why = {"RANDOM": "each tag is dropped by itself"}.get(
+            mode, f"mode {mode}; here each tag is dropped independently"
+        )
+        own.take("tag_dropout_probability", "tag_dropout", own.read("tag_dropout_probability", number) or 0.0, why)
+    if own.get("shuffle_tags") or own.get("tag_dropout"):
+        own.by_table(
+            [KeyRule("tag_delimiter", "tag_separator", as_text), KeyRule("keep_tags_count", "keep_tags", whole_number)]
+        )
+        if (source.get("variants") or 1) == 1:
+            own.take("enable_tag_shuffling", "variants", VARIANTS, "drawn once for each variant")
+    if boolean(own.settings.get("caps_randomize_enable", False)):
+        own.leave("caps_randomize_enable", "upper and lower case stay unchanged")
+    source.seen("text")
+    source.lines += own.lines
+    source.config |= own.config
+
+
+def _image(source: Translation, general: Translation) -> None:
+    own = Translation(source.settings.get("image") or {}, {}, f"{source.section}image.", source.place)
+    for key, path, value in (("enable_crop_jitter", "crop", "random"), ("enable_random_flip", "flip", True)):
+        if own.read(key, boolean):
+            own.take(key, path, value)
+    if (own.get("crop") or own.get("flip")) and (source.get("variants") or 1) == 1:
+        own.take(
+            "enable_crop_jitter" if own.get("crop") else "enable_random_flip",
+            "variants",
+            VARIANTS,
+            "drawn once for each variant",
+        )
+    sizes = as_text(
+        own.settings.get("resolution_override")
+        if own.read("enable_resolution_override", boolean)
+        else general.settings.get("resolution", "512")
+    ).split(",")
+    first = sizes[0].lower().split("x")
+    side = side_of_area(number(first[0]), number(first[-1]), multiple(general))
+    same = len(sizes) == len(first) == 1 and side == number(first[0])
+    why = "" if same else "the first size, as the side of a square of that area in whole steps"
+    source.settings["resolution"] = ",".join(sizes)
+    source.take("resolution", "resolution", side, why)
+    if general.settings.get("aspect_ratio_bucketing") is False:
+        source.settings["aspect_ratio_bucketing"] = False
+        source.take("aspect_ratio_bucketing", "aspect", "square")
+        source.seen("aspect_ratio_bucketing")
+    for key, value in own.settings.items():
+        if value is True and any(word in key for word in AUGMENTED):
+            own.leave(key, "only crops and flips change pictures")
+        elif value is True and key == "enable_fixed_flip":
+            own.leave(key, "pictures are flipped at random or not")
+    source.seen("image", "resolution")
+    source.lines += own.lines
+    source.config |= own.config
+
+
+def _masks(source: Translation, general: Translation) -> None:
+    if not general.read("masked_training", boolean):
+        return
+    weight = general.read("unmasked_weight", number)
+    source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}
+    source.take("masked_training", "mask", "files")
+    source.take("unmasked_weight", "unmasked_weight", source.settings["unmasked_weight"])
+    source.seen("masked_training", "unmasked_weight")
+    keep = general.read("masked_prior_preservation_weight", number)
+    if keep and general.get("prior.outside_mask") is None:
+        prior = general.get("prior") or {"method": "base_prediction"}
+        general.config["prior"] = prior
+        general.take("masked_prior_preservation_weight", "prior.outside_mask", keep)
+
+
+def _samples(samples: list[Json], general: Translation) -> None:
+    """Take the samples' prompts, and size, seed, steps and guidance of the first."""
+    used = [row for row in samples if row.get("enabled", True) and str(row.get("prompt", "")).strip()]
+    if not used:
+        return
+    general.settings["samples"] = f"{len(used)} prompts"
+    general.take("samples", "validation.prompts", [str(row["prompt"]) for row in used])
+    names = {
+        "negative_prompt": "negative_prompt",
+        "seed": "seed",
+        "cfg_scale": "guidance",
+        "diffusion_steps": "steps",
+        "width": "width",
+        "height": "height",
+    }
+    for name, path in names.items():
+        values = [row[name] for row in used if row.get(name) not in (None, "")]
+        if not values:
+            continue
+        first = values[0] if name == "negative_prompt" else number(values[0])
+        value = whole_number(first) // STEP * STEP if path in ("width", "height") else first
+        differ = any(other != values[0] for other in values) and path != "seed"
+        general.take("samples", f"validation.{path}", value, f"{name} of the first sample, for all" if differ else "")

@@ -53,26 +53,22 @@ def take_optimizer(found: Translation, key: str, name: str) -> str:
     ours, why = OPTIMIZERS.get(
         normalise_name(name), ("adamw", "simpletune has no such optimizer. AdamW's learning rate may differ")
     )
-    if why:
-        found.change(key, "optimizer.name", ours, why)
-    else:
-        found.take(key, "optimizer.name", ours)
+    found.take(key, "optimizer.name", ours, why)
     return ours
 
 
 def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]) -> None:
-    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has.
-
-    Args:
-        found: the translation, with ``optimizer.name`` set.
-        key: key that contains the arguments.
-        arguments: arguments by the names that PyTorch's optimizers use.
-    """
-    fields = _fields(str(found.get("optimizer.name", "adamw")))
-    betas = _betas(arguments)
-    if betas and "betas" in fields:
-        own = found.part(key, "betas", ", ".join(map(str, betas)))
-        found.change(own, "optimizer.betas", betas, "both in one field")
+    """Translate an optimizer's arguments, after its name: those that the chosen optimizer has."""
+    union = union_of(TrainConfig.model_fields["optimizer"])
+    assert union is not None
+    fields = union.members[str(found.get("optimizer.name", "adamw"))].model_fields
+    words: list[object] = re.findall(r"[\d.eE+-]+", str(arguments.get("betas", "")))[:2]
+    words = words or [arguments.get("beta1"), arguments.get("beta2")]
+    if any(word is not None for word in words):
+        betas = [default if word is None else number(word) for word, default in zip(words, (0.9, 0.999), strict=False)]
+        if "betas" in fields:
+            own = found.part(key, "betas", ", ".join(map(str, betas)))
+            found.take(own, "optimizer.betas", betas, "both in one field")
     for name, raw in arguments.items():
         if name in ("betas", "beta1", "beta2", "") or raw is None:
             continue
@@ -81,40 +77,17 @@ def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]
             found.leave(own, ALWAYS[name])
         elif name not in ARGUMENTS or name not in fields:
             found.leave(own, f"{found.get('optimizer.name', 'adamw')} has no such argument")
-        else:
-            _take_argument(found, own, name, raw)
-
-
-def _take_argument(found: Translation, key: str, name: str, raw: object) -> None:
-    try:
-        found.take(key, f"optimizer.{name}", ARGUMENTS[name](raw))
-    except ValueError:
-        found.leave(key, f"it is no {ARGUMENTS[name].__name__}")
-
-
-def _betas(arguments: Mapping[str, object]) -> list[float] | None:
-    words: list[object] = re.findall(r"[\d.eE+-]+", str(arguments.get("betas", "")))[:2]
-    if not words:
-        words = [arguments.get("beta1"), arguments.get("beta2")]
-    if all(word is None for word in words):
-        return None
-    own = (0.9, 0.999)
-    return [own[place] if word is None else number(word) for place, word in enumerate(words)]
-
-
-def _fields(optimizer: str) -> set[str]:
-    union = union_of(TrainConfig.model_fields["optimizer"])
-    assert union is not None
-    return set(union.members[optimizer].model_fields)
+            continue
+        try:
+            found.take(own, f"optimizer.{name}", ARGUMENTS[name](raw))
+        except ValueError:
+            found.leave(own, f"it is no {ARGUMENTS[name].__name__}")
 
 
 def take_schedule(found: Translation, key: str, name: str) -> str:
     """Translate the name of a schedule; one that simpletune lacks becomes cosine."""
     ours, why = SCHEDULES.get(normalise_name(name), ("cosine", "simpletune has no such schedule"))
-    if why:
-        found.change(key, "schedule.name", ours, why)
-    else:
-        found.take(key, "schedule.name", ours)
+    found.take(key, "schedule.name", ours, why)
     return ours
 
 
@@ -128,6 +101,6 @@ def take_warmup(found: Translation, key: str) -> None:
         found.take(key, "schedule.warmup_steps", int(steps))
     elif isinstance(total, int):
         count = int(round_digits(steps * total))
-        found.change(key, "schedule.warmup_steps", count, f"the share is of {total} steps")
+        found.take(key, "schedule.warmup_steps", count, f"the share is of {total} steps")
     else:
         found.leave(key, "a share of the steps, whose number is unknown. Set schedule.warmup_steps")

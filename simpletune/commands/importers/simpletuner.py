@@ -1,10 +1,11 @@
-"""Translate SimpleTuner's config.json."""
+"""Translate SimpleTuner's config.json; the image data sets of its multidatabackend.json become sources."""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from simpletune.commands.importers.files import read_beside
+from simpletune.commands.importers.files import read_any, read_named
 from simpletune.commands.importers.lycoris import take_lycoris
 from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
@@ -12,17 +13,21 @@ from simpletune.commands.importers.translation import (
     Translation,
     as_text,
     boolean,
+    multiple,
     number,
     pairs,
     round_digits,
+    side_of_area,
     trainer_tables,
     whole_number,
 )
 from simpletune.config.run_name import run_name
 from simpletune.models.sd3.files import SD35_MEDIUM
-from simpletune.system.options import Json
+from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
+VARIANTS = 8
+CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
 
 def strip_dashes(settings: Json) -> Json:
@@ -30,14 +35,20 @@ def strip_dashes(settings: Json) -> Json:
     return {key.lstrip("-").replace("-", "_"): value for key, value in settings.items()}
 
 
-def translate(settings: Json, folder: Path) -> Translation:
-    """Translate all but the data.
+def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
+    """Translate options and data, the file of which ``data`` or the options name."""
+    settings = strip_dashes(settings)
+    general = _options(settings, folder)
+    entries = read_named(folder, settings.get("data_backend_config")) if data is None else read_any(data)
+    if entries is None:
+        return general, []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError("--data: SimpleTuner's data sets are a list of objects (multidatabackend.json)")
+    return general, _data_sets(entries, general)
 
-    Args:
-        settings: settings in config.json.
-        folder: folder of the file, for lycoris_config.
-    """
-    settings, tables = strip_dashes(settings), trainer_tables(NAME)
+
+def _options(settings: Json, folder: Path) -> Translation:
+    tables = trainer_tables(NAME)
     scheduler = str(settings.get("lr_scheduler", ""))
     flow = (
         {}
@@ -83,28 +94,23 @@ def _adapter(found: Translation, folder: Path) -> None:
     elif kind not in (None, "lora"):
         found.leave("model_type", "simpletune trains lora and full. Set adapter.method")
     elif form == "lycoris":
-        _lycoris(found, folder)
+        name = found.read("lycoris_config", as_text)
+        own = read_named(folder, name)
+        if isinstance(own, dict):
+            take_lycoris(found, "lycoris_config", own)
+            found.seen("lora_type", "lora_rank", "lora_alpha", "model_type")
+        else:
+            found.take("lora_type", "adapter.method", "lokr")
+            if name:
+                found.leave("lycoris_config", "the file is not here. Set adapter.method and its fields")
     else:
         dora = found.read("use_dora", boolean)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
         found.by_table(trainer_tables(NAME)["lora"])
         if found.settings.get("model_family", "sd3") == "sd3":
-            found.change("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
+            found.take("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
     if form == "standard":
         found.seen("lora_type", "lycoris_config")
-
-
-def _lycoris(found: Translation, folder: Path) -> None:
-    """Translate LyCORIS's settings, which are in a separate file."""
-    name = found.read("lycoris_config", as_text)
-    own = read_beside(folder, name) if name else None
-    if own is None:
-        found.take("lora_type", "adapter.method", "lokr")
-        if name:
-            found.leave("lycoris_config", "the file is not here. Set adapter.method and its fields")
-        return
-    take_lycoris(found, "lycoris_config", own)
-    found.seen("lora_type", "lora_rank", "lora_alpha", "model_type")
 
 
 def _optimizer(found: Translation) -> None:
@@ -112,7 +118,7 @@ def _optimizer(found: Translation) -> None:
     if name is not None:
         ours = take_optimizer(found, "optimizer", name)
         if ours == "adamw_bf16" and found.get("adapter.method") in ("lora", "dora"):
-            found.change("optimizer", "adapter.dtype", "bf16", "the update itself is in bf16 there")
+            found.take("optimizer", "adapter.dtype", "bf16", "the update itself is in bf16 there")
     arguments = found.read("optimizer_config", pairs) or {}
     take_arguments(found, "optimizer_config", arguments)
     for key in ("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon"):
@@ -128,7 +134,7 @@ def _optimizer(found: Translation) -> None:
         found.by_table([KeyRule("lr_power", "schedule.power", number)])
         end, rate = found.read("lr_end", number), found.get("optimizer.lr", 1e-4)
         if end is not None and isinstance(rate, int | float):
-            found.change(
+            found.take(
                 "lr_end", "schedule.end", min(1.0, round_digits(end / rate)), "a fraction of the learning rate here"
             )
     elif ours == "cosine_with_restarts":
@@ -148,17 +154,11 @@ def _length(found: Translation) -> None:
         found.take("num_train_epochs", "train.epochs", epochs)
     take_warmup(found, "lr_warmup_steps")
     norm, method = found.read("max_grad_norm", number), found.read("grad_clip_method", as_text)
+    by_value = "SimpleTuner limits each value of the gradient by default; here its norm is limited"
     if norm == 0:
-        found.change("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
-    elif norm is not None and method == "value":
-        found.change(
-            "max_grad_norm",
-            "train.clip_norm",
-            norm,
-            "SimpleTuner limits each value of the gradient by default; here its norm is limited",
-        )
+        found.take("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
     elif norm is not None:
-        found.take("max_grad_norm", "train.clip_norm", norm)
+        found.take("max_grad_norm", "train.clip_norm", norm, by_value if method == "value" else "")
 
 
 def _memory(found: Translation) -> None:
@@ -166,7 +166,7 @@ def _memory(found: Translation) -> None:
     blocks = trainer_tables(NAME)["blocks"].get(str(found.get("model.pretrained")), 24)
     interval = found.read("gradient_checkpointing_interval", whole_number)
     if on and interval and interval > 1:
-        found.change(
+        found.take(
             "gradient_checkpointing_interval",
             "memory.checkpointing",
             -(-blocks // interval),
@@ -176,7 +176,7 @@ def _memory(found: Translation) -> None:
         found.take("gradient_checkpointing", "memory.checkpointing", "all" if on else "none")
     swapped = found.read("musubi_blocks_to_swap", whole_number)
     if swapped:
-        found.change(
+        found.take(
             "musubi_blocks_to_swap",
             "memory.resident_blocks",
             max(0, blocks - swapped),
@@ -184,7 +184,7 @@ def _memory(found: Translation) -> None:
         )
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
         if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else as_text) is True:
-            found.change(key, "memory.resident_blocks", 0, "all blocks are offloaded to host memory")
+            found.take(key, "memory.resident_blocks", 0, "all blocks are offloaded to host memory")
         else:
             found.leave(key, "blocks are offloaded as memory.resident_blocks says")
     for key in [
@@ -202,7 +202,7 @@ def _objective(found: Translation) -> None:
         elif shift:
             found.take("flow_schedule_shift", "objective.shift", shift)
         elif shift == 0:
-            found.change("flow_schedule_shift", "objective.shift", 1.0, "0 means no shift")
+            found.take("flow_schedule_shift", "objective.shift", 1.0, "0 means no shift")
     if found.read("flow_use_uniform_schedule", boolean):
         found.take("flow_use_uniform_schedule", "objective.sigma", "uniform")
     if found.read("flow_use_beta_schedule", boolean):
@@ -216,7 +216,7 @@ def _objective(found: Translation) -> None:
     found.by_table([KeyRule("flow_sigmoid_scale", "objective.logit_std", number)])
     if (loss := found.read("loss_type", as_text)) in ("huber", "smooth_l1"):
         c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
-        found.change(
+        found.take(
             "loss_type",
             "objective.huber",
             {"c": c or 0.1, "schedule": schedule or "snr"},
@@ -235,10 +235,8 @@ def _validation(found: Translation) -> None:
         for name, side in (("width", width), ("height", height)):
             if not side:
                 found.leave("validation_resolution", "not WIDTHxHEIGHT. Set validation.width and height")
-            elif why:
-                found.change("validation_resolution", f"validation.{name}", side, why)
             else:
-                found.take("validation_resolution", f"validation.{name}", side)
+                found.take("validation_resolution", f"validation.{name}", side, why)
     if found.read("use_ema", boolean):
         found.take("use_ema", "ema.decay", found.read("ema_decay", number) or 0.995)
     else:
@@ -246,7 +244,6 @@ def _validation(found: Translation) -> None:
 
 
 def _places(found: Translation) -> None:
-    """Translate trackers, the run's name and its folders."""
     trackers = (found.read("report_to", as_text) or "").split(",")
     if trackers != [""]:
         found.take("report_to", "tracking.tensorboard", bool({"tensorboard", "all"} & set(trackers)))
@@ -260,11 +257,137 @@ def _places(found: Translation) -> None:
     if out is not None:
         place = PurePosixPath(out)
         if named is None:
-            found.change("output_dir", "name", run_name(place.name), "a run has its own folder in output.runs")
+            found.take("output_dir", "name", run_name(place.name), "a run has its own folder in output.runs")
             place = place.parent
-        found.change("output_dir", "output.runs", str(place), "a run gets its own folder in it")
+        found.take("output_dir", "output.runs", str(place), "a run gets its own folder in it")
     on = found.read("enable_profiler", boolean)
     if on is False:
         found.take("enable_profiler", "profile.max_traces", 0)
     elif on:
-        found.change("enable_profiler", "profile.max_traces", 5, "traces of up to five epochs")
+        found.take("enable_profiler", "profile.max_traces", 5, "traces of up to five epochs")
+
+
+def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
+    masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
+    found: list[Translation] = []
+    for index, entry in enumerate(data):
+        section = f"{entry.get('id', index)}."
+        kind = str(entry.get("dataset_type", "image"))
+        if kind in CACHES or kind == "conditioning" or boolean(entry.get("disabled", False)):
+            _leave(general, section, entry, kind)
+            continue
+        inherited = {
+            key: general.settings.get(key, general.defaults.get(key))
+            for key in ("resolution", "resolution_type", "caption_dropout_probability")
+        }
+        source = Translation(entry, inherited, section, f"data.sources.{len(found)}.")
+        _data_set(source, masks, multiple(general))
+        found.append(source)
+    return found
+
+
+def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
+    """Leave out a data set that does not contain pictures to train on."""
+    whole = Translation({"dataset_type": kind, **entry}, section=section)
+    if boolean(entry.get("disabled", False)):
+        whole.leave("disabled", "the data set was not used")
+    elif kind == "conditioning":
+        whole.leave("dataset_type", "the masks of another data set")
+    else:
+        if entry.get("cache_dir") and general.get("output.cache") is None:
+            whole.take("cache_dir", "output.cache", entry["cache_dir"], "one cache for everything")
+            general.set("output.cache", entry["cache_dir"])
+        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache")
+    general.lines.extend(whole.lines)
+
+
+def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
+    source.set("path", "")
+    _pictures(source)
+    source.by_table(
+        [
+            KeyRule("caption_dropout_probability", "caption_dropout", number),
+            KeyRule("is_regularisation_data", "regularization", boolean),
+            KeyRule("is_regularization_data", "regularization", boolean),
+        ]
+    )
+    _captions(source)
+    _size(source, step)
+    repeats = source.read("repeats", whole_number)
+    if repeats is not None:
+        source.take("repeats", "repeats", repeats + 1, "0 means once there, 1 here")
+    named = source.settings.get("conditioning_data")
+    mask = masks.get(named[0] if isinstance(named, list) else named) if named else None
+    if mask is not None and mask.get("conditioning_type", "mask") in ("mask", "segmentation"):
+        source.take("conditioning_data", "mask", "files")
+        source.set("mask_path", str(mask.get("instance_data_dir", "")))
+        source.seen("conditioning_data")
+    elif named:
+        source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
+    source.leave_by_table(trainer_tables("simpletuner")["left_out_data"])
+    source.leave_rest()
+
+
+def _pictures(source: Translation) -> None:
+    kind = source.read("type", as_text) or "local"
+    path = source.read("instance_data_dir", as_text)
+    if kind == "huggingface":
+        source.take("type", "source", "table")
+        source.by_table(
+            [
+                KeyRule("dataset_name", "path", as_text),
+                KeyRule("image_column", "image_column", as_text),
+                KeyRule("caption_column", "caption_column", as_text),
+                KeyRule("split", "split", as_text),
+            ]
+        )
+    elif path is not None:
+        source.take("instance_data_dir", "path", path)
+    if kind not in ("local", "huggingface"):
+        source.leave(
+            "type", f"{kind}: simpletune reads local folders, parquet and Hugging Face data sets. Set its path"
+        )
+
+
+def _captions(source: Translation) -> None:
+    strategy, prompt = source.read("caption_strategy", as_text), source.read("instance_prompt", as_text)
+    if boolean(source.settings.get("only_instance_prompt", False)):
+        strategy = "instanceprompt"
+    source.seen("only_instance_prompt", "disable_multiline_split", "prepend_instance_prompt")
+    if strategy == "instanceprompt" and prompt:
+        source.take("instance_prompt", "prompt", prompt)
+    elif strategy == "textfile":
+        source.take("caption_strategy", "captions", "txt")
+        if not boolean(source.settings.get("disable_multiline_split", False)):
+            source.take("caption_strategy", "caption_lines", "several")
+    elif strategy == "filename":
+        source.take("caption_strategy", "captions", "filename")
+    elif strategy is not None and source.get("source") != "table":
+        source.leave("caption_strategy", f"{strategy}: put captions beside the pictures or into metadata.jsonl")
+    if prompt and strategy != "instanceprompt" and boolean(source.settings.get("prepend_instance_prompt", False)):
+        source.take("instance_prompt", "caption_prefix", prompt)
+    elif prompt and strategy != "instanceprompt":
+        source.leave("instance_prompt", "the captions are used")
+
+
+def _size(source: Translation, step: int) -> None:
+    size, kind = source.read("resolution", number) or 1024, source.read("resolution_type", as_text) or "pixel_area"
+    if kind == "area":
+        side = side_of_area(1000 * size**0.5, 1000 * size**0.5, step)
+        source.take("resolution", "resolution", side, "megapixels there; the side of a square of that area here")
+    else:
+        side = side_of_area(size, size, step)
+        why = "the shorter edge there; the side of a square of the pictures' area here" if kind == "pixel" else ""
+        source.take("resolution", "resolution", side, why or (f"a multiple of {step}" if side != size else ""))
+    crop, aspect = source.read("crop", boolean), source.read("crop_aspect", as_text) or "square"
+    style = source.read("crop_style", as_text)
+    if crop and aspect == "square":
+        source.take("crop_aspect", "aspect", "square")
+    elif crop and aspect not in ("preserve", "closest"):
+        source.leave("crop_aspect", f"{aspect}: pictures go to buckets near their own aspect ratios")
+    if crop and style in ("center", "centre", "random"):
+        source.take("crop_style", "crop", "random" if style == "random" else "center")
+        if style == "random":
+            source.take("crop_style", "variants", VARIANTS, "drawn once for each variant, and cached")
+    elif crop and style is not None:
+        source.leave("crop_style", f"{style}: simpletune crops at the center or at random")

@@ -27,25 +27,15 @@ DIGITS = 6  # significant digits of a computed number
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """Record of what became of one key.
-
-    Args:
-        became: taken unchanged, changed, or left out.
-        key: key of the other trainer, with its section.
-        value: value in the file.
-        path: our field; empty if left out.
-        new: its value.
-        why: the reason for a change, or what a left-out key did.
-        default: whether the value is the trainer's default, because the file does not set it.
-    """
+    """Record of what became of one key."""
 
     became: Became
-    key: str
+    key: str  # key of the other trainer, with its section
     value: object
-    path: str = ""
-    new: object = None
-    why: str = ""
-    default: bool = False
+    path: str = ""  # our field; empty if left out
+    new: object = None  # its value
+    why: str = ""  # the reason for a change, or what a left-out key did
+    default: bool = False  # whether the value is the trainer's default, because the file does not set it
 
     def __str__(self) -> str:
         source = f"{self.key} {format_value(self.key, self.value)}" + (" (its default)" if self.default else "")
@@ -63,33 +53,22 @@ def format_value(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Row of a table: what a key means here.
+    """Row of a table: what a key means here."""
 
-    Args:
-        key: the other trainer's key.
-        path: our field.
-        kind: converts its value.
-        values: our values by theirs, in lower case; None: use the value itself.
-        why: reasons by their value, for those whose meaning changes; ``*`` is a reason for all.
-        otherwise: our value for one that is not in ``values``, and the reason for it.
-    """
-
-    key: str
-    path: str
-    kind: Kind
-    values: Mapping[str, object] | None = None
+    key: str  # the other trainer's key
+    path: str  # our field
+    kind: Kind  # converts its value
+    values: Mapping[str, object] | None = None  # our values by theirs, in lower case; None: use the value itself
+    # reasons by their value, for those whose meaning changes; ``*`` is a reason for all
     why: Mapping[str, str] = field(default_factory=dict)
-    otherwise: tuple[object, str] | None = None
+    otherwise: tuple[object, str] | None = None  # our value for one that is not in ``values``, and the reason for it
 
 
 class Translation:
     """Translation of another trainer's settings to ours, in progress.
 
-    Args:
-        settings: settings in its file; empty values are dropped.
-        defaults: the trainer's defaults, where they differ from ours.
-        section: prefix of keys in messages, such as ``datasets[0].``.
-        place: prefix of our paths in messages, such as ``data.sources.0.``.
+    ``defaults``: the trainer's, where they differ from ours; ``section`` and ``place``: prefixes of its keys and of our
+    paths in messages, such as ``datasets[0].`` and ``data.sources.0.``. Empty values are dropped.
     """
 
     def __init__(
@@ -103,7 +82,6 @@ class Translation:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the file sets a key."""
         return key in self.settings
 
     def read(self, key: str, kind: Callable[[object], T]) -> T | None:
@@ -121,36 +99,19 @@ class Translation:
             self.leave(key, f"expected: {kind.__name__.replace('_', ' ')}")
             return None
 
-    def take(self, key: str, path: str, value: object) -> None:
-        """Take a value unchanged."""
-        self._put(
-            KeyOutcome("taken", self.section + key, self._raw(key), self.place + path, value, "", not self.has(key))
-        )
-        self.set(path, value)
-
-    def change(self, key: str, path: str, value: object, why: str) -> None:
-        """Take a value with a change.
-
-        Args:
-            key: the other trainer's key.
-            path: our field.
-            value: our value.
-            why: the reason for the change.
-        """
-        self._put(
-            KeyOutcome("changed", self.section + key, self._raw(key), self.place + path, value, why, not self.has(key))
-        )
+    def take(self, key: str, path: str, value: object, why: str = "") -> None:
+        """Take a value for one of our fields: unchanged, or with the reason for a change."""
+        self._add("changed" if why else "taken", key, self.place + path, value, why)
         self.set(path, value)
 
     def leave(self, key: str, why: str) -> None:
-        """Leave a key out.
-
-        Args:
-            key: the other trainer's key.
-            why: what it did, or why it cannot be kept.
-        """
+        """Leave a key out: what it did, or why it cannot be kept."""
         self._read.add(key)
-        self._put(KeyOutcome("left out", self.section + key, self._raw(key), why=why, default=not self.has(key)))
+        self._add("left out", key, why=why)
+
+    def _add(self, became: Became, key: str, path: str = "", new: object = None, why: str = "") -> None:
+        raw = self.settings.get(key, self.defaults.get(key))
+        self.lines.append(KeyOutcome(became, self.section + key, raw, path, new, why, not self.has(key)))
 
     def set(self, path: str, value: object) -> None:
         """Set one of our fields without recording a line."""
@@ -173,28 +134,19 @@ class Translation:
             if row.key in self._read or (not self.has(row.key) and row.key not in self.defaults):
                 continue
             value = self.read(row.key, row.kind)
-            if value is not None:
-                self._by_row(row, value)
-
-    def _by_row(self, row: KeyRule, value: object) -> None:
-        name = str(value).lower()
-        if row.values is not None and name not in row.values:
-            if row.otherwise is None:
-                known = ", ".join(row.values)
-                return self.leave(row.key, f"simpletune has nothing like it, only {known}")
-            return self.change(row.key, row.path, *row.otherwise)
-        new = value if row.values is None else row.values[name]
-        why = row.why.get(name, row.why.get("*", ""))
-        if why:
-            return self.change(row.key, row.path, new, why)
-        return self.take(row.key, row.path, new)
+            if value is None:
+                continue
+            name = str(value).lower()
+            if row.values is None or name in row.values:
+                new = value if row.values is None else row.values[name]
+                self.take(row.key, row.path, new, row.why.get(name, row.why.get("*", "")))
+            elif row.otherwise is not None:
+                self.take(row.key, row.path, *row.otherwise)
+            else:
+                self.leave(row.key, f"simpletune has nothing like it, only {', '.join(row.values)}")
 
     def leave_by_table(self, table: Mapping[str, str]) -> None:
-        """Leave out keys that have no counterpart here; a pattern may end in ``*``.
-
-        Args:
-            table: what each key did.
-        """
+        """Leave out keys that have no counterpart here; a pattern may end in ``*``."""
         for key in list(self.settings):
             if key in self._read:
                 continue
@@ -220,12 +172,6 @@ class Translation:
     def seen(self, *keys: str) -> None:
         """Mark keys as understood without recording lines."""
         self._read.update(keys)
-
-    def _put(self, line: KeyOutcome) -> None:
-        self.lines.append(line)
-
-    def _raw(self, key: str) -> object:
-        return self.settings.get(key, self.defaults.get(key))
 
 
 def boolean(value: object) -> bool:
@@ -266,7 +212,6 @@ def as_text(value: object) -> str:
 
 
 def as_text_list(value: object) -> list[str]:
-    """Return a list with one text."""
     return [as_text(value)]
 
 
@@ -289,7 +234,6 @@ def trainer_tables(trainer: str) -> Json:
 
 
 def round_digits(value: float) -> float:
-    """Round a computed number to significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 

@@ -4,8 +4,8 @@
 """
 
 from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.choices import suggest
 from simpletune.commands.init.defaults import Reason, Suggestion
 from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder
-from simpletune.commands.init.suggest import suggest
 
 __all__ = ["Answers", "FolderContents", "Reason", "Suggestion", "inspect_folder", "suggest"]

@@ -23,42 +23,22 @@ LONGEST = 200  # characters of a trigger
 
 @dataclass(frozen=True)
 class Answers:
-    """The user's answers; None: decide by the pictures.
+    """The user's answers; None: decide by the pictures."""
 
-    Args:
-        what: what the pictures teach.
-        trigger: words to name the subject; those after the first are its class, as in ``sks dog``.
-        length: length of the run.
-        model: hub name, folder or file of the base; None: chosen for the machine.
-        on_cpu: whether to train on the CPU, whatever the model.
-    """
-
-    what: What | None = None
-    trigger: str | None = None
+    what: What | None = None  # what the pictures teach
+    trigger: str | None = None  # words to name the subject; those after the first are its class, as in ``sks dog``
     length: Length = "normal"
-    model: str | None = None
-    on_cpu: bool = False
+    model: str | None = None  # hub name, folder or file of the base; None: chosen for the machine
+    on_cpu: bool = False  # whether to train on the CPU, whatever the model
 
     @property
     def words(self) -> str | None:
-        """Return the trigger on one line; None if there is none."""
+        """The trigger on one line; None if there is none."""
         return " ".join((self.trigger or "").split())[:LONGEST] or None
-
-    @property
-    def class_words(self) -> str | None:
-        """Return the class, the trigger's words after the first; None if it has one word."""
-        return (self.words or "").partition(" ")[2] or None
 
 
 def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str], str] = input) -> Answers:
-    """Ask for the missing answers; Enter and end of input take the default.
-
-    Args:
-        answers: answers from the command line.
-        guess: what the pictures look like.
-        trigger: default of the trigger; None: no trigger is needed.
-        read: prints a question and returns the line that was typed.
-    """
+    """Ask for the missing answers; Enter and end of input take the default."""
     if answers.what is None:
         kinds = "; ".join(f"{name}: {ABOUT[name]}" for name in WHAT)
         answers = replace(answers, what=_choice(read, f"What do the pictures show? ({kinds})", WHAT, guess))

@@ -1,4 +1,5 @@
-"""Make the choices of a configuration one by one, each with its reason."""
+"""Suggest a configuration for a folder of pictures and a device: its choices one by one, each with its reason. Prints
+and asks nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +21,22 @@ from simpletune.commands.init.defaults import (
     TEMPLATES,
     TINY,
     TINY_SIDE,
+    UNASKED,
     Reason,
+    Suggestion,
     default_trigger,
     guess_what,
     profile_of,
 )
-from simpletune.commands.init.inspect_folder import FolderContents, read_captions, sizes_in_words, source_of
+from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder, source_of
 from simpletune.config.load import read_json
+from simpletune.config.run_name import run_name
 from simpletune.config.schema import DEMO
 from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
-from simpletune.models.families import FAMILIES
-from simpletune.models.recognise import family_of
+from simpletune.models.families import FAMILIES, family_of
 from simpletune.models.shared.family import Family
+from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
 
@@ -51,12 +55,12 @@ class Choices:
 
     def __init__(self, seen: FolderContents, answers: Answers, device: Card | None):
         self.seen, self.answers, self.device = seen, answers, device
-        self.captioned = read_captions(seen)
+        self.captioned = seen.caption_texts
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
         self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
         self.trigger = answers.words or default_trigger(seen)
-        self.config: Json = {"name": seen.name}
+        self.config: Json = {"name": run_name(seen.folder.name, "pictures")}
         self.reasons: list[Reason] = []
         self.notes: list[str] = []
         self.family: Family = FAMILIES[0]
@@ -93,10 +97,8 @@ class Choices:
         if self.device is not None and not said:
             why = f"Stable Diffusion 3 Medium, for {self.device.name} ({self.device.gib:.1f} GiB)"
         self.set("model.pretrained", model, why)
-        if not self.tiny:
-            self._device(kind)
-
-    def _device(self, kind: str) -> None:
+        if self.tiny:
+            return
         if kind != FAMILIES[0].family:
             self.set("model.family", kind)
         if self.device is None and self.answers.on_cpu:
@@ -113,15 +115,22 @@ class Choices:
     def pictures(self) -> None:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
         seen = self.seen
+        sizes = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
+        (low_width, low_height), (width, height) = sizes[0], sizes[-1]
+        range_ = f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")
         self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
         self.reasons.append(
-            Reason(
-                "data.path",
-                str(seen.folder),
-                f"{plural(len(seen.pictures), 'usable picture')} of {sizes_in_words(seen)} px",
-            )
+            Reason("data.path", str(seen.folder), f"{plural(len(seen.pictures), 'usable picture')} of {range_} px")
         )
-        side = self._resolution()
+        if self.tiny:
+            side = TINY_SIDE
+            self.set("data.resolution", side, "the tiny model's own size")
+        else:
+            known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
+            large = {side: sum(each >= NEAR * side for each in seen.sides) for side in known}
+            side = next((side for side in known if large[side] >= ENOUGH * len(seen.sides)), known[-1])
+            why = f"{large[side]} of {plural(len(seen.sides), 'picture')} reach it, nearly or in full"
+            self.set("data.resolution", side, why)
         small = 0 if self.tiny else sum(2 * picture < side for picture in seen.sides)
         if small and small > len(seen.sides) * (1 - ENOUGH):
             self.set(
@@ -138,20 +147,9 @@ class Choices:
             )
             said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
             self.set("data.on_error", "skip", f"{said}: they are left out. simpletune data lists them")
-        self._remarks()
 
-    def _resolution(self) -> int:
-        if self.tiny:
-            self.set("data.resolution", TINY_SIDE, "the tiny model's own size")
-            return 64
-        known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
-        large = {side: sum(each >= NEAR * side for each in self.seen.sides) for side in known}
-        side = next((side for side in known if large[side] >= ENOUGH * len(self.seen.sides)), known[-1])
-        why = f"{large[side]} of {plural(len(self.seen.sides), 'picture')} reach it, nearly or in full"
-        self.set("data.resolution", side, why)
-        return side
-
-    def _remarks(self) -> None:
+    def remarks(self) -> None:
+        """Note what the scan found odd."""
         report = self.seen.report
         for groups, what in ((report.exact, "identical files"), (report.near, "nearly identical pictures")):
             if groups:
@@ -218,10 +216,10 @@ class Choices:
             self.set("adapter.rank", 32, "many different subjects need more capacity")
         if not self.tiny and self.what != "subject":
             self.set("data.caption_dropout", 0.05, "helps guidance")
-        noun = self.answers.class_words
+        noun = (self.answers.words or "").partition(" ")[2]  # the class: the trigger's words after the first
         if self.what != "subject":
             return
-        if noun is None:
+        if not noun:
             self.notes.append(
                 "name the class too, as in --trigger 'sks dog', and the base keeps what it knows of it (prior.method)"
             )
@@ -262,7 +260,18 @@ class Choices:
         """Choose prompts to draw, and pictures to hold out."""
         count = len(self.seen.pictures)
         self.set("validation.every", self.config["checkpoint"]["every"])
-        self.set("validation.prompts", self._prompts(), "drawn by base and tuned model from the same noise")
+        prefix = self.config["data"].get("caption_prefix")
+        captions = list(dict.fromkeys(self.captioned))
+        chosen = [captions[0], captions[len(captions) // 2]] if captions else [self.config["data"]["prompt"]]
+        prompts = [f"{prefix} {caption}" if prefix else caption for caption in dict.fromkeys(chosen)]
+        if self.what == "subject" and self.trigger:
+            prompts.append(f"a photo of {self.trigger} on a beach at sunset")
+        elif self.trigger:
+            prompts.append(f"a lighthouse at dusk, {self.trigger} style" if self.what == "style" else GENERAL)
+        if self.what != "subject":
+            prompts.append(GENERAL)
+        prompts = list(dict.fromkeys(prompts))
+        self.set("validation.prompts", prompts, "drawn by base and tuned model from the same noise")
         if count < FROM:
             return
         split: float = HELD_OUT
@@ -276,17 +285,6 @@ class Choices:
             f"{plural(count, 'picture')}: a tenth is held out, so that the loss on them "
             "shows when the model only memorises",
         )
-
-    def _prompts(self) -> list[str]:
-        prefix = self.config["data"].get("caption_prefix")
-        captions = list(dict.fromkeys(self.captioned))
-        chosen = [captions[0], captions[len(captions) // 2]] if captions else [self.config["data"]["prompt"]]
-        prompts = [f"{prefix} {caption}" if prefix else caption for caption in dict.fromkeys(chosen)]
-        if self.what == "subject" and self.trigger:
-            prompts.append(f"a photo of {self.trigger} on a beach at sunset")
-        elif self.trigger:
-            prompts.append(f"a lighthouse at dusk, {self.trigger} style" if self.what == "style" else GENERAL)
-        return list(dict.fromkeys([*prompts, *([] if self.what == "subject" else [GENERAL])]))
 
     def describe(self) -> None:
         """Describe what the configuration is for; put its sections in the order of the schema."""
@@ -302,3 +300,21 @@ class Choices:
             self.config["precision"] = {"weights": "int8", "compute": "fp32"}
         self.config["about"] = about
         self.config = {name: self.config[name] for name in ORDER if self.config.get(name)}
+
+
+def suggest(
+    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: FolderContents | None = None
+) -> Suggestion:
+    if seen is None:
+        with silent():
+            seen = inspect_folder(folder)
+    choices = Choices(seen, answers, device)
+    choices.base()
+    choices.pictures()
+    choices.remarks()
+    choices.captions()
+    choices.method()
+    choices.length()
+    choices.validation()
+    choices.describe()
+    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes))

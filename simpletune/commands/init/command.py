@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
+from simpletune.commands.init.choices import suggest
 from simpletune.commands.init.defaults import Suggestion, default_trigger, guess_what
 from simpletune.commands.init.inspect_folder import inspect_folder
-from simpletune.commands.init.suggest import suggest
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
-from simpletune.system.gpus import Card, find_card
+from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError, plural
 
 CPU = "cpu"
@@ -25,21 +25,13 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Arguments of the command line.
-
-    Args:
-        folder: folder of pictures.
-        out: file to write; None: beside the folder, named after it.
-        device: a card by name or memory, ``cpu``, or None for this machine's.
-        overwrite: whether to replace the file.
-        quiet: whether to ask no questions, even on a terminal.
-    """
+    """Arguments of the command line."""
 
     folder: Path
-    out: Path | None = None
-    device: str | None = None
+    out: Path | None = None  # file to write; None: beside the folder, named after it
+    device: str | None = None  # a card by name or memory, ``cpu``, or None for this machine's
     overwrite: bool = False
-    quiet: bool = False
+    quiet: bool = False  # whether to ask no questions, even on a terminal
 
 
 def file_for(folder: Path) -> Path:
@@ -49,14 +41,16 @@ def file_for(folder: Path) -> Path:
 
 
 def init_command(wish: InitOptions, answers: Answers) -> Path:
-    """Examine the pictures, ask, suggest, predict, and write the configuration.
-
-    Raises:
-        UserError: no picture can be used, or the file cannot be written.
-    """
+    """Examine the pictures, ask, suggest, predict, and write the configuration."""
     out = wish.out or file_for(wish.folder)
     require_new(out, wish.overwrite)
-    card, why_none = _device(wish.device)
+    card, why_none = None, ""
+    if wish.device is None:
+        from simpletune.commands.init.machine import card_here
+
+        card, why_none = card_here()
+    elif wish.device.lower() != CPU:
+        card = find_card(wish.device)
     seen = inspect_folder(wish.folder)
     say(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
@@ -80,17 +74,6 @@ def init_command(wish: InitOptions, answers: Answers) -> Path:
     return out
 
 
-def _device(named: str | None) -> tuple[Card | None, str]:
-    """Return the card that is named, or this machine's; or None, and why there is none."""
-    if named is not None and named.lower() == CPU:
-        return None, ""
-    if named is not None:
-        return find_card(named), ""
-    from simpletune.commands.init.machine import card_here
-
-    return card_here()
-
-
 def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     from simpletune.commands.init.machine import model_findings
 
@@ -110,11 +93,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
 
 
 def config_for(folder: Path) -> Path:
-    """Return the configuration of a folder: the one beside it, or a new one.
-
-    Raises:
-        UserError: no picture can be used, or the file beside the folder is not a configuration.
-    """
+    """Return the configuration of a folder: the one beside it, or a new one."""
     file = file_for(folder)
     if not file.exists():
         return init_command(InitOptions(folder), Answers())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.inspect_folder import FolderContents, read_captions
+from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, plural
 
@@ -41,13 +41,7 @@ UNASKED = Answers()
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a field has its value.
-
-    Args:
-        path: path of the field.
-        value: value of the field.
-        why: the reason in words.
-    """
+    """Why a field has its value."""
 
     path: str
     value: object
@@ -56,22 +50,16 @@ class Reason:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A configuration and the reasons for its choices.
-
-    Args:
-        config: configuration as JSON that ``check`` accepts.
-        reasons: reasons in the order of its sections.
-        notes: what the user should know about the pictures or the machine.
-    """
+    """A configuration and the reasons for its choices."""
 
     config: Json
-    reasons: tuple[Reason, ...]
-    notes: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...]  # in the order of its sections
+    notes: tuple[str, ...] = ()  # what the user should know about the pictures or the machine
 
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:
     """Guess what the pictures teach; also return the evidence."""
-    captions = read_captions(seen)
+    captions = seen.caption_texts
     count, captioned = len(seen.pictures), 2 * len(set(captions)) > len(captions)
     if not captioned and count <= FEW:
         return "subject", f"{plural(count, 'picture')} without captions of their own"
@@ -82,7 +70,7 @@ def guess_what(seen: FolderContents) -> tuple[What, str]:
 
 def default_trigger(seen: FolderContents) -> str | None:
     """Return a word to name what is learned, if captions do not name it."""
-    return None if read_captions(seen) else TRIGGER
+    return None if seen.caption_texts else TRIGGER
 
 
 def profile_of(card: Card | None) -> tuple[str, str]:

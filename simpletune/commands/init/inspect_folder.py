@@ -10,13 +10,11 @@ from typing import Literal
 
 from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
 from simpletune.config.load import validate
-from simpletune.config.run_name import run_name
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.captions import METADATA, endings_of_texts
 from simpletune.data.sources.folder_names import meaning, naming_folder
 from simpletune.data.sources.source import Picture
 from simpletune.data.sources.walk import SUFFIXES, printable_name, walk
-from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.options import Json, UserError, plural
 
@@ -34,26 +32,21 @@ CAMERA = {
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Content of a folder.
+    """Content of a folder."""
 
-    Args:
-        folder: absolute path.
-        captions: where they come from; ``none``: there are none, or too few.
-        uncaptioned: pictures without a caption if others have one.
-        kohya: whether sub-folders are named like ``10_sks dog``.
-        report: report of the scan, without a limit on sizes.
-    """
-
-    folder: Path
-    captions: Captions
-    uncaptioned: int
-    kohya: bool
-    report: DatasetReport
+    folder: Path  # absolute
+    captions: Captions  # where they come from; ``none``: there are none, or too few
+    kohya: bool  # whether sub-folders are named like ``10_sks dog``
+    report: DatasetReport  # without a limit on sizes
 
     @property
     def pictures(self) -> list[Picture]:
-        """The usable pictures."""
         return [seen.picture for seen in self.report.usable]
+
+    @property
+    def caption_texts(self) -> list[str]:
+        """The captions of the usable pictures, in order; empty if they have none."""
+        return [] if self.captions == "none" and not self.kohya else [picture.caption for picture in self.pictures]
 
     @property
     def sides(self) -> list[float]:
@@ -62,57 +55,39 @@ class FolderContents:
 
     @property
     def unusable(self) -> int:
-        """Entries that cannot be used."""
         return len(self.report.rejected)
-
-    @property
-    def name(self) -> str:
-        """Return a run's name, from the folder's."""
-        return run_name(self.folder.name, "pictures")
 
 
 def inspect_folder(folder: Path) -> FolderContents:
-    """Scan and decode every picture of a folder, as ``simpletune data`` does.
-
-    Raises:
-        UserError: it is not a folder of pictures, or none of them can be used.
-    """
-    folder = _checked(folder)
-    files = _files(folder)
-    captions = _captions(folder, files)
-    kohya = captions in ("texts", "none") and all(
-        meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in files
-    )
-    report = _scan(folder, captions, kohya)
-    missing = sum(_lacks_caption(each.reason) for each in report.rejected)
-    if captions in ("texts", "metadata") and not kohya and missing >= MISSING * max(1, len(files)):
-        captions, missing, report = "none", 0, _scan(folder, "none", kohya)
-    if not report.usable:
-        reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])
-        raise UserError(
-            f"{folder}: none of {plural(len(files), 'picture')} can be used: {reasons}. Repair or replace them"
-        )
-    return FolderContents(folder, captions, missing, kohya, report)
-
-
-def _checked(folder: Path) -> Path:
+    """Scan and decode every picture of a folder, as ``simpletune data`` does."""
     if not folder.exists():
         raise UserError(f"{folder} does not exist. Give a folder with pictures ({', '.join(SUFFIXES)})")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file. Give the folder that holds the pictures")
     if (folder / METRICS).is_file() or (folder / SUMMARY).is_file():
         raise UserError(f"{folder} is the folder of a run. Give the folder that holds your own pictures")
-    return folder.resolve()
-
-
-def _files(folder: Path) -> list[Path]:
+    folder = folder.resolve()
     found = walk(folder, "inside")
-    if found.pictures:
-        return found.pictures
-    others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
-    rejected = f" {printable_name(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
-    remedy = f"It has {others}: convert them" if others else "Add some, or name another folder"
-    raise UserError(f"{folder} contains no pictures ({', '.join(SUFFIXES)}).{rejected} {remedy}")
+    files = found.pictures
+    if not files:
+        others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
+        rejected = f" {printable_name(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
+        remedy = f"It has {others}: convert them" if others else "Add some, or name another folder"
+        raise UserError(f"{folder} contains no pictures ({', '.join(SUFFIXES)}).{rejected} {remedy}")
+    captions = _captions(folder, files)
+    kohya = captions in ("texts", "none") and all(
+        meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in files
+    )
+    report = _scan(folder, captions, kohya)
+    missing = sum(each.reason.startswith(("has no caption", "has no line")) for each in report.rejected)
+    if captions in ("texts", "metadata") and not kohya and missing >= MISSING * max(1, len(files)):
+        captions, report = "none", _scan(folder, "none", kohya)
+    if not report.usable:
+        reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])
+        raise UserError(
+            f"{folder}: none of {plural(len(files), 'picture')} can be used: {reasons}. Repair or replace them"
+        )
+    return FolderContents(folder, captions, kohya, report)
 
 
 def _captions(folder: Path, files: Sequence[Path]) -> Captions:
@@ -121,28 +96,14 @@ def _captions(folder: Path, files: Sequence[Path]) -> Captions:
         return "metadata"
     if endings_of_texts(files):
         return "texts"
-    named = sum(len(described_by(file.stem)) >= WORDS for file in files)
+    # Words that describe a picture have three letters or more, and are not a camera's.
+    words = [re.findall(r"[^\W\d_]{3,}", file.stem) for file in files]
+    named = sum(sum(word.lower() not in CAMERA for word in each) >= WORDS for each in words)
     return "names" if named >= NAMED * len(files) else "none"
 
 
-def described_by(name: str) -> list[str]:
-    """Return the words of a file name that describe a picture: three letters or more, and not a camera's."""
-    words = re.findall(r"[^\W\d_]{3,}", name)
-    return [word for word in words if word.lower() not in CAMERA]
-
-
-def _lacks_caption(reason: str) -> bool:
-    return reason.startswith(("has no caption", "has no line"))
-
-
 def source_of(folder: Path, captions: Captions, kohya: bool) -> Json:
-    """Build the ``data`` section for the captions of a folder.
-
-    Args:
-        folder: folder of the pictures.
-        captions: where they come from.
-        kohya: whether folder names give captions and repeats.
-    """
+    """Build the ``data`` section for the captions of a folder."""
     source: Json = {"path": str(folder)}
     if kohya:
         source["folder_names"] = "kohya"
@@ -157,15 +118,3 @@ def _scan(folder: Path, captions: Captions, kohya: bool) -> DatasetReport:
         data["prompt"] = "a picture"
     config: TrainConfig = validate({"name": "look", "data": data}, str(folder), needs_model=False)
     return scan_dataset(config, 0)
-
-
-def read_captions(seen: FolderContents) -> list[str]:
-    """Read the captions of the usable pictures, in order; empty if they have none."""
-    return [] if seen.captions == "none" and not seen.kohya else [picture.caption for picture in seen.pictures]
-
-
-def sizes_in_words(seen: FolderContents) -> str:
-    """Describe the smallest and the largest picture."""
-    sizes: list[Size] = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
-    (low_width, low_height), (width, height) = sizes[0], sizes[-1]
-    return f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")

@@ -38,12 +38,7 @@ def card_here() -> tuple[Card | None, str]:
 
 def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
     """Return the suggestion with the largest profile whose predicted peak fits the card, and that prediction as a
-    reason.
-
-    Args:
-        suggestion: suggestion for this card.
-        card: card to train on.
-    """
+    reason."""
     config, memory = suggestion.config, dict(suggestion.config.get("memory", {}))
     profile = memory.get("profile")
     sizes = [name for name in reversed(PROFILES) if profile is None or int(name[:-2]) <= int(profile[:-2])]
@@ -81,11 +76,7 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
 
 
 def model_findings(model: str) -> Iterator[Finding]:
-    """Report what prevents this machine from downloading a model from the hub: no login, no licence. Downloads nothing.
-
-    Args:
-        model: hub name, folder or file.
-    """
+    """Report what prevents downloading a model from the hub: no login, no licence. Downloads nothing."""
     if not is_hub_name(model):
         return
     with closing(ProbeProcess()) as probe:

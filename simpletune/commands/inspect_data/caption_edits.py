@@ -20,39 +20,29 @@ LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A picture and its caption.
-
-    Args:
-        name: relative to the data folder.
-        file: the picture.
-        caption: its caption file; None if it cannot be read.
-        problem: why the caption cannot be read or written.
-    """
-
-    name: str
+    name: str  # relative to the data folder
     file: Path
-    caption: CaptionFile | None
-    problem: str = ""
+    caption: CaptionFile | None  # None if it cannot be read
+    problem: str = ""  # why the caption cannot be read or written
 
     @property
     def text(self) -> str:
-        """The caption; empty without one."""
         return "" if self.caption is None else self.caption.text
 
 
 def read_captions(root: Path, pictures: Iterable[Path]) -> list[CaptionedPicture]:
     """Read the caption of every picture without opening pictures."""
-    return [_entry(root, file) for file in pictures]
-
-
-def _entry(root: Path, file: Path) -> CaptionedPicture:
-    name = file.relative_to(root).as_posix()
-    if not is_text(name):
-        return CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it")
-    try:
-        return CaptionedPicture(name, file, caption_file(root, file))
-    except UnusablePicture as reason:
-        return CaptionedPicture(name, file, None, str(reason))
+    entries = []
+    for file in pictures:
+        name = file.relative_to(root).as_posix()
+        if not is_text(name):
+            entries.append(CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it"))
+            continue
+        try:
+            entries.append(CaptionedPicture(name, file, caption_file(root, file)))
+        except UnusablePicture as reason:
+            entries.append(CaptionedPicture(name, file, None, str(reason)))
+    return entries
 
 
 def picture_files(root: Path, source: Source) -> list[Path]:
@@ -67,16 +57,11 @@ def picture_files(root: Path, source: Source) -> list[Path]:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change to every caption that it applies to.
+    """A change to every caption that it applies to."""
 
-    Args:
-        kind: ``replace``: every occurrence of ``find``; ``prefix``: put ``text`` before captions that lack it.
-        find: exact, case-sensitive text.
-        text: the new text.
-    """
-
+    # ``replace``: every occurrence of ``find``; ``prefix``: put ``text`` before captions that lack it
     kind: Literal["replace", "prefix"]
-    find: str
+    find: str  # exact, case-sensitive
     text: str
 
     def __post_init__(self) -> None:
@@ -103,17 +88,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Preview:
-    """Effect that an edit would have.
+    """Effect that an edit would have."""
 
-    Args:
-        changes: captions that would change.
-        emptied: names of captions that would become empty, which are left unchanged.
-        fingerprint: digest of the current text of all captions that would change.
-    """
-
-    changes: list[Change]
-    emptied: list[str]
-    fingerprint: str
+    changes: list[Change]  # captions that would change
+    emptied: list[str]  # names of captions that would become empty, which are left unchanged
+    fingerprint: str  # digest of the current text of all captions that would change
 
 
 def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
@@ -139,28 +118,14 @@ def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
 
 @dataclass
 class EditResult:
-    """Outcome of an edit.
-
-    Args:
-        written: how many captions.
-        left: captions that changed during the edit or cannot be written, and why.
-    """
+    """Outcome of an edit."""
 
     written: int = 0
-    left: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # captions that changed during the edit or cannot be written, and why
 
 
 def apply(found: Preview, fingerprint: str) -> EditResult:
-    """Write an edit that a person has previewed.
-
-    Args:
-        found: the current preview of the edit.
-        fingerprint: fingerprint of the preview that the person saw.
-
-    Raises:
-        ChangedCaption: captions have changed since then; nothing is written.
-        DiskFull: the disk is full; each caption is completely old or completely new.
-    """
+    """Write an edit that a person has previewed."""
     if found.fingerprint != fingerprint:
         raise ChangedCaption("Captions have changed since the preview, and nothing was written. Look again")
     done = EditResult()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
 BITS = 5  # of 64 bits that may differ
@@ -18,19 +17,13 @@ COMPARED = 50_000  # distinct hashes compared with each other; the time grows wi
 
 @dataclass(frozen=True)
 class PictureHash:
-    """The hash by which pictures are compared.
+    """The hash by which pictures are compared."""
 
-    Args:
-        bits: the difference hash.
-        colours: 8 x 8 mean colours, 192 bytes.
-    """
-
-    bits: int
-    colours: bytes
+    bits: int  # the difference hash
+    colours: bytes  # 8 x 8 mean colours, 192 bytes
 
 
 def hash_of(image: Image.Image) -> PictureHash:
-    """Hash an RGB picture."""
     import numpy as np
     from PIL import Image
 
@@ -41,14 +34,9 @@ def hash_of(image: Image.Image) -> PictureHash:
 
 
 def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
-    """Group the indices of nearly identical pictures.
+    """Group the indices of nearly identical pictures, at least two each; those similar to a third share its group.
 
-    Args:
-        hashes: the hash of each picture.
-
-    Returns:
-        Groups of at least two. Similarity is transitive: two pictures similar to a third share its group. Beyond
-        ``COMPARED`` distinct hashes, only equal ones are grouped.
+    Beyond ``COMPARED`` distinct hashes, only equal ones are grouped.
     """
     places = defaultdict(list)
     for place, each in enumerate(hashes):
@@ -77,15 +65,9 @@ def _alike(hashes: Sequence[PictureHash]) -> list[list[PictureHash]]:
             group.append(hashes[here])
             close = np.bitwise_count(bits[left] ^ bits[here]) <= BITS
             close[close] = np.abs(means[left[close]] - means[here]).mean(axis=1) <= COLOURS + 0.01  # a lower bound
-            close[close] = _mean_difference(colours[left[close]], colours[here]) <= COLOURS
+            away = np.abs(colours[left[close]].astype(np.int16) - colours[here].astype(np.int16))  # [n, 64, 3]
+            close[close] = away.mean(axis=(1, 2)) <= COLOURS
             waiting += left[close].tolist()
             left = left[~close]
         groups.append(group)
     return groups
-
-
-def _mean_difference(many: np.ndarray, one: np.ndarray) -> np.ndarray:
-    """Return the mean absolute difference between thumbnails [n, 64, 3] and one [64, 3]."""
-    import numpy as np
-
-    return np.abs(many.astype(np.int16) - one.astype(np.int16)).mean(axis=(1, 2))

@@ -1,4 +1,7 @@
-"""Find where text encoders truncate captions. Uses only tokenizers, because importing transformers imports torch."""
+"""Count the tokens of captions, and find where text encoders truncate them, by tokenizers that are available locally.
+
+Downloads nothing. `Cutter` uses only the library tokenizers, because importing transformers imports torch.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,67 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.commands.inspect_data.token_counts import LIMIT, tokenizer_folder
+from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.sources import is_single_file, provider
+from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 """CLIP's pattern for words, from the code of arXiv:2103.00020."""
 
 
+def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
+    """Return the number of tokens of each caption; None if no tokenizer is available."""
+    folder = tokenizer_folder(config, "tokenizer")
+    if folder is None or not captions:
+        return None
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
+
+
+def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
+    """Find ``tokenizer``, ``tokenizer_2`` or ``tokenizer_3`` of a model; None if it is not available locally."""
+    if config.is_demo:
+        if config.model.pretrained not in MODEL_DEMOS:
+            return None
+        config = resolve_model_folder(config)
+    try:
+        field, value = provider(config.model, part)
+    except (UserError, OSError):  # a missing or damaged single file; training reports it
+        return None
+    if value is None or is_single_file(value):
+        return None
+    if is_hub_name(value):
+        revision = config.model.revision if field == "pretrained" else None
+        return in_cache(HubPart(Repository(value, revision), part, False))
+    folder = Path(value) / part
+    return folder if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists() else None
+
+
 @dataclass(frozen=True)
 class Cut:
-    """Where one encoder truncates a caption.
+    """Where one encoder truncates a caption."""
 
-    Args:
-        encoder: ``CLIP`` or ``T5``.
-        tokens: number of tokens of the caption, including those that the tokenizer adds.
-        limit: number of tokens that the encoder sees.
-        place: index of the first character that it does not see.
-    """
-
-    encoder: str
-    tokens: int
-    limit: int
-    place: int
+    encoder: str  # ``CLIP`` or ``T5``
+    tokens: int  # number of tokens of the caption, including those that the tokenizer adds
+    limit: int  # number of tokens that the encoder sees
+    place: int  # index of the first character that it does not see
 
 
 class Cutter:
-    """The locally available tokenizers of a model.
-
-    Args:
-        config: configuration whose model names the folders; nothing is downloaded.
-    """
+    """The locally available tokenizers of a model."""
 
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
-        self.problems: list[str] = []
-        """Messages about tokenizers that are available but damaged."""
+        self.problems: list[str] = []  # messages about tokenizers that are available but damaged
         length = getattr(config.model, "t5_length", None)
         parts = [("CLIP", LIMIT, "tokenizer"), *([("T5", length, "tokenizer_3")] if length is not None else [])]
         for name, limit, part in parts:
@@ -58,11 +82,7 @@ class Cutter:
                 self.known.append((name, limit, _loaded(folder, folder.stat().st_mtime_ns)))
             except UserError as reason:
                 self.problems.append(str(reason))
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the encoders whose tokenizers are available."""
-        return [name for name, _, _ in self.known]
+        self.names = [name for name, _, _ in self.known]
 
     def cuts(self, captions: Sequence[str]) -> list[list[Cut]]:
         """Return, for each caption, the encoders that truncate it, and where."""
@@ -85,27 +105,28 @@ def _loaded(folder: Path, changed: int) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-    if (folder / "tokenizer.json").is_file():
-        return _from_file(folder / "tokenizer.json")
+    whole = (folder / "tokenizer.json").is_file()
+    place = folder / "tokenizer.json" if whole else folder
     try:
-        files = str(folder / "vocab.json"), str(folder / "merges.txt")
-        words = models.BPE.from_file(*files, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False)
-        tokenizer = Tokenizer(words)
-        added = processors.RobertaProcessing(
-            (END, _id(tokenizer, END)),
-            (START, _id(tokenizer, START)),
-            trim_offsets=False,
-            add_prefix_space=False,
-        )
+        if whole:
+            tokenizer: Tokenizer = Tokenizer.from_file(str(place))
+        else:
+            files = str(folder / "vocab.json"), str(folder / "merges.txt")
+            words = models.BPE.from_file(*files, unk_token=END, end_of_word_suffix="</w>", fuse_unk=False)
+            tokenizer = Tokenizer(words)
+            end, start = tokenizer.token_to_id(END), tokenizer.token_to_id(START)
+            if end is None or start is None:
+                raise KeyError(END if end is None else START)
+            added = processors.RobertaProcessing((END, end), (START, start), trim_offsets=False, add_prefix_space=False)
     except Exception as error:  # the library raises this very class
-        raise _damaged(folder, error) from None
+        raise UserError(f"model: the tokenizer in {place} is damaged ({error}). Download it again") from None
+    if whole:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
     )
@@ -118,26 +139,3 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.post_processor = added
     tokenizer.add_special_tokens([START, END])
     return tokenizer
-
-
-def _id(tokenizer: Tokenizer, token: str) -> int:
-    found: int | None = tokenizer.token_to_id(token)
-    if found is None:
-        raise KeyError(token)
-    return found
-
-
-def _from_file(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises this very class
-        raise _damaged(file, error) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _damaged(place: Path, error: Exception) -> UserError:
-    return UserError(f"model: the tokenizer in {place} is damaged ({error}). Download it again")

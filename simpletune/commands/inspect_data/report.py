@@ -6,8 +6,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.commands.inspect_data.contact_sheet import sheet
-from simpletune.commands.inspect_data.page import page
+from simpletune.commands.inspect_data.page import page, sheet
 from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
 from simpletune.commands.inspect_data.text import as_json, format_report
 from simpletune.config.resolve import resolve_data_folder
@@ -21,14 +20,7 @@ PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
 def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
     """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
 
-    Args:
-        config: the configuration, as the user gave it.
-        out: the folder to write to; None writes nothing.
-        as_figures: print only JSON.
-        shown: how many pictures the sheet and the page show.
-
-    Raises:
-        UserError: no picture is usable, or the folder cannot be written.
+    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures.
     """
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
@@ -38,7 +30,13 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
         say(format_report(found))
     if out is not None:
         try:
-            written = _write(found, config.name, out)
+            out.mkdir(parents=True, exist_ok=True)
+            (out / PAGE).write_text(page(found, config.name), encoding="utf-8")
+            (out / FIGURES).write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")
+            written = [out / PAGE, out / FIGURES]
+            if any(seen.tile for seen in found.usable):
+                sheet(found).save(out / SHEET, optimize=True)
+                written.insert(1, out / SHEET)
         except OSError as error:
             raise UserError(f"--out: {out} cannot be written ({error}). Name another folder") from None
         if not as_figures:
@@ -46,13 +44,3 @@ def report(config: TrainConfig, out: Path | None, as_figures: bool = False, show
     if not found.usable:
         raise UserError(f"data.path: {config.data.place} contains no usable pictures. Fix the problems listed above")
     return found
-
-
-def _write(found: DatasetReport, title: str, out: Path) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / PAGE).write_text(page(found, title), encoding="utf-8")
-    (out / FIGURES).write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")
-    if not any(seen.tile for seen in found.usable):
-        return [out / PAGE, out / FIGURES]
-    sheet(found).save(out / SHEET, optimize=True)
-    return [out / PAGE, out / SHEET, out / FIGURES]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
 from simpletune.commands.inspect_data.thumbnails import tile
-from simpletune.commands.inspect_data.token_counts import LIMIT, token_counts
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -36,19 +36,12 @@ LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
 
 @dataclass(frozen=True)
 class ScannedImage:
-    """A usable picture.
-
-    Args:
-        picture: the picture found by the data source.
-        bucket: the size it is cropped to.
-        hash: used to compare it with others.
-        tile: a thumbnail of the crop that training sees; None if it is not shown.
-    """
+    """A usable picture."""
 
     picture: Picture
     bucket: Size
     hash: PictureHash
-    tile: Image.Image | None = None
+    tile: Image.Image | None = None  # a thumbnail of the crop that training sees; None if it is not shown
 
     @property
     def upscale(self) -> float:
@@ -76,47 +69,28 @@ class BucketRow:
 
 @dataclass
 class DatasetReport:
-    """The findings about a dataset.
+    """The findings about a dataset."""
 
-    Args:
-        path: the path in the configuration.
-        captions: a description of where the captions come from.
-        usable: the usable pictures, sorted by name.
-        rejected: the unusable entries, with reasons.
-        left_alone: pictures of unsupported formats, counted by extension.
-        exact: groups of names of identical files.
-        near: groups of names of nearly identical pictures.
-        same_caption: names by caption, for captions shared by several pictures; empty with data.prompt.
-        long: (name, length) of captions that CLIP truncates.
-        tokens: whether lengths count tokens rather than characters.
-        buckets: the buckets, largest first.
-        steps: steps in an epoch.
-        batch: pictures in a step.
-        on_error: ``data.on_error``.
-        hints: sentences about data that may not be as the user intended.
-        held_out: names of pictures that validation.split holds out; buckets and epochs exclude them.
-        notes: sentences that explain how data was interpreted.
-        sources: contribution of each source to an epoch.
-    """
-
-    path: str
-    captions: str
-    usable: list[ScannedImage]
+    path: str  # as in the configuration
+    captions: str  # where the captions come from, in words
+    usable: list[ScannedImage]  # sorted by name
     rejected: list[RejectedEntry]
-    left_alone: dict[str, int]
-    exact: list[list[str]] = field(default_factory=list)
-    near: list[list[str]] = field(default_factory=list)
+    left_alone: dict[str, int]  # pictures of unsupported formats, counted by extension
+    exact: list[list[str]] = field(default_factory=list)  # groups of names of identical files
+    near: list[list[str]] = field(default_factory=list)  # groups of names of nearly identical pictures
+    # names by caption, for captions shared by several pictures; empty with data.prompt
     same_caption: dict[str, list[str]] = field(default_factory=dict)
-    long: list[tuple[str, int]] = field(default_factory=list)
-    tokens: bool = False
-    buckets: list[BucketRow] = field(default_factory=list)
-    steps: int = 0
-    batch: int = 1
+    long: list[tuple[str, int]] = field(default_factory=list)  # (name, length) of captions that CLIP truncates
+    tokens: bool = False  # whether lengths count tokens rather than characters
+    buckets: list[BucketRow] = field(default_factory=list)  # largest first
+    steps: int = 0  # steps in an epoch
+    batch: int = 1  # pictures in a step
     resolution: int = 0
-    on_error: str = "stop"
-    hints: tuple[str, ...] = ()
+    on_error: str = "stop"  # ``data.on_error``
+    hints: tuple[str, ...] = ()  # sentences about data that may not be as the user intended
+    # names of pictures that validation.split holds out; buckets and epochs exclude them
     held_out: list[str] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
 
     @property
@@ -137,16 +111,7 @@ class DatasetReport:
 
 
 def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
-    """Scan a dataset.
-
-    Args:
-        config: configuration with the data's folder resolved.
-        shown: how many pictures get a tile.
-        names: what to call the sources instead of their folders.
-
-    Raises:
-        UserError: the data cannot be scanned at all.
-    """
+    """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan = scan_sources(config.data)

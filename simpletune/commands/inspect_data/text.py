@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from simpletune.commands.inspect_data.prompt_cuts import LIMIT
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
-from simpletune.commands.inspect_data.token_counts import LIMIT
 from simpletune.data.source_mix import source_lines
 from simpletune.data.sources.walk import printable_name
 from simpletune.system.options import Json, first_lines, join_names, plural
@@ -18,7 +18,7 @@ ASPECTS = {"1:3 and narrower": 0.3334, "1:2": 0.58, "2:3": 0.71, "3:4": 0.87, "s
 
 
 def sizes(found: DatasetReport) -> list[tuple[str, int]]:
-    """Return a histogram of sizes, as the side of a square with the same area, relative to the training resolution."""
+    """Count sizes, as the side of a square with the same area, relative to the training resolution."""
     counts = [0] * len(SIZES)
     for seen in found.usable:
         side = (seen.picture.size[0] * seen.picture.size[1]) ** 0.5 / found.resolution
@@ -33,7 +33,7 @@ def sizes(found: DatasetReport) -> list[tuple[str, int]]:
 
 
 def aspects(found: DatasetReport) -> list[tuple[str, int]]:
-    """Return a histogram of aspect ratios, width to height."""
+    """Count aspect ratios, width to height."""
     counts = dict.fromkeys(ASPECTS, 0)
     for seen in found.usable:
         aspect = seen.picture.size[0] / seen.picture.size[1]
@@ -51,7 +51,6 @@ def describe_unusable(found: DatasetReport) -> str:
 
 
 def limit_in_words(found: DatasetReport) -> str:
-    """Describe the limit on a caption's length."""
     return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
 
 
@@ -101,11 +100,8 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     if found.long:
         yield "too long", f"{plural(len(found.long), 'caption')} longer than {limit_in_words(found)}"
         yield from _listed([f"{printable_name(name)}: {length:,}" for name, length in found.long])
-    if found.usable:
-        yield from _measures(found)
-
-
-def _measures(found: DatasetReport) -> Iterator[tuple[str, str]]:
+    if not found.usable:
+        return
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
     yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped"
@@ -128,7 +124,6 @@ def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: DatasetReport) -> Json:
-    """Return the full report as JSON."""
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
         "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],

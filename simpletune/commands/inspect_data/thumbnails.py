@@ -21,13 +21,9 @@ QUALITY = 80
 
 
 def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
-    """Return a thumbnail of the crop that training sees.
+    """Return a thumbnail of the crop that training sees, ``side`` pixels at its longer side.
 
-    Args:
-        image: RGB.
-        bucket: size that the picture is cropped to.
-        view: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
-        side: the thumbnail's longer side in pixels.
+    ``view``: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
     """
     scale = side / max(bucket)
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
@@ -45,16 +41,7 @@ def bucket_of_size(size: Size, source: Source, step: int) -> Size:
 def kept_thumbnail(file: Path, source: Source, step: int, folder: Path) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
-    Shows the centre even if training crops at random.
-
-    Args:
-        file: the picture.
-        source: determines the bucket.
-        step: sides of buckets are multiples of this, in pixels.
-        folder: where thumbnails are kept; it may be removed at any time.
-
-    Raises:
-        UnusablePicture: the picture cannot be read.
+    Shows the centre even if training crops at random. The folder may be removed at any time.
     """
     status = file.stat()
     cropped = (source.resolution, source.aspect, source.max_aspect, step, SIDE)

@@ -17,19 +17,19 @@ from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, join_names, plural
 
 if TYPE_CHECKING:
-    from simpletune.adapters.files.updates import LoraUpdate, Updates
+    from simpletune.adapters.files.updates import Updates
 
 A1111 = "a1111"  # format of hypernetworks
 
 
 def export(args: argparse.Namespace) -> Path:
-    """Write a LoRA in another layout."""
+    """Write a LoRA in another layout; LoKr and LoHa on request approximated by LoRA."""
+    from simpletune.adapters.files.factors import resize_all
     from simpletune.adapters.files.read import updates_of
+    from simpletune.adapters.files.updates import LoraUpdate
 
     source = named_lora(args.lora)
     if args.format == A1111:
-        from simpletune.commands.lora_tools.hypernetworks import export_hypernetwork
-
         return export_hypernetwork(source, args)
     header = open_lora(source.file)
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
@@ -38,7 +38,12 @@ def export(args: argparse.Namespace) -> Path:
     updates: Updates = updates_of(header)
     lost = None
     if args.rank is not None or args.energy is not None:
-        updates, lost = approximate_as_lora(updates, args)
+        require_rank_or_energy(args)
+        if args.format == "lycoris":
+            raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
+        if all(isinstance(update, LoraUpdate) for update in updates.values()):
+            raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
+        updates, lost = resize_all(updates, args.rank, args.energy)
     metadata = base_fields(header) | header_of(updates, out.stem, source.config(header.metadata), source.steps)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
@@ -51,25 +56,34 @@ def export(args: argparse.Namespace) -> Path:
     return written
 
 
-def approximate_as_lora(updates: Updates, args: argparse.Namespace) -> tuple[dict[str, LoraUpdate], float]:
-    """Approximate LoKr and LoHa by LoRA, and return the residual relative to the updates.
+def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
+    """Write a hypernetwork in the form of AUTOMATIC1111's web UI."""
+    from simpletune.adapters.files.attach import holds_hypernetwork
+    from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111
+    from simpletune.runs.model_card import public_name
 
-    Raises:
-        UserError: the updates are LoRA already, or the format does not hold LoRA.
-    """
-    from simpletune.adapters.files.factors import resize_all
-    from simpletune.adapters.files.updates import LoraUpdate
-
-    require_rank_or_energy(args)
-    if args.format == "lycoris":
-        raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
-    if all(isinstance(update, LoraUpdate) for update in updates.values()):
-        raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
-    return resize_all(updates, args.rank, args.energy)
+    if not holds_hypernetwork(source.file):
+        raise UserError(
+            f"--format {args.format} writes hypernetworks, and {source.file} is not one. The web UI reads LoRA in "
+            "kohya's layout: use --format kohya"
+        )
+    unfit = [name for name in ("rank", "energy", "dtype", *SAID[1:]) if getattr(args, name, None) is not None]
+    if unfit:
+        raise UserError(f"--{unfit[0]}: the web UI's form of a hypernetwork has no place for it. Leave it out")
+    out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.pt"
+    if out.suffix != ".pt":
+        raise UserError(f"--out: {out} does not end in .pt, the only files that the web UI looks for. Use a .pt name")
+    require_new(out, args.overwrite)
+    found = read_hypernetwork(source.file)
+    config = source.config(found.metadata)
+    base = None if config is None else public_name(config.model.weights_from)
+    written = write_a1111(found, out, getattr(args, "title", None) or out.stem, source.steps, base)
+    say(f"{written}: {args.format}, {plural(len(found.tensors), 'tensor')}, {written.stat().st_size / 2**20:.1f} MiB. "
+        "It is a pickle file of plain tensors, which simpletune itself does not read")  # fmt: skip
+    return written
 
 
 def resize(args: argparse.Namespace) -> Path:
-    """Change the rank of a LoRA."""
     from simpletune.adapters.files.factors import resize_all
     from simpletune.adapters.files.read import updates_of
 
@@ -88,7 +102,6 @@ def resize(args: argparse.Namespace) -> Path:
 
 
 def mix(args: argparse.Namespace) -> Path:
-    """Combine several LoRAs into one."""
     from simpletune.adapters.files.mix import PRUNING, Recipe
     from simpletune.adapters.files.mix import mix as mixed
     from simpletune.adapters.files.read import read_lora
@@ -117,14 +130,18 @@ def mix(args: argparse.Namespace) -> Path:
 
 
 def merge(args: argparse.Namespace) -> Path:
-    """Merge LoRAs into the base."""
     from simpletune.adapters.files.base_reader import BaseReader
     from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
     from simpletune.adapters.files.read import read_lora
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     single = args.format == "single-file" or (args.format is None and args.out.suffix == ".safetensors")
-    refuse_unfit_output(args.out, single)
+    if single and args.out.suffix != ".safetensors":
+        raise UserError(
+            f"--out: {args.out} does not end in .safetensors. Name a .safetensors file, or use --format diffusers"
+        )
+    if not single and args.out.suffix == ".safetensors":
+        raise UserError(f"--out: {args.out} names a file, but --format diffusers writes a folder. Name a folder")
     base = BaseReader(args.base or base_name(sources))
     if single and base.file is not None:
         refuse_same(args.out, base.file)
@@ -146,7 +163,6 @@ def merge(args: argparse.Namespace) -> Path:
 
 
 def extract(args: argparse.Namespace) -> Path:
-    """Extract a LoRA from two models."""
     import torch
 
     from simpletune.adapters.files.base_reader import BaseReader
@@ -194,11 +210,7 @@ def ranks_of(updates: Updates) -> str:
 
 
 def base_name(sources: list[NamedLora]) -> str:
-    """Return the base that the first LoRA's run trained on.
-
-    Raises:
-        UserError: the base is unknown or had random weights.
-    """
+    """Return the base that the first LoRA's run trained on."""
     config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
     if config is None:
         raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
@@ -208,27 +220,12 @@ def base_name(sources: list[NamedLora]) -> str:
 
 
 def refuse_same(out: Path, source: Path) -> None:
-    """Refuse to overwrite the input."""
     if out.resolve() == source.resolve():
         raise UserError(f"--out: {out} is the input file. Choose another name")
 
 
-def refuse_unfit_output(out: Path, single: bool) -> None:
-    """Refuse a file name that does not match the format."""
-    if single and out.suffix != ".safetensors":
-        raise UserError(
-            f"--out: {out} does not end in .safetensors. Name a .safetensors file, or use --format diffusers"
-        )
-    if not single and out.suffix == ".safetensors":
-        raise UserError(f"--out: {out} names a file, but --format diffusers writes a folder. Name a folder")
-
-
 def require_rank_or_energy(args: argparse.Namespace, both: bool = False) -> None:
-    """Require --rank or --energy, within their ranges.
-
-    Args:
-        both: accept both; the rank is then the maximum.
-    """
+    """Require --rank or --energy, within their ranges; with both, the rank is the maximum."""
     if args.rank is None and args.energy is None:
         raise UserError("give --rank, such as --rank 16, or --energy, such as --energy 0.95")
     if args.rank is not None and args.energy is not None and not both:

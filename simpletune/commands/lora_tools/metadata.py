@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 from simpletune import __version__
 from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
 from simpletune.adapters.files.keys import DORA, LORA
-from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.text_layers import split_text
-from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import licence, public_name, shareable
 from simpletune.runs.shared_metadata import tags_of, thumbnail, trained_at, trigger_of
-from simpletune.system.console import say
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
@@ -32,14 +29,6 @@ SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; 
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
-    """Build the header's strings.
-
-    Args:
-        updates: updates by layer, for their ranks and scales.
-        title: title of the file.
-        config: configuration of the run, if known.
-        steps: number of training steps, if known.
-    """
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -71,14 +60,8 @@ KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase
 
 
 def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
-    """Build the model spec fields that tell people what a file is.
-
-    Args:
-        run: folder of the run that made it, if known.
-        step: step of the run's checkpoint; None for its result.
-        known: header strings of the file to convert.
-        said: fields given by the user: ``title``, ``author``, ``description``, ``tags``.
-    """
+    """Build the model spec fields that tell people what a file is: of its run, else those that it had; what the user
+    said goes first."""
     fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
     if run is not None:
         found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
@@ -87,12 +70,8 @@ def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], 
 
 
 def model_fields(family: str) -> dict[str, str]:
-    """Name the model in sd-scripts' terms.
-
-    Args:
-        family: the model that the updates fit, judged by their layers and widths. They do not reveal which of SD 2's
-            architectures they fit, and some not even which U-Net.
-    """
+    """Name the model in sd-scripts' terms. Layers and widths do not reveal which of SD 2's architectures it is, and
+    some not even which U-Net."""
     if is_sd3(family):
         model = SD3_MODELS.get(family, "m")
         return {
@@ -117,20 +96,6 @@ def base_fields(header: LoraHeader) -> dict[str, str]:
     if any(name.startswith("lora_te_") for name in header.text):
         found.setdefault("ss_base_model_version", "sd_v1")
     return found if not header.modules else {}
-
-
-def find_run_config(run: Path | None, metadata: Mapping[str, str]) -> TrainConfig | None:
-    """Return the configuration that made a LoRA: the run's, else the one in the file's header, else None."""
-    text: str | bytes | None = metadata.get(EMBEDDED)
-    if run is not None and (run / CONFIG).is_file():
-        text = (run / CONFIG).read_bytes()
-    if text is None:
-        return None
-    try:
-        return read_saved(text)
-    except ValueError:
-        say("this LoRA's configuration is from another version of simpletune: the header omits details of the run")
-        return None
 
 
 def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:

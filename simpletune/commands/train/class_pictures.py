@@ -123,7 +123,7 @@ def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
             config.train.seed if model.init == "random" else 0,
         ],
         "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
-        "vae": model.vae_fingerprint(),
+        "vae": model.part("vae").fingerprint(),
         "weights": precision.weights,
         "request": [
             sorted({request.prompt for request in requests}),

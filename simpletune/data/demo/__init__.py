@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from simpletune.system.options import Json
 
 PREFIX = "demo:"
-TINY_SD3 = "demo:tiny-sd3"
+TINY_SD3, PICTURES, SUBJECT = "demo:tiny-sd3", "demo:pictures", "demo:subject"
 SHIPPED = ASSETS / "tiny_sd3"
 """The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
 
@@ -44,42 +43,26 @@ def resolve(name: str, cache: Path) -> Path:
     """
     if name == TINY_SD3:
         return SHIPPED
-    if name not in _MAKERS:
-        near = difflib.get_close_matches(name, [TINY_SD3, *_MAKERS], n=1)
+    known = [TINY_SD3, PICTURES, SUBJECT]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join([TINY_SD3, *_MAKERS])}.")
-    version, make = _MAKERS[name]()
-    folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{version}"
+        raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join(known)}.")
+    from simpletune.data.demo import pictures
+
+    folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{pictures.VERSION}"
     if not folder.exists():
         try:
-            make(folder)
+            if name == SUBJECT:
+                pictures.write_subject_folder(folder)
+            else:
+                scenes = pictures.balanced_scenes(32, "striped")
+                pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
         except FileExistsError:  # another process created the same content first
             pass
     return folder
 
 
 def transformer_config() -> Json:
-    """Read the tiny SD3's transformer configuration."""
+    """The tiny SD3's."""
     return json.loads((SHIPPED / "transformer" / "config.json").read_text())
-
-
-def _pictures() -> tuple[str, Callable[[Path], None]]:
-    from simpletune.data.demo import pictures
-
-    def make(folder: Path) -> None:
-        scenes = pictures.balanced_scenes(32, "striped")
-        pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
-
-    return str(pictures.VERSION), make
-
-
-def _subject() -> tuple[str, Callable[[Path], None]]:
-    from simpletune.data.demo import pictures
-
-    return str(pictures.VERSION), pictures.write_subject_folder
-
-
-_MAKERS: dict[str, Callable[[], tuple[str, Callable[[Path], None]]]] = {
-    "demo:pictures": _pictures,
-    "demo:subject": _subject,
-}

@@ -93,7 +93,7 @@ class Scene:
 
 
 def words() -> tuple[str, ...]:
-    """Return every word that a caption can contain, sorted: a closed vocabulary for a hand-written tokenizer."""
+    """Every word that a caption can contain, sorted: a closed vocabulary for a hand-written tokenizer."""
     templates = " ".join([*TEMPLATES, SUBJECT_TEMPLATE]).replace(",", "")
     fixed = [word for word in templates.split() if not word.startswith("{")]
     tables = (SHAPES, COLOURS, BACKGROUNDS, SIZES, POSITIONS, STYLES, MEANINGLESS)
@@ -101,13 +101,8 @@ def words() -> tuple[str, ...]:
 
 
 def caption(scene: Scene, template: int, trigger: str | None = None) -> str:
-    """Describe a scene.
-
-    Args:
-        scene: The scene.
-        template: Index into `TEMPLATES`, modulo their number.
-        trigger: Replaces the style's own word, so that fine-tuning must learn its meaning.
-    """
+    """Describe a scene by one of `TEMPLATES`, modulo their number; a trigger replaces the style's own word, so that
+    fine-tuning must learn its meaning."""
     fields = {**vars(scene), "style": trigger or scene.style}
     return TEMPLATES[template % len(TEMPLATES)].format(**fields)
 
@@ -145,12 +140,7 @@ def sample_scenes(count: int, seed: int, held_out: bool = False, style: str | No
 
 
 def balanced_scenes(count: int, style: str) -> list[Scene]:
-    """Select training scenes that use each table's values as evenly as possible, for small sets.
-
-    Args:
-        count: number of scenes.
-        style: one of `STYLES`.
-    """
+    """Select training scenes that use each table's values as evenly as possible, for small sets."""
     used = dict.fromkeys(BACKGROUNDS, 0)
     scenes = []
     for index in range(count):
@@ -164,15 +154,11 @@ def balanced_scenes(count: int, style: str) -> list[Scene]:
 
 
 def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw a scene, antialiased.
+    """Draw a scene in RGB, antialiased.
 
     Args:
-        scene: Scene to draw.
         pixels: Side of the square picture; outlines need about 48 or more.
         seed: Seed of small variations of place, size, angle and shade, and of the brush strokes.
-
-    Returns:
-        An RGB picture.
     """
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
@@ -192,14 +178,7 @@ def draw_subject(background: str, size: str, position: str, pixels: int = 64, se
 
 
 def draw_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw a flat shape in a shape.
-
-    Args:
-        scene: The outer shape and where it is; its style is not read.
-        inner: Shape and colour of the inner one.
-        pixels: Side of the square picture.
-        seed: Seed of small variations.
-    """
+    """Draw a flat shape in the scene's, whose style is not read; ``inner`` is the inner one's shape and colour."""
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
     canvas = _shade(BACKGROUNDS[scene.background], rng)
@@ -211,7 +190,7 @@ def draw_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: in
 
 
 def place(scene: Scene, pixels: int, rng: np.random.Generator) -> tuple[Field, Field]:
-    """Return coordinate fields of the shape, ([p, q], [p, q]) in units of its radius, with a little variation."""
+    """Coordinate fields of the shape, ([p, q], [p, q]) in units of its radius, with a little variation."""
     shift_x, shift_y, stretch, turn = rng.uniform(-1.0, 1.0, size=4)
     centre_x, centre_y = POSITIONS[scene.position]
     y, x = (np.mgrid[:pixels, :pixels] + 0.5) / pixels
@@ -222,7 +201,7 @@ def place(scene: Scene, pixels: int, rng: np.random.Generator) -> tuple[Field, F
 
 
 def outline_colour(background: str | Field) -> RGB:
-    """Return near black, or near white on a dark background."""
+    """Near black, or near white on a dark background."""
     value = BACKGROUNDS[background] if isinstance(background, str) else background
     return (34, 30, 38) if float(np.mean(value)) > 100.0 else (240, 236, 228)
 
@@ -286,14 +265,7 @@ def _to_image(canvas: Field) -> Image.Image:
 def write_folder(
     folder: Path, scenes: Iterable[Scene], *, seed: int, trigger: str | None = None, pixels: int = 64
 ) -> None:
-    """Write 000.png beside 000.txt, and so on; the folder is created atomically.
-
-    Args:
-        folder: Must not exist, or be empty.
-        scenes: One per picture (`sample_scenes`, `balanced_scenes`).
-        seed: Seed of the variations of the scenes.
-        trigger: Word for the style in the captions; None: the style's own.
-        pixels: Side of the pictures.
+    """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `draw` and `caption`.
 
     Raises:
         FileExistsError: The folder is not empty.

@@ -16,24 +16,17 @@ Field = NDArray[np.float64]  # [p, q]
 
 
 def circle(x: Field, y: Field, radius: float = 0.92) -> Field:
-    """Return the distance to a disc."""
+    """A disc."""
     return np.hypot(x, y) - radius
 
 
 def ring(x: Field, y: Field) -> Field:
-    """Return the distance to an annulus."""
+    """An annulus."""
     return np.abs(np.hypot(x, y) - 0.76) - 0.2
 
 
 def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], Field]:
-    """Make the exact signed distance of a closed polygon.
-
-    Args:
-        corners: Points (x, y) in clockwise or counterclockwise order.
-
-    Returns:
-        A function of coordinate fields [p, q] to distances [p, q].
-    """
+    """The exact signed distance of a closed polygon with these corners (x, y), in either order."""
 
     def distance(x: Field, y: Field) -> Field:
         squared = np.full(x.shape, np.inf)
@@ -51,7 +44,7 @@ def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], 
 
 
 def heart(x: Field, y: Field) -> Field:
-    """Return the distance to a square on its corner with a disc on each upper side (a union: exact outside)."""
+    """A square on its corner with a disc on each upper side (a union: exact outside)."""
     u, v = (x + y - 0.04) * math.sqrt(0.5), (y - x - 0.04) * math.sqrt(0.5)
     half = 0.62
     across, down = np.abs(u) - half, np.abs(v) - half

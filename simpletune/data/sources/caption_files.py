@@ -21,28 +21,18 @@ class ChangedCaption(UserError):
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """Caption file of a picture.
+    """Caption file of a picture."""
 
-    Args:
-        file: NAME.txt or NAME.caption, which need not exist.
-        text: the caption with its line breaks; empty if there is none.
-        digest: SHA-256 of the file's bytes; empty if it does not exist.
-    """
-
-    file: Path
-    text: str = ""
-    digest: str = ""
+    file: Path  # NAME.txt or NAME.caption, which need not exist
+    text: str = ""  # the caption with its line breaks; empty if there is none
+    digest: str = ""  # SHA-256 of the file's bytes; empty if it does not exist
 
 
 def caption_file(root: Path, picture: Path) -> CaptionFile:
     """Read the caption file of a picture; if there is none, return where it would be.
 
-    Args:
-        root: the data folder; a file that links out of it is refused.
-        picture: the picture.
-
     Raises:
-        UnusablePicture: there are two files, or the only one cannot be read as text.
+        UnusablePicture: there are two files, or the only one links out of the data folder, or is not text.
     """
     found = [file for suffix in TEXTS if os.path.lexists(file := picture.with_suffix(suffix))]
     if len(found) > 1:
@@ -81,7 +71,13 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
     content = f"{text}\n"
     if not is_text(content) or len(content.encode()) > MAX_BYTES:
         raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
-    if _digest_now(before.file) != before.digest:
+    now = ""
+    if os.path.lexists(before.file):
+        try:
+            now = sha256(read_regular(before.file, MAX_BYTES))
+        except UnusablePicture:
+            now = "unreadable"
+    if now != before.digest:
         raise ChangedCaption(
             f"{before.file.name} was changed by something else since it was read, and is left unchanged. Look at it "
             "again"
@@ -91,19 +87,9 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
 
 
 def sha256(data: bytes) -> str:
-    """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def plain_line(text: str) -> str:
     """Turn a model's text into one line: without control and direction characters, with single spaces."""
     return " ".join(one_line(STEERING.sub(" ", text)).split())
-
-
-def _digest_now(file: Path) -> str:
-    if not os.path.lexists(file):
-        return ""
-    try:
-        return sha256(read_regular(file, MAX_BYTES))
-    except UnusablePicture:
-        return "unreadable"

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from simpletune.data.sources.folder_names import MissingCaption
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
-from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular
+from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, too_large
 from simpletune.system.options import UserError, plural
 
 METADATA = "metadata.jsonl"
@@ -21,16 +21,12 @@ MAX_BYTES = 2**20  # bytes of a caption file
 
 
 def validate_caption(caption: str, what: str) -> str:
-    """Strip and validate a caption.
-
-    Args:
-        caption: the text as read.
-        what: the subject of the error message, such as ``its caption 001.txt``.
+    """Strip and validate a caption; ``what`` is the subject of the message, such as ``its caption 001.txt``.
 
     Raises:
-        UnusablePicture: it is empty, or contains control characters, which could drive a terminal.
+        UnusablePicture: it is empty, or contains control characters.
     """
-    for place, character in enumerate(caption):
+    for place, character in enumerate(caption):  # a control character could drive a terminal
         if unicodedata.category(character) == "Cc" and not character.isspace():
             raise UnusablePicture(f"{what} contains the control character U+{ord(character):04X} at {place + 1}")
     if not caption.strip():
@@ -44,19 +40,15 @@ def one_line(caption: str) -> str:
 
 
 def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> tuple[list[Picture], str]:
-    """Join the lines of every caption, or take each line as a caption; add to the description how many captions had
-    several lines, or how many pictures have several captions.
-
-    Args:
-        pictures: the pictures with their captions as read.
-        described: where the captions come from.
-        several: whether each line is a separate caption.
-    """
-    settled = [
-        replace(picture, caption=lines[0], more=lines[1:])
-        for picture in pictures
-        if (lines := _lines(picture, several))
-    ]
+    """Join the lines of every caption as read, or (``several``) take each line as a caption; add to the description of
+    where captions come from how many captions had several lines, or how many pictures have several captions."""
+    settled = []
+    for picture in pictures:
+        lines = [one_line(caption) for caption in picture.captions]
+        if several:
+            lines = [line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption)]
+        if distinct := tuple(dict.fromkeys(line for line in lines if line)):
+            settled.append(replace(picture, caption=distinct[0], more=distinct[1:]))
     if several or any(picture.more for picture in settled):
         count = sum(bool(picture.more) for picture in settled)
         return settled, f"{described} ({plural(count, 'picture')} with several captions)" if count else described
@@ -65,53 +57,51 @@ def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> 
     return settled, described + many
 
 
-def _lines(picture: Picture, several: bool) -> tuple[str, ...]:
-    """Return the distinct captions of a picture, each on one line."""
-    if not several:
-        return tuple(dict.fromkeys(map(one_line, picture.captions)))
-    lines = (line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption))
-    return tuple(dict.fromkeys(line for line in lines if line))
+def cell_captions(value: object, what: str) -> list[str]:
+    """The captions in a cell of a table (``what``): a string, or a list of strings.
+
+    Raises:
+        UnusablePicture: there is none, or one cannot be used.
+    """
+    values = value if isinstance(value, list) and value else [value]
+    texts = [text for text in values if isinstance(text, str) and text.strip()]
+    if len(texts) < len(values):
+        raise UnusablePicture(f"{what} is empty or not a string")
+    size = sum(len(text.encode()) for text in texts)
+    if size > MAX_BYTES:
+        raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
+    return [validate_caption(text, what) for text in texts]
 
 
 def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
-    """Read the caption beside a picture from NAME.txt or NAME.caption.
-
-    Raises:
-        UnusablePicture: there is no usable caption, or the two files differ.
-    """
+    """Read the caption beside a picture, NAME.txt or NAME.caption. UnusablePicture: none is usable, or both differ."""
     files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
     if not files:
         raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
-    captions = [_read_text(root, links, text_file) for text_file in files]
-    if len(set(captions)) > 1:
+    captions = set()
+    for text_file in files:
+        what = f"its caption {text_file.name}"
+        if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
+            raise UnusablePicture(f"{what} {OUTSIDE}")
+        try:
+            caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
+        except UnusablePicture as reason:
+            raise UnusablePicture(f"{what} {reason}") from None
+        except UnicodeDecodeError:
+            raise UnusablePicture(f"{what} is not UTF-8 text") from None
+        captions.add(validate_caption(caption.replace("\r\n", "\n"), what))
+    if len(captions) > 1:
         raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
-    return (captions[0],)
+    return tuple(captions)
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
-    """Return the extensions of caption files found beside pictures."""
+    """The extensions of caption files beside pictures."""
     return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
 
 
-def _read_text(root: Path, links: Links, text_file: Path) -> str:
-    what = f"its caption {text_file.name}"
-    if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
-        raise UnusablePicture(f"{what} {OUTSIDE}")
-    try:
-        caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
-    except UnusablePicture as reason:
-        raise UnusablePicture(f"{what} {reason}") from None
-    except UnicodeDecodeError:
-        raise UnusablePicture(f"{what} is not UTF-8 text") from None
-    return validate_caption(caption.replace("\r\n", "\n"), what)
-
-
 def filename_caption(file: Path) -> tuple[str, ...]:
-    """Turn a file name into a caption.
-
-    Raises:
-        UnusablePicture: the name contains no words.
-    """
+    """Turn a file name into a caption. UnusablePicture: it contains no words."""
     caption = " ".join(file.stem.replace("_", " ").replace("-", " ").split())
     if not any(character.isalpha() for character in caption):
         raise UnusablePicture(
@@ -121,11 +111,7 @@ def filename_caption(file: Path) -> tuple[str, ...]:
 
 
 def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
-    """Look up a picture's captions in metadata.jsonl.
-
-    Raises:
-        UnusablePicture: there is no usable caption.
-    """
+    """Look up a picture's captions among those of metadata.jsonl. UnusablePicture: none is usable."""
     name = file.relative_to(path).as_posix()
     if name not in captions:
         raise MissingCaption(f"has no line in {METADATA}")
@@ -134,24 +120,17 @@ def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) 
 
 @dataclass
 class Metadata:
-    """The content of a metadata.jsonl.
-
-    Args:
-        captions: captions by relative file name.
-        lines: line numbers by relative file name.
-        rejected: unusable lines.
-    """
+    """The content of a metadata.jsonl: captions and line numbers by relative file name, and unusable lines."""
 
     captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     rejected: list[RejectedEntry] = field(default_factory=list)
 
     def refuse(self, number: int, reason: str) -> None:
-        """Reject a line."""
         self.rejected.append(RejectedEntry(f"{METADATA}:{number}", reason, "line"))
 
     def unmatched(self, root: Path, names: Collection[str]) -> list[RejectedEntry]:
-        """Return the lines that match none of the found pictures, with the reason."""
+        """The lines that match none of the found pictures, with the reason."""
         left = []
         for name, number in self.lines.items():
             if name in names:

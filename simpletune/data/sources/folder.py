@@ -21,8 +21,7 @@ from simpletune.data.sources.captions import (
     settle_lines,
     txt_caption,
 )
-from simpletune.data.sources.folder_names import explain_folder_names as described_names
-from simpletune.data.sources.folder_names import hints, meaning, naming_folder, with_words
+from simpletune.data.sources.folder_names import explain_folder_names, hints, meaning, naming_folder, with_words
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
@@ -54,11 +53,7 @@ class Folder(Source):
     """Follow only symbolic links to targets inside the folder, or all of them, including linked folders."""
 
     def problems(self, path: Path) -> Iterator[Problem]:
-        """Check the folder without opening a picture.
-
-        Args:
-            path: the folder, with ``demo:`` names resolved.
-        """
+        """Check the folder without opening a picture."""
         if not path.exists():
             place = "" if path.is_absolute() else f" in {Path.cwd()}"
             yield Problem("data.path", f"{self.path} does not exist{place}. Give a folder with pictures")
@@ -74,14 +69,7 @@ class Folder(Source):
             yield Problem("data.mask_path", f"{self.mask_path} is not a folder. Give the folder of the masks")
 
     def scan(self, path: Path) -> Scan:
-        """Find the pictures and their captions.
-
-        Args:
-            path: the folder, with ``demo:`` names resolved.
-
-        Raises:
-            UserError: metadata.jsonl cannot be read.
-        """
+        """As for ``Source``. UserError: metadata.jsonl cannot be read."""
         found = walk(path, self.links)
         files, said = without_masks(found.pictures, self.mask, self._masks)
         caption_of, described, rejected = self._caption_reader(path, files)
@@ -96,28 +84,22 @@ class Folder(Source):
             pictures, described = settle_lines(pictures, described, self.caption_lines == "several")
         names = [picture.name for picture in pictures]
         if self.folder_names == "kohya":
-            notes = described_names(path, names)
+            notes = explain_folder_names(path, names)
         else:
             notes, said = [], [*said, *(hints(path, names) if self.repeats == 1 else ())]
         return Scan(pictures, rejected, described, dict(found.left_alone), tuple(said), tuple(notes))
 
     @property
     def _masks(self) -> Path | None:
-        """Return the folder of the masks; None if they are beside the pictures."""
         return None if self.mask_path is None else Path(self.mask_path)
 
     def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
-        """Return a function from file to captions, a description of where captions come from, and rejected lines."""
-        prompt = self.prompt
+        """A function from file to captions, a description of where captions come from, and rejected lines."""
+        prompt, kind = self.prompt, self.captions
+        reader: CaptionReader
+        rejected: list[RejectedEntry] = []
         if prompt is not None:
             return (lambda file: (prompt,)), f"one prompt for all pictures: {prompt!r}", []
-        reader, described, rejected = self._captions(path, files)
-        if self.folder_names == "kohya":
-            return with_words(path, reader), f"{described}, else the words of the folders' names", rejected
-        return reader, described, rejected
-
-    def _captions(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
-        kind = self.captions
         if kind == "auto":
             has_texts = bool(endings_of_texts(files)) or self.folder_names == "kohya"
             kind = "jsonl" if os.path.lexists(path / METADATA) else "txt" if has_texts else "filename"
@@ -127,11 +109,16 @@ class Folder(Source):
             metadata = read_metadata(path / METADATA)
             names = {file.relative_to(path).as_posix() for file in files}
             rejected = [*metadata.rejected, *metadata.unmatched(path, names)]
-            return partial(jsonl_caption, path, metadata.captions), METADATA, rejected
-        if kind == "txt":
+            reader, described = partial(jsonl_caption, path, metadata.captions), METADATA
+        elif kind == "txt":
             endings = " and ".join(endings_of_texts(files)) or TEXTS[0]
-            return partial(txt_caption, path, self.links), f"{endings} files beside the pictures", []
-        return filename_caption, f"the file names (no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt)", []
+            reader, described = partial(txt_caption, path, self.links), f"{endings} files beside the pictures"
+        else:
+            missing = f"no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt"
+            reader, described = filename_caption, f"the file names ({missing})"
+        if self.folder_names == "kohya":
+            return with_words(path, reader), f"{described}, else the words of the folders' names", rejected
+        return reader, described, rejected
 
     def _picture(self, path: Path, file: Path, caption_of: CaptionReader) -> Picture:
         """Read one picture. Its size and digest come from the same read."""

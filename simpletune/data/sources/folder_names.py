@@ -14,12 +14,7 @@ KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_hol
 
 
 def naming_folder(root: Path, name: str) -> str:
-    """Return the folder whose name applies to a picture: the first below the data folder, or the data folder itself.
-
-    Args:
-        root: the data folder.
-        name: the picture's name, relative to it.
-    """
+    """The folder whose name applies to a picture: the first below the data folder, or the data folder itself."""
     return name.split("/")[0] if "/" in name else root.name
 
 
@@ -51,12 +46,7 @@ class MissingCaption(UnusablePicture):
 
 
 def explain_folder_names(root: Path, names: Sequence[str]) -> list[str]:
-    """Return sentences that explain how folder names were interpreted.
-
-    Args:
-        root: the data folder.
-        names: names of the pictures in it.
-    """
+    """Sentences that explain how the names of a data folder with these pictures were interpreted."""
     folders = dict.fromkeys(naming_folder(root, name) for name in names)
     known = {folder: found for folder in folders if (found := meaning(folder)) is not None}
     if not known:
@@ -70,12 +60,7 @@ def explain_folder_names(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
-    """Point to ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats.
-
-    Args:
-        root: the data folder.
-        names: names of the pictures in it.
-    """
+    """Point to ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats."""
     folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
     numbers = [folder for folder in folders if (found := meaning(folder)) is not None and found[0] > 1]
     if numbers:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, has_alpha, picture_size
+from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, picture_size, require_alpha
 from simpletune.data.sources.source import Mask, UnusablePicture, same_bytes
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
-from simpletune.system.options import plural
+from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,15 +28,16 @@ Kind = Literal["alpha", "files"]
 
 
 def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None) -> tuple[list[Path], list[str]]:
-    """Return the files to train on, and a hint at masks among them if masks are not in use.
+    """The files of a data folder to train on, and a hint at masks among them if masks are not in use.
 
     Args:
-        files: files found in the data folder.
         kind: ``data.mask``.
         folder: the folder of the masks; None: beside the pictures.
     """
     stems = {file.with_suffix("") for file in files}
-    beside = [file for file in files if file.stem.endswith(LABEL) and _base(file) in stems]
+    beside = [
+        file for file in files if file.stem.endswith(LABEL) and file.with_name(file.stem.removesuffix(LABEL)) in stems
+    ]
     if kind != "files":
         found = f"{plural(len(beside), 'file is', 'files are')} named like a mask (NAME{LABEL}.png) and trained on"
         return list(files), [f"{found} as pictures. Set data.mask=files to use them as masks"] if beside else []
@@ -47,46 +47,25 @@ def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None)
     return [file for file in files if is_outside(file, folder)], []
 
 
-def _base(mask: Path) -> Path:
-    """Return the path of the picture that a mask beside it belongs to, without extension."""
-    return mask.with_name(mask.stem.removesuffix(LABEL))
-
-
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
-    """Return the mask given by a picture's opacity.
-
-    Raises:
-        UnusablePicture: the picture has no transparency.
-    """
+    """The mask given by a picture's opacity. UnusablePicture: it has no transparency."""
     require_alpha(data)
     return Mask("alpha", digest, read)
 
 
-def require_alpha(data: bytes) -> None:
-    """Check that a picture has transparency.
-
-    Raises:
-        UnusablePicture: it has none.
-    """
-    if not has_alpha(data):
-        raise UnusablePicture("has no transparency, which data.mask=alpha reads. Add an alpha channel")
-
-
 def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: Size) -> Mask:
-    """Find and check the mask of a picture in a separate file.
+    """Find and check the mask of a picture of the data folder ``root`` in a separate file.
 
     Args:
-        root: the data folder.
         folder: the folder of the masks, where it has the picture's relative name; None: NAME-masklabel.png beside it.
-        links: ``data.links``.
-        file: the picture.
-        size: size of the picture in pixels.
 
     Raises:
         UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the picture's.
     """
     target = file.with_name(file.stem + LABEL) if folder is None else folder / file.relative_to(root).with_suffix("")
-    place = next(_existing(target), None)
+    endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
+    places = (target.with_name(target.name + ending) for ending in endings)
+    place = next((place for place in places if os.path.lexists(place)), None)
     if place is None:
         raise UnusablePicture(f"has no mask: {target.name}.png is missing{'' if folder is None else f' in {folder}'}")
     what = f"its mask {place.name}"
@@ -105,19 +84,8 @@ def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: S
     return Mask("file", hashlib.sha256(data).hexdigest(), read)
 
 
-def _existing(target: Path) -> Iterator[Path]:
-    """Return the existing files of this name with a picture's extension, PNG first."""
-    for suffix in sorted(SUFFIXES, key=lambda suffix: suffix != ".png"):
-        for name in (target.name + suffix, target.name + suffix.upper()):
-            if os.path.lexists(place := target.with_name(name)):
-                yield place
-
-
 def latent_mask(view: Crop) -> np.ndarray:
-    """Return a crop's mask at the latents' resolution, cropped and mirrored like the picture.
-
-    Args:
-        view: crop of a picture with a mask.
+    """The mask of a crop (of a picture that has one) at the latents' resolution, cropped and mirrored like the picture.
 
     Returns:
         uint8 [1, h/8, w/8]: the mean brightness or opacity of each place, 0 to 255.
@@ -144,14 +112,8 @@ def latent_mask(view: Crop) -> np.ndarray:
     return np.asarray(places.round()[None], dtype=np.uint8)
 
 
-def mask_key(view: Crop) -> str:
-    """Return everything that a crop's mask depends on."""
+def mask_identity(view: Crop) -> Json:
+    """Return everything that a crop's mask depends on beside the crop itself."""
     mask = view.picture.mask
     assert mask is not None
-    cut_as = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "size": view.picture.size}
-    return json.dumps({"mask": mask.digest, "kind": mask.kind, **cut_as, "version": VERSION}, sort_keys=True)
-
-
-def masked(views: Iterable[Crop]) -> list[Crop]:
-    """Select the crops of pictures with a mask."""
-    return [view for view in views if view.picture.mask is not None]
+    return {"digest": mask.digest, "kind": mask.kind, "size": view.picture.size, "version": VERSION}

@@ -37,7 +37,6 @@ class MultiSource(Option):
 
     @property
     def members(self) -> tuple[Source, ...]:
-        """The sources in their order."""
         return tuple(self.sources)
 
     @property
@@ -57,13 +56,17 @@ class MultiSource(Option):
         return prompts.pop() if len(prompts) == 1 else None
 
 
+Data = Annotated[Folder | Table | Stream | MultiSource, Field(discriminator="source")]
+"""The type of ``data``. A new source takes a file here and a line in this union, and in ``One`` if it may be mixed."""
+
+
 def subjects(data: Source | MultiSource) -> list[Source]:
-    """Return the sources that are not for regularization."""
+    """The sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]
 
 
 def field_of(data: Source | MultiSource, index: int, name: str) -> str:
-    """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    """The dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
     return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
 
 
@@ -77,12 +80,7 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
 
 
 def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -> Iterator[str]:
-    """Yield what a user should know about the caption options.
-
-    Args:
-        data: one or several sources.
-        pictures: those of all sources, if they were scanned.
-    """
+    """What a user should know about the caption options; ``pictures`` are all sources', if they were scanned."""
     for index, source in enumerate(data.members):
         most = max((len(picture.captions) for picture in pictures if picture.source == index), default=1)
         if source.variants == 1 and prompts_vary(source, most):
@@ -93,29 +91,27 @@ def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -
 
 
 def source_problems(data: Source | MultiSource, paths: Sequence[Path | None]) -> Iterator[Problem]:
-    """Check every source without reading its pictures.
-
-    Args:
-        data: one or several sources.
-        paths: where they are; None skips one.
-    """
+    """Check every source at its path, without reading its pictures; None skips one."""
     for index, (source, path) in enumerate(zip(data.members, paths, strict=True)):
         for problem in source.problems(path) if path is not None else ():
             yield replace(problem, path=field_of(data, index, problem.path.removeprefix("data.")))
 
 
 def scan_sources(data: Source | MultiSource) -> Scan:
-    """Scan every source, in order; record the source of each picture and unusable entry.
-
-    Args:
-        data: one or several sources, with ``demo:`` names resolved.
+    """Scan every source, with ``demo:`` names resolved; record the source of each picture and unusable entry.
 
     Raises:
         UserError: one cannot be scanned at all.
     """
     if isinstance(data, Source):
         return data.scan(Path(data.path))
-    scans = [_scan(data, index, source) for index, source in enumerate(data.members)]
+    scans = []
+    for index, source in enumerate(data.members):
+        try:
+            scans.append(source.scan(Path(source.path)))
+        except UserError as error:
+            name = str(error).removeprefix("data.")
+            raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
     by_captions: dict[str, list[str]] = {}
     for index, scan in enumerate(scans):
         by_captions.setdefault(scan.captions, []).append(str(index))
@@ -129,23 +125,10 @@ def scan_sources(data: Source | MultiSource) -> Scan:
     )
 
 
-def _scan(data: MultiSource, index: int, source: Source) -> Scan:
-    try:
-        return source.scan(Path(source.path))
-    except UserError as error:
-        name = str(error).removeprefix("data.")
-        raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
-
-
 def with_paths(
     data: Folder | Table | Stream | MultiSource, change: Callable[[str], str]
 ) -> Folder | Table | Stream | MultiSource:
-    """Return the same sources with other paths of pictures and masks.
-
-    Args:
-        data: one or several sources.
-        change: function from a path to its replacement.
-    """
+    """The same sources with every path of pictures and masks changed."""
     if isinstance(data, MultiSource):
         return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
     masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
@@ -153,11 +136,7 @@ def with_paths(
 
 
 def example_prompt(data: Source | MultiSource, seed: int) -> str:
-    """Return the prompt of the first picture that is not for regularization.
-
-    Args:
-        data: one or several sources, with ``demo:`` names resolved.
-        seed: ``train.seed``.
+    """The prompt of the first picture that is not for regularization; ``demo:`` names are resolved.
 
     Raises:
         UserError: there is no such picture, or a source cannot be scanned.
@@ -169,16 +148,13 @@ def example_prompt(data: Source | MultiSource, seed: int) -> str:
 
 
 def stopping(data: Source | MultiSource, rejected: Sequence[RejectedEntry]) -> list[RejectedEntry]:
-    """Return the unusable entries of the sources whose ``on_error`` is ``stop``."""
+    """The unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]
 
 
 def too_small(pictures: Sequence[Picture], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
-    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``.
-
-    Args:
-        step: sides of buckets are multiples of this, in pixels.
-    """
+    """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``; ``step`` is that of
+    buckets, in pixels."""
     rejected = []
     for picture in pictures:
         source = data.members[picture.source]

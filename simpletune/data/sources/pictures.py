@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.truncation import has_text_after_pixels, seems_complete
@@ -23,33 +24,24 @@ MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up t
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, including EXIF
 
 
-def _damaged(error: Exception) -> UnusablePicture:
-    return UnusablePicture(f"is damaged ({error})")
-
-
-def _too_many_pixels() -> UnusablePicture:
-    return UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down")
-
-
-def _open(data: bytes) -> Image.Image:
-    """Open without decoding.
-
-    Raises:
-        UnusablePicture: the file is empty, not a picture, or too large.
-    """
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """Open without decoding. What Pillow raises here and while the picture is used becomes UnusablePicture: the file is
+    empty, not a picture, damaged, or too large."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
         raise UnusablePicture("the file is empty")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise UnusablePicture("is not a picture that Pillow can read") from None
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            raise UnusablePicture("is not a picture that Pillow can read") from None
+        yield image
     except Image.DecompressionBombError:
-        raise _too_many_pixels() from None
+        raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
     except DAMAGE as error:
-        raise _damaged(error) from None
-    return image
+        raise UnusablePicture(f"is damaged ({error})") from None
 
 
 def picture_size(data: bytes) -> Size:
@@ -58,23 +50,16 @@ def picture_size(data: bytes) -> Size:
     Raises:
         UnusablePicture: the file is not a picture, damaged, or too large.
     """
-    image = _open(data)
-    try:
-        turned = _exif(image, data).get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
-    except DAMAGE as error:
-        raise _damaged(error) from None
+    from PIL import Image
+
+    with _opened(data) as image:
+        # Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none.
+        plain = image.format == "PNG" and not has_text_after_pixels(data)
+        exif = Image.Image.getexif(image) if plain else image.getexif()
+        turned = exif.get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     if not seems_complete(data, image.format):
         decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
-
-
-def _exif(image: Image.Image, data: bytes) -> Image.Exif:
-    """Read the EXIF. Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none."""
-    from PIL import Image
-
-    if image.format == "PNG" and not has_text_after_pixels(data):
-        return Image.Image.getexif(image)
-    return image.getexif()
 
 
 def decode(data: bytes, at_least: int | None = None) -> Image.Image:
@@ -88,10 +73,9 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
     Raises:
         UnusablePicture: the file is damaged or truncated.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    try:
-        image = _open(data)
+    with _opened(data) as image:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
@@ -101,44 +85,32 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
             raise UnusablePicture("has floating-point pixels, whose range is undefined. Save it as PNG")
         if image.mode.startswith("I"):
             return _in_strips(image, _from_16_bit)
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        if _has_alpha(image):
             return _in_strips(image, _on_white)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Image.DecompressionBombError:
-        raise _too_many_pixels() from None
-    except DAMAGE as error:
-        raise _damaged(error) from None
 
 
-def has_alpha(data: bytes) -> bool:
-    """Whether a picture has an alpha channel or a transparent colour; reads only its header."""
-    image = _open(data)
+def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-def decode_mask(data: bytes, kind: str) -> Image.Image:
-    """Decode a mask to 8-bit grey, with EXIF rotation.
+def require_alpha(data: bytes) -> None:
+    """Check in its header that a picture has an alpha channel or a transparent colour. UnusablePicture: it has none."""
+    with _opened(data) as image:
+        if not _has_alpha(image):
+            raise UnusablePicture("has no transparency, which data.mask=alpha reads. Add an alpha channel")
 
-    Args:
-        data: the file's bytes.
-        kind: ``alpha``: the picture's opacity; ``file``: the brightness.
 
-    Raises:
-        UnusablePicture: the file is damaged or truncated.
-    """
-    from PIL import Image, ImageOps
+def decode_mask(data: bytes, kind: Literal["alpha", "file"]) -> Image.Image:
+    """Decode a mask to 8-bit grey, with EXIF rotation. UnusablePicture: the file is damaged or truncated."""
+    from PIL import ImageOps
 
-    try:
-        image = _open(data)
+    with _opened(data) as image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "alpha":
             return image.convert("RGBA").getchannel("A")
         return (_in_strips(image, _from_16_bit) if image.mode.startswith("I") else image).convert("L")
-    except Image.DecompressionBombError:
-        raise _too_many_pixels() from None
-    except DAMAGE as error:
-        raise _damaged(error) from None
 
 
 def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
@@ -154,7 +126,6 @@ def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image])
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Composite onto white."""
     from PIL import Image
 
     rgba = image.convert("RGBA")

@@ -20,50 +20,32 @@ class UnusablePicture(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask of the parts of a picture to learn from. Its bytes are read on demand.
-
-    Args:
-        kind: ``alpha``: the opacity of the picture itself; ``file``: the brightness of a separate file.
-        digest: SHA-256 of the bytes.
-        read: returns the bytes.
-        by_row: whether the digest identifies the row rather than the bytes; reading then verifies the bytes by other
-            means.
-    """
+    """Mask of the parts of a picture to learn from. Its bytes are read on demand."""
 
     kind: Literal["alpha", "file"]
-    digest: str
+    """``alpha``: the opacity of the picture itself; ``file``: the brightness of a separate file."""
+    digest: str  # SHA-256 of the bytes
     read: Callable[[], bytes] = field(compare=False, repr=False)
     by_row: bool = False
+    """Whether the digest identifies the row rather than the bytes; reading then verifies the bytes by other means."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A usable picture. Its bytes are read on demand.
+    """A usable picture. Its bytes are read on demand."""
 
-    Args:
-        name: a path relative to the source; messages show it, and samples are sorted by it.
-        caption: its prompt.
-        size: (width, height) in pixels, after EXIF rotation.
-        digest: SHA-256 of its bytes.
-        read: returns its bytes.
-        source: the index of its source in ``data.sources``.
-        more: its other captions, if it has several.
-        repeats: how often its folder's name repeats it, beside ``data.repeats``.
-        mask: mask of the parts to learn from; None: all of the picture.
-        by_row: whether the digest identifies a row of a data set in shards, known without reading the picture, rather
-            than the bytes; reading then verifies the bytes by other means.
-    """
-
-    name: str
+    name: str  # a path relative to the source; messages show it, and samples are sorted by it
     caption: str
-    size: Size
-    digest: str
+    size: Size  # (width, height) in pixels, after EXIF rotation
+    digest: str  # SHA-256 of its bytes
     read: Callable[[], bytes] = field(compare=False, repr=False)
-    source: int = 0
-    more: tuple[str, ...] = ()
-    repeats: int = 1
-    mask: Mask | None = None
+    source: int = 0  # the index of its source in ``data.sources``
+    more: tuple[str, ...] = ()  # its other captions, if it has several
+    repeats: int = 1  # how often its folder's name repeats it, beside ``data.repeats``
+    mask: Mask | None = None  # None: learn from all of the picture
     by_row: bool = False
+    """Whether the digest identifies a row of a data set in shards, known without reading the picture, rather than the
+    bytes; reading then verifies the bytes by other means."""
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -93,40 +75,25 @@ def same_bytes(picture: Picture | Mask) -> bytes:
 
 @dataclass(frozen=True)
 class RejectedEntry:
-    """An entry that cannot be used, and why.
+    """An entry that cannot be used, and why."""
 
-    Args:
-        name: the name of the picture, the folder or the line (``metadata.jsonl:3``).
-        reason: the predicate of a sentence whose subject is the name.
-        kind: the kind of the entry.
-        source: the index of its source in ``data.sources``.
-    """
-
-    name: str
-    reason: str
+    name: str  # the name of the picture, the folder or the line (``metadata.jsonl:3``)
+    reason: str  # the predicate of a sentence whose subject is the name
     kind: Literal["picture", "folder", "line"] = "picture"
-    source: int = 0
+    source: int = 0  # the index of its source in ``data.sources``
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a data source.
+    """The result of scanning a data source."""
 
-    Args:
-        pictures: the usable pictures, sorted by name.
-        rejected: the unusable entries.
-        captions: a description of where the captions come from.
-        left_alone: pictures of unsupported formats, counted by file extension.
-        hints: sentences about data that may not be as the user intended.
-        notes: sentences that explain how data was interpreted.
-    """
-
-    pictures: list[Picture]
-    rejected: list[RejectedEntry]
-    captions: str
+    pictures: list[Picture]  # the usable pictures, sorted by name
+    rejected: list[RejectedEntry]  # the unusable entries
+    captions: str  # a description of where the captions come from
     left_alone: Mapping[str, int] = field(default_factory=dict)
-    hints: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    """Pictures of unsupported formats, counted by file extension."""
+    hints: tuple[str, ...] = ()  # sentences about data that may not be as the user intended
+    notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
 
 
 def _multiple_of_step(resolution: int) -> int:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.data.sources.captions import MAX_BYTES, settle_lines, validate_caption
-from simpletune.data.sources.masks import require_alpha
-from simpletune.data.sources.pictures import picture_size
+from simpletune.data.sources.captions import cell_captions, settle_lines
+from simpletune.data.sources.pictures import picture_size, require_alpha
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
-from simpletune.data.sources.walk import too_large
 from simpletune.data.storage.rows import Columns
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Problem, UserError, plural
@@ -63,7 +61,10 @@ class Stream(Source):
         """
         rows = self.rows()
         pictures, rejected = list[Picture](), list[RejectedEntry]()
-        chosen = example_rows(rows)
+        count = len(rows.starts) - 1  # of blocks, of which BLOCKS evenly spread ones are looked into
+        blocks = sorted({place * count // min(BLOCKS, count) for place in range(min(BLOCKS, count))})
+        each, starts = LOOKED_AT // len(blocks), rows.starts
+        chosen = [row for b in blocks for row in range(starts[b], min(starts[b] + each, starts[b + 1]))]
         for row in chosen:
             try:
                 pictures.append(self._scanned(rows, row))
@@ -102,38 +103,26 @@ class Stream(Source):
         """
         from simpletune.data.storage.dataset import Form, open_rows
 
-        return open_rows(self.path, self.columns, Form(self.format, self.split, self.local_gib), local)
-
-    @property
-    def columns(self) -> Columns:
-        """Return the columns to read."""
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
-        return Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
+        columns = Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
+        return open_rows(self.path, columns, Form(self.format, self.split, self.local_gib), local)
 
     @property
     def captions_from(self) -> str:
-        """Describe where captions come from."""
         if self.prompt is not None:
             return f"one prompt for all pictures: {self.prompt!r}"
         return f"the column {self.caption_column}"
 
     def bucket(self, size: Size, step: int) -> Size:
-        """Return the size in pixels that a picture is cropped to.
-
-        Args:
-            size: size of the picture.
-            step: sides of buckets are multiples of this.
-        """
+        """The size in pixels that a picture is cropped to; sides are multiples of ``step``."""
         if self.aspect == "square":
             return self.resolution, self.resolution
         return nearest_bucket(size, self.resolution, self.max_aspect, step)
 
     def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
-        """Return a row as a picture, without reading its bytes yet.
+        """A row as a picture, without reading its bytes yet.
 
         Args:
-            rows: the data set.
-            row: number of the row.
             size: size given by the columns; with squares, that of the square.
             step: sides of buckets are multiples of this.
 
@@ -141,7 +130,14 @@ class Stream(Source):
             UnusablePicture: its caption cannot be used.
             UserError: its shard is damaged.
         """
-        first, *more = [self.prompt] if self.prompt is not None else self._texts(rows.caption(row))
+        if self.prompt is not None:
+            captions = [self.prompt]
+        else:
+            cell, what = rows.caption(row), f"its {self.caption_column}"
+            if any(isinstance(text, bytes) for text in (cell if isinstance(cell, list) else [cell])):
+                raise UnusablePicture(f"{what} is not UTF-8 text")
+            captions = cell_captions(cell, what)
+        first, *more = captions
         digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
         mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
         found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
@@ -160,24 +156,6 @@ class Stream(Source):
             require_alpha(data)
         read = partial(_bytes, rows, row)
         return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
-
-    def _texts(self, value: object) -> list[str]:
-        """Return the captions in a cell: a string, or a list of strings.
-
-        Raises:
-            UnusablePicture: there is none, or one cannot be used.
-        """
-        what = f"its {self.caption_column}"
-        cells: list[object] = value if isinstance(value, list) and value else [value]
-        if any(isinstance(text, bytes) for text in cells):
-            raise UnusablePicture(f"{what} is not UTF-8 text")
-        texts = [text for text in cells if isinstance(text, str) and text.strip()]
-        if len(texts) < len(cells):
-            raise UnusablePicture(f"{what} is empty or not a string")
-        size = sum(len(text.encode()) for text in texts)
-        if size > MAX_BYTES:
-            raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
-        return [validate_caption(text, what) for text in texts]
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
         """Read a row's picture, and make the checks that other sources make while scanning.
@@ -200,23 +178,10 @@ class Stream(Source):
 
 
 def _bytes(rows: ShardedRows, row: int) -> bytes:
-    """Return the bytes in a row's cell: plain, or in {bytes, path}.
-
-    Raises:
-        UnusablePicture: there are none.
-        UserError: its shard is damaged.
-    """
+    """The bytes in a row's cell: plain, or in {bytes, path}. UnusablePicture: there are none."""
     value = rows.picture(row)
     if isinstance(value, dict):
         value = value.get("bytes")
     if not isinstance(value, bytes) or not value:
         raise UnusablePicture("its cell contains no picture, or only a path. Write the pictures' bytes")
     return value
-
-
-def example_rows(rows: ShardedRows) -> list[int]:
-    """Return the numbers of at most ``LOOKED_AT`` rows, from ``BLOCKS`` evenly spread blocks."""
-    count = len(rows.starts) - 1
-    blocks = sorted({place * count // min(BLOCKS, count) for place in range(min(BLOCKS, count))})
-    each = LOOKED_AT // len(blocks)
-    return [row for b in blocks for row in range(rows.starts[b], min(rows.starts[b] + each, rows.starts[b + 1]))]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from simpletune.data.sources.captions import MAX_BYTES, settle_lines, validate_caption
+from simpletune.data.sources.captions import MAX_BYTES, cell_captions, settle_lines
 from simpletune.data.sources.masks import alpha_mask
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
@@ -47,8 +47,10 @@ class Table(Source):
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check the table without reading it."""
+        from simpletune.system.hub import is_hub_name
+
         if not path.exists():
-            if not _is_hub_name(self.path):
+            if not is_hub_name(self.path):
                 remedy = "Give a parquet file, a folder, or a Hub name (owner/name)"
                 yield Problem("data.path", f"{self.path} does not exist. {remedy}")
         elif not _table_files(path):
@@ -60,7 +62,13 @@ class Table(Source):
         Raises:
             UserError: a file cannot be read, or a column is missing.
         """
-        files = _table_files(path) if path.exists() else _table_files(self._fetched(), self.split)
+        if path.exists():
+            files = _table_files(path)
+        else:  # on the Hub
+            from simpletune.system.hub import data_set_folder
+
+            patterns = [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"]
+            files = _table_files(data_set_folder(self.path, patterns), self.split)
         if not files:
             raise UserError(
                 f"data.path: {self.path} contains no .parquet file of the split {self.split!r}. Set data.split"
@@ -86,14 +94,18 @@ class Table(Source):
     def _cells(self, file: Path) -> Iterator[Cell]:
         """Yield the pictures and captions of a file, row by row."""
         columns = [self.image_column, *([self.caption_column] if self.prompt is None else [])]
-        known = _column_names(file)
+        opened = _open(file)
+        if isinstance(opened, list):
+            known, chunks = (list(opened[0].schema.names) if opened else []), len(opened)
+        else:
+            known, chunks = list(opened.schema_arrow.names), opened.num_row_groups
         for column in columns:
             if column not in known:
                 field = "image_column" if column == self.image_column else "caption_column"
                 raise UserError(f"data.{field}: {file.name} has no column {column!r}. Use one of: {', '.join(known)}")
-        for number in range(_chunks(file)):
-            if not isinstance(_open(file), list):
-                _require_small(file, number, columns, self.caption_column)
+        for number in range(chunks):
+            if not isinstance(opened, list):
+                _require_small(file, opened.metadata.row_group(number), number, columns, self.caption_column)
             row = 0
             for batch in _batches(file, number, columns):
                 images, captions = batch[self.image_column], batch[self.caption_column] if self.prompt is None else None
@@ -105,47 +117,25 @@ class Table(Source):
     def _picture(
         self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
     ) -> Picture:
-        first, *more = [caption] if isinstance(caption, str) else self._texts(caption)
+        what = f"its {self.caption_column}"
+        if isinstance(caption, str):
+            captions = [caption]
+        elif (length := _text_bytes(caption)) > MAX_BYTES:
+            raise UnusablePicture(f"{what} {too_large(length, MAX_BYTES)}")
+        else:
+            try:
+                captions = cell_captions(caption.as_py(), what)
+            except UnicodeDecodeError:
+                raise UnusablePicture(f"{what} is not UTF-8 text") from None
+        first, *more = captions
         data = _bytes_of(image.as_py(), file)
         read, digest = partial(_read_again, file, number, self.image_column, row), hashlib.sha256(data).hexdigest()
         size = picture_size(data)
         mask = alpha_mask(data, digest, read) if self.mask == "alpha" else None
         return Picture(name, first, size, digest, read, more=tuple(more), mask=mask)
 
-    def _texts(self, cell: pyarrow.Scalar) -> list[str]:
-        """Return the captions in a cell: a string, or a list of strings.
-
-        Raises:
-            UnusablePicture: there is none, or one cannot be used.
-        """
-        what = f"its {self.caption_column}"
-        size = _text_bytes(cell)
-        if size > MAX_BYTES:
-            raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
-        try:
-            value = cell.as_py()
-        except UnicodeDecodeError:
-            raise UnusablePicture(f"{what} is not UTF-8 text") from None
-        texts = value if isinstance(value, list) and value else [value]
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UnusablePicture(f"{what} is empty or not a string")
-        return [validate_caption(text, what) for text in texts]
-
-    def _fetched(self) -> Path:
-        """Download the parquet files of a dataset on the Hub."""
-        from simpletune.system.hub import data_set_folder
-
-        return data_set_folder(self.path, [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"])
-
-
-def _is_hub_name(name: str) -> bool:
-    from simpletune.system.hub import is_hub_name
-
-    return is_hub_name(name)
-
 
 def _table_files(path: Path, split: str = "") -> list[Path]:
-    """Return the table files at a path, sorted."""
     if path.is_file():
         return [path] if path.suffix in SUFFIXES else []
     return sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and split in f.name)
@@ -170,26 +160,10 @@ def _open(file: Path) -> pyarrow.parquet.ParquetFile | list[pyarrow.RecordBatch]
         raise UserError(f"data.path: {file} is damaged or not a {file.suffix} file ({error})") from None
 
 
-def _chunks(file: Path) -> int:
-    """Return the number of row groups or record batches in a file."""
-    opened = _open(file)
-    return len(opened) if isinstance(opened, list) else opened.num_row_groups
-
-
-def _column_names(file: Path) -> list[str]:
-    opened = _open(file)
-    if isinstance(opened, list):
-        return list(opened[0].schema.names) if opened else []
-    return list(opened.schema_arrow.names)
-
-
-def _require_small(file: Path, number: int, columns: Collection[str], caption_column: str) -> None:
-    """Check in the parquet metadata that a row group's columns are small enough to read.
-
-    Raises:
-        UserError: a column is too large.
-    """
-    group = _group(file, number)
+def _require_small(
+    file: Path, group: pyarrow.parquet.RowGroupMetaData, number: int, columns: Collection[str], caption_column: str
+) -> None:
+    """Check that a row group's columns are small enough to read. UserError: one is too large."""
     sizes: Counter[str] = Counter()
     for place in range(group.num_columns):
         column = group.column(place)
@@ -201,12 +175,6 @@ def _require_small(file: Path, number: int, columns: Collection[str], caption_co
                 f"data.path: {file}: the column {name!r} of row group {number} has {sizes[name]:,} bytes in "
                 f"{group.num_rows:,} rows; the limit is {most:,}. Write smaller row groups, or fix the column"
             )
-
-
-def _group(file: Path, number: int) -> pyarrow.parquet.RowGroupMetaData:
-    opened = _open(file)
-    assert not isinstance(opened, list)
-    return opened.metadata.row_group(number)
 
 
 def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
@@ -225,7 +193,7 @@ def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.Re
         if isinstance(opened, list):
             yield opened[number].select(columns)
         else:
-            group = _group(file, number)
+            group = opened.metadata.row_group(number)
             rows = max(1, min(group.num_rows, MAX_GROUP // max(1, group.total_byte_size)))
             yield from opened.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
@@ -237,7 +205,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def _text_bytes(cell: pyarrow.Scalar) -> int:
-    """Return the size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
+    """The size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
     import pyarrow as pa
 
     if cell.is_valid and (pa.types.is_list(cell.type) or pa.types.is_large_list(cell.type)):

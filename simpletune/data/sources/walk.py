@@ -24,17 +24,13 @@ Links = Literal["inside", "anywhere"]
 
 @dataclass
 class FoundFiles:
-    """The result of walking a data folder.
-
-    Args:
-        pictures: files with a picture's extension, sorted by relative name; may include dangling links.
-        rejected: links that are not followed, and folders that cannot be read.
-        left_alone: pictures of unsupported formats, counted by extension.
-    """
+    """The result of walking a data folder."""
 
     pictures: list[Path] = field(default_factory=list)
+    """Files with a picture's extension, sorted by relative name; may include dangling links."""
     rejected: list[RejectedEntry] = field(default_factory=list)
-    left_alone: Counter[str] = field(default_factory=Counter)
+    """Links that are not followed, and folders that cannot be read."""
+    left_alone: Counter[str] = field(default_factory=Counter)  # pictures of unsupported formats, counted by extension
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:
@@ -46,13 +42,9 @@ OUTSIDE = "is a symbolic link to a target outside the data folder. Copy the targ
 
 
 def walk(root: Path, links: Links) -> FoundFiles:
-    """Find the picture files below a folder, skipping hidden files and folders.
+    """Find the picture files below the data folder ``root``, skipping hidden files and folders.
 
     Enters linked folders only with ``anywhere``, after all others, and each real folder once, so cycles terminate.
-
-    Args:
-        root: the data folder.
-        links: which symbolic links may be followed.
     """
     found, seen = FoundFiles(), set[str]()
     waiting, linked = [os.fspath(root)], list[str]()
@@ -63,10 +55,17 @@ def walk(root: Path, links: Links) -> FoundFiles:
             continue
         seen.add(real)
         for entry in _entries(folder, root, found):
+            suffix = os.path.splitext(entry.name)[1].lower()
             if _is_folder(entry):
                 (linked if entry.is_symlink() else waiting).append(entry.path)
+            elif suffix in OTHER_PICTURES:
+                found.left_alone[suffix] += 1
+            elif suffix not in SUFFIXES:
+                continue
+            elif links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
+                found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
             else:
-                _take_file(entry, root, links, found)
+                found.pictures.append(Path(entry.path))
         if links == "inside":
             outside = [path for path in linked if is_outside(path, root)]
             found.rejected += [RejectedEntry(_relative(path, root), OUTSIDE, "folder") for path in outside]
@@ -90,18 +89,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself: reading it reports the error
         return False
-
-
-def _take_file(entry: os.DirEntry[str], root: Path, links: Links, found: FoundFiles) -> None:
-    suffix = os.path.splitext(entry.name)[1].lower()
-    if suffix in OTHER_PICTURES:
-        found.left_alone[suffix] += 1
-    if suffix not in SUFFIXES:
-        return
-    if links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
-        found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
-    else:
-        found.pictures.append(Path(entry.path))
 
 
 def _relative(path: str, root: Path) -> str:
@@ -129,7 +116,7 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def too_large(size: int, limit: int) -> str:
-    """Return the reason to reject a file or a text of more than ``limit`` bytes."""
+    """The reason to reject a file or a text of more than ``limit`` bytes."""
     return f"has {size:,} bytes; the limit is {limit:,}"
 
 
@@ -152,9 +139,8 @@ def printable_name(name: str) -> str:
     shorten a very long one in the middle."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 + 3 :]}"
     return "".join(
-        character.encode("unicode_escape").decode() if _unsafe(character) else character for character in cut
+        character.encode("unicode_escape").decode()
+        if character in BIDIRECTIONAL or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+        else character
+        for character in cut
     )
-
-
-def _unsafe(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from simpletune.models.objectives.solvers import DpmSolver
-
 TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
 DIFFUSERS = {ours: theirs for theirs, ours in PREDICTIONS.items()}
@@ -60,7 +58,6 @@ class Ddpm(TrainingObjective):
     sampler: ClassVar[str] = "DPM++ 2M"
 
     def rules(self) -> Iterator[Problem]:
-        """Check what needs no model."""
         if self.min_timestep > self.max_timestep:
             yield Problem(
                 "objective.min_timestep",
@@ -70,7 +67,6 @@ class Ddpm(TrainingObjective):
             yield Problem("objective.zero_terminal_snr", f"true {NEEDS_V} Use objective.prediction v, or false")
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
-        """Check the model's schedule, and what its scheduler config says the network predicts."""
         config = scheduler()
         predicted = config.get("prediction_type", "epsilon")
         if self.prediction == "auto" and predicted not in PREDICTIONS:
@@ -99,7 +95,6 @@ class Ddpm(TrainingObjective):
         return float(stream.integers(self.min_timestep, self.max_timestep + 1))
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the timestep at a quantile in [0, 1) of the density; the validation loss uses these fixed levels."""
         return float(self.min_timestep + math.floor(quantile * (self.max_timestep + 1 - self.min_timestep)))
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
@@ -111,7 +106,7 @@ class Ddpm(TrainingObjective):
         return noise
 
     def prediction_of(self, scheduler: ModelConfig) -> str:
-        """Return what the network predicts: ``epsilon`` or ``v``."""
+        """``epsilon`` or ``v``."""
         if self.prediction != "auto":
             return self.prediction
         return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
@@ -122,7 +117,6 @@ class Ddpm(TrainingObjective):
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> DdpmProcess:
-        """Build the noising process."""
         config = scheduler()
         self._require(config)
         alphas_bar = schedule_of(config)
@@ -131,14 +125,10 @@ class Ddpm(TrainingObjective):
         return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma, self.huber)
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
-        """Build DPM-Solver++ of second order (arXiv:2211.01095)."""
-        from simpletune.models.objectives.solvers import DpmSolver
-
         self._require(scheduler)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]]:
-        """Return diffusers' DPM-Solver++ and this objective's changes to the base's scheduler config."""
         changes: dict[str, object] = {}
         if self.prediction != "auto":
             changes["prediction_type"] = DIFFUSERS[self.prediction]
@@ -184,42 +174,31 @@ def rescale_to_zero_snr(alphas_bar: Sequence[float]) -> list[float]:  # [T]
     return [((root - last) * first / (first - last)) ** 2 for root in roots]
 
 
-def min_snr_weight(alpha_bar: float, gamma: float, v: bool) -> float:
-    """min(SNR, gamma) / SNR for noise prediction, min(SNR, gamma) / (SNR + 1) for v (arXiv:2303.09556)."""
-    snr = alpha_bar / (1 - alpha_bar)
-    return min(snr, gamma) / (snr + 1 if v else snr)
-
-
 class DdpmProcess:
-    """The noising process with its targets and weights, from tables in fp32. Reads nothing from the device.
+    """A ``NoisingProcess`` from tables in fp32.
 
     Args:
         alphas_bar: abar of every timestep.
         v: whether the network predicts v, not the noise.
-        gamma: gamma of the min-SNR weights; None: no weights.
+        gamma: gamma of the min-SNR weights (arXiv:2303.09556); None: no weights.
         huber: the pseudo-Huber loss; None: squared errors.
     """
 
     def __init__(self, alphas_bar: Sequence[float], v: bool, gamma: float | None, huber: Huber | None = None):
         self.v, self.weighted, self.huber = v, gamma is not None, huber
-        self._rows = [
-            [math.sqrt(each) for each in alphas_bar],
-            [math.sqrt(1 - each) for each in alphas_bar],
-            [1.0 if gamma is None else min_snr_weight(each, gamma, v) for each in alphas_bar],
-        ]
+        weights = [1.0] * len(alphas_bar)
+        if gamma is not None:  # min-SNR: min(SNR, gamma) / SNR for noise prediction, / (SNR + 1) for v
+            ratios = [each / (1 - each) for each in alphas_bar]
+            weights = [min(snr, gamma) / (snr + 1 if v else snr) for snr in ratios]
+        self._rows = [[math.sqrt(each) for each in alphas_bar], [math.sqrt(1 - each) for each in alphas_bar], weights]
         self._tables: dict[torch.device, Tensor] = {}  # [3, T]
 
-    def noised(
-        self,
-        z_0: Tensor,  # [b, c, h, w]
-        noise: Tensor,  # [b, c, h, w]
-        level: Tensor,  # [b]
-    ) -> Tensor:  # [b, c, h, w]
+    def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """z_t = sqrt(abar) z_0 + sqrt(1 - abar) noise (arXiv:2006.11239, eq. 4)."""
         signal, spread, _ = self._at(level)
         return signal * z_0 + spread * noise
 
-    def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:  # [b, c, h, w]
+    def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """The noise, or v = sqrt(abar) noise - sqrt(1 - abar) z_0 (arXiv:2202.00512, section 4)."""
         if not self.v:
             return noise
@@ -227,7 +206,7 @@ class DdpmProcess:
         return signal * noise - spread * z_0
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The mean error, an fp32 scalar, weighted by level and, if given, by ``weight`` [b, 1, h or 1, w or 1]."""
+        """The mean error, weighted by level and, if given, by ``weight``."""
         c = None
         if self.huber is not None:
             signal, spread, _ = self._at(level)
@@ -238,15 +217,8 @@ class DdpmProcess:
         return (self._at(level)[2] * found).mean() if self.weighted else found.mean()
 
     def time(self, level: Tensor) -> Tensor:  # [b], int64
-        """Return the timestep that the network receives."""
+        """The timestep itself."""
         return level.long()
-
-    def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:  # [b, c, h, w], fp32
-        """Estimate z_0 from a prediction at z_t."""
-        signal, spread, _ = self._at(level)
-        if self.v:
-            return signal * z_t.float() - spread * prediction.float()
-        return (z_t.float() - spread * prediction.float()) / signal
 
     def _at(self, level: Tensor) -> tuple[Tensor, ...]:  # three [b, 1, 1, 1]
         """Look up sqrt(abar), sqrt(1 - abar) and the weight; the first use on a device copies the tables there."""
@@ -255,3 +227,31 @@ class DdpmProcess:
         if level.device not in self._tables:
             self._tables[level.device] = torch.tensor(self._rows, dtype=torch.float32, device=level.device)
         return self._tables[level.device][:, level.long()].view(3, -1, 1, 1, 1).unbind()
+
+
+class DpmSolver:
+    """DPM-Solver++ (2M) of diffusers: second order after the first step, without noise (arXiv:2211.01095, alg. 2).
+
+    Args:
+        config: the model's scheduler config.
+        steps: number of steps.
+        skipped: how many of the first, noisiest steps to leave out.
+    """
+
+    def __init__(self, config: ModelConfig, steps: int, skipped: int = 0):
+        from diffusers import DPMSolverMultistepScheduler
+
+        chosen = {"algorithm_type": "dpmsolver++", "solver_order": 2}
+        self._scheduler = DPMSolverMultistepScheduler.from_config(dict(config), **chosen)
+        self._scheduler.set_timesteps(steps)
+        self._scheduler.set_begin_index(skipped)
+        self.times = self._scheduler.timesteps[skipped:]
+        self.levels = self.times.float()
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
+        if z_0 is None:
+            return noise * self._scheduler.init_noise_sigma
+        return self._scheduler.add_noise(z_0, noise, self.times[:1].expand(len(z_0)))
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
+        return self._scheduler.step(prediction, self.times[index], z, return_dict=False)[0]

@@ -33,32 +33,23 @@ class Uniform:
     """All levels are equally probable."""
 
     def quantile(self, q: float) -> float:
-        """q."""
         return q
 
     def cdf(self, x: float) -> float:
-        """x."""
         return x
 
 
 @dataclass(frozen=True)
 class LogitNormal:
-    """log(x / (1 - x)) is normal (arXiv:2403.03206, eq. 19).
-
-    Args:
-        mean: the logit's mean.
-        std: the logit's standard deviation.
-    """
+    """The logit log(x / (1 - x)) is normal (arXiv:2403.03206, eq. 19)."""
 
     mean: float
     std: float
 
     def quantile(self, q: float) -> float:
-        """The logistic function of the normal quantile."""
         return 1.0 / (1.0 + math.exp(-NormalDist(self.mean, self.std).inv_cdf(q)))
 
     def cdf(self, x: float) -> float:
-        """The normal cdf of the logit."""
         if x <= 0 or x >= 1:
             return float(x >= 1)
         return NormalDist(self.mean, self.std).cdf(math.log(x / (1 - x)))
@@ -66,20 +57,15 @@ class LogitNormal:
 
 @dataclass(frozen=True)
 class Mode:
-    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): favours the middle without making any level rare.
+    """Mode sampling with heavy tails (arXiv:2403.03206, eq. 20): favours the middle without making any level rare."""
 
-    Args:
-        scale: s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured.
-    """
-
-    scale: float
+    scale: float  # s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured
 
     def quantile(self, q: float) -> float:
         """f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u) at u = 1 - q."""
         return q - self.scale * (math.sin(math.pi * q / 2) ** 2 - q)
 
     def cdf(self, x: float) -> float:
-        """The quantile function inverted."""
         return float(x >= 1) if x <= 0 or x >= 1 else inverse(self.quantile, x)
 
 
@@ -88,28 +74,20 @@ class CosMap:
     """Levels with the signal-to-noise ratios of the cosine schedule (arXiv:2403.03206, eq. 21)."""
 
     def quantile(self, q: float) -> float:
-        """1 - 1 / (tan(pi q / 2) + 1)."""
         return 1.0 - 1.0 / (math.tan(math.pi * q / 2) + 1.0)
 
     def cdf(self, x: float) -> float:
-        """2 / pi arctan(x / (1 - x))."""
         return 2 / math.pi * math.atan2(x, 1 - x)
 
 
 @dataclass(frozen=True)
 class Beta:
-    """The Beta distribution: x^(alpha - 1) (1 - x)^(beta - 1), normalised.
-
-    Args:
-        alpha: larger values mean more noise.
-        beta: larger values mean less noise.
-    """
+    """The Beta distribution: x^(alpha - 1) (1 - x)^(beta - 1), normalised."""
 
     alpha: float
     beta: float
 
     def quantile(self, q: float) -> float:
-        """The regularised incomplete beta function inverted."""
         return inverse(self.cdf, q)
 
     def cdf(self, x: float) -> float:
@@ -138,14 +116,7 @@ def inverse(rising: Callable[[float], float], y: float) -> float:
 
 
 def between(density: Density, q: float, low: float, high: float) -> float:
-    """The quantile of a density restricted to the range between two levels, where it keeps its shape.
-
-    Args:
-        density: the density of all levels.
-        q: the quantile within the part.
-        low: the lowest level.
-        high: the highest level.
-    """
+    """The quantile q of a density restricted to the range between two levels, where it keeps its shape."""
     first, last = density.cdf(low), density.cdf(high)
     q = min(max(first + q * (last - first), SMALLEST), 1 - SMALLEST)
     return min(max(density.quantile(q), low), high)

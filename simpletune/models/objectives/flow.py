@@ -1,4 +1,8 @@
-"""Rectified flow, the objective of Stable Diffusion 3 (arXiv:2403.03206): its options and its noise levels."""
+"""Rectified flow, the objective of Stable Diffusion 3 (arXiv:2403.03206): its options and noise levels, and
+noising, target, loss and solver on tensors.
+
+Shapes: b samples, c = 16 latent channels, h and w are the latent's height and width (an eighth of the picture's).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.models.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
-from simpletune.models.objectives.flow_process import FlowProcess
-from simpletune.models.objectives.huber import Huber
+from simpletune.models.objectives.huber import Huber, errors
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from simpletune.models.objectives.solvers import Euler
+    from torch import Tensor
 
 
 RAREST = 1e-6
@@ -59,11 +61,9 @@ class Flow(TrainingObjective):
     sampler: ClassVar[str] = "Euler"
 
     def shift_at(self, resolution: int) -> float:
-        """Return the timestep shift for a training resolution in pixels."""
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
     def rules(self) -> Iterator[Problem]:
-        """Check the range of noise levels, and report shapes of densities that are not used."""
         if self.min_sigma >= self.max_sigma:
             yield Problem(
                 "objective.min_sigma",
@@ -78,7 +78,6 @@ class Flow(TrainingObjective):
                 )
 
     def density_rules(self, resolution: int) -> Iterator[Problem]:
-        """Check that some noise levels lie within the range."""
         low, high = (unshift_sigma(sigma, self.shift_at(resolution)) for sigma in (self.min_sigma, self.max_sigma))
         if self.min_sigma < self.max_sigma and self._density().cdf(high) - self._density().cdf(low) < RAREST:
             yield Problem(
@@ -89,19 +88,14 @@ class Flow(TrainingObjective):
 
     def draw(self, stream: np.random.Generator, shift: float) -> float:
         """Draw one shifted noise level in (0, 1), computed in float64."""
-        if self.sigma == "logit_normal" and self._is_whole:
+        if self.sigma == "logit_normal" and (self.min_sigma, self.max_sigma) == (0, 1):
             sigma = 1.0 / (1.0 + math.exp(-(self.logit_mean + self.logit_std * stream.standard_normal())))
             return shift_sigma(sigma, shift)
         return self.quantile(stream.random(), shift)
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the noise level at a quantile of the density; the validation loss uses these fixed levels."""
         low, high = unshift_sigma(self.min_sigma, shift), unshift_sigma(self.max_sigma, shift)
         return shift_sigma(between(self._density(), quantile, low, high), shift)
-
-    @property
-    def _is_whole(self) -> bool:
-        return self.min_sigma == 0 and self.max_sigma == 1
 
     def _density(self) -> Density:
         densities: dict[str, Density] = {
@@ -114,11 +108,7 @@ class Flow(TrainingObjective):
         return densities[self.sigma]
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> FlowProcess:
-        """The objective's functions on tensors.
-
-        Args:
-            scheduler: returns the model's ``scheduler_config.json``, which a flow does not need.
-        """
+        """A flow needs no scheduler's configuration."""
         return FlowProcess(self.huber)
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Euler:
@@ -126,11 +116,55 @@ class Flow(TrainingObjective):
         import torch
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        from simpletune.models.objectives.solvers import Euler
-
         levels = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
         levels.set_timesteps(steps)
         return Euler(levels.sigmas.to(torch.float32)[skipped:])
+
+
+class FlowProcess:
+    """Rectified flow on tensors, a ``NoisingProcess``; a noise level is sigma in (0, 1)."""
+
+    def __init__(self, huber: Huber | None = None):
+        self.huber = huber
+
+    def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
+        sigma = level.view(-1, 1, 1, 1)
+        return (1 - sigma) * z_0 + sigma * noise
+
+    def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """The velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2)."""
+        return noise - z_0
+
+    def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The mean over all elements of ``weight`` times the error."""
+        found = errors(prediction, target, None if self.huber is None else self.huber.c_at(level, 1 - level))
+        return (found if weight is None else weight * found).mean()
+
+    def time(self, level: Tensor) -> Tensor:
+        """1000 sigma."""
+        return 1000.0 * level
+
+
+class Euler:
+    """Integrates dz/dsigma = velocity by Euler's method (arXiv:2206.00364, alg. 1).
+
+    Args:
+        sigmas: [s + 1], fp32, on the CPU: the noise levels of the steps, followed by 0.
+    """
+
+    def __init__(self, sigmas: Tensor):
+        self.sigmas, self.levels = sigmas, sigmas[:-1]
+        self._process = FlowProcess()
+        self.times = self._process.time(self.levels)
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
+        sigma = self.sigmas[:1].to(noise.device)
+        return noise if z_0 is None else self._process.noised(z_0, noise, sigma)
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
+        """z + (sigma_next - sigma) velocity."""
+        return z + (self.sigmas[index + 1] - self.sigmas[index]).to(z.device) * prediction
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
@@ -139,5 +173,4 @@ def shift_sigma(sigma: float, shift: float) -> float:
 
 
 def unshift_sigma(shifted: float, shift: float) -> float:
-    """Invert ``shift_sigma``."""
     return shifted / (shift - (shift - 1.0) * shifted)

@@ -1,6 +1,6 @@
-"""The base class of objectives, and the protocol of their noising processes.
+"""The base class of objectives, and the protocols of their noising processes and of the solvers that draw with them.
 
-Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's).
+Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's), s steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from simpletune.system.options import Option, Problem
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-    from simpletune.models.objectives.solvers import Solver
 
 
 class TrainingObjective(Option):
@@ -36,11 +34,7 @@ class TrainingObjective(Option):
         yield from ()
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
-        """Check whether the objective fits the model.
-
-        Args:
-            scheduler: returns the model's ``scheduler_config.json``.
-        """
+        """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
 
     def shift_at(self, resolution: int) -> float:
@@ -56,19 +50,11 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
-        """Draw a sample's noise, normal in fp32.
-
-        Args:
-            stream: seeded by the sample's key.
-            shape: (c, h, w).
-        """
+        """Draw a sample's noise of shape (c, h, w), normal in fp32, from a stream that its key seeds."""
         return stream.standard_normal(tuple(shape), dtype="float32")
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
-        """Build the noising process.
-
-        Args:
-            scheduler: returns the model's ``scheduler_config.json``.
+        """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``.
 
         Raises:
             ConfigError: the objective does not fit the model.
@@ -116,5 +102,17 @@ class NoisingProcess(Protocol):
     def time(self, level: Tensor) -> Tensor:
         """The timestep [b] that the network receives."""
 
-    def clean(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
-        """Estimate z_0 [b, c, h, w] from a prediction at z_t."""
+
+class Solver(Protocol):
+    """The steps of one drawing. Make a new solver for each: it may keep earlier predictions."""
+
+    levels: Tensor
+    """[s], fp32, on the CPU: the noise level of each step, in the objective's terms."""
+    times: Tensor
+    """[s], on the CPU: what the network receives as its timestep."""
+
+    def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:  # [b, c, h, w] each
+        """Return the first z: the noise, or a starting picture's latents noised to the first level."""
+
+    def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:  # [b, c, h, w] each, fp32
+        """Return the next z from the network's prediction at step ``index``; steps are taken in order."""

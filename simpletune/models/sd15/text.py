@@ -19,9 +19,9 @@ class ClipPrompts(Prompts):
     """Text side of a pipeline with a single CLIP encoder."""
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return one prompt's embedding [L, e], and a pooled embedding of width 0."""
+        """One prompt's embedding [L, e], and a pooled embedding of width 0."""
         return parts[self.encoders[0].name]["hidden"], self.pool(parts)
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """Return a tensor [0]: this family has no pooled embedding."""
+        """A tensor [0]: this family has no pooled embedding."""
         return parts[self.encoders[0].name]["hidden"].new_zeros(0)

@@ -26,7 +26,7 @@ HUB_NAMES: Mapping[str, str] = {SD3_MEDIUM: "sd3_medium", SD35_MEDIUM: "sd35_med
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """Return the configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
+    """The configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
     folder = Path(__file__).parent
     parts = json.loads((folder / "medium_parts.json").read_text())
     return {
@@ -62,9 +62,8 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
-    """Return the source of each of the transformer's tensors, by diffusers' name."""
-    names = (*parameter_shapes(config), TABLE)
-    return {name: origin_of(name, config["num_layers"]) for name in names}
+    """The source of each of the transformer's tensors, by diffusers' name."""
+    return {name: origin_of(name, config["num_layers"]) for name in (*parameter_shapes(config), TABLE)}
 
 
 LAYOUT = FileLayout(

@@ -28,8 +28,8 @@ def sd3_flops(
     layers, dual = config["num_layers"], config.get("dual_attention_layers") or ()
     for number in range(layers):
         before = count.flops.forward
-        block = _Block(count, f"transformer_blocks.{number}", b, image, text, last=number == layers - 1)
-        x, y = block.count(x, y, condition, dual=number in dual)
+        name, last = f"transformer_blocks.{number}", number == layers - 1
+        x, y = _joint_block(count, name, (b, image, text), (x, y, condition), last, number in dual)
         if number < checkpointed:
             count.flops.recomputed += count.flops.forward - before
     x |= count.linear("norm_out.linear", b, condition)
@@ -37,42 +37,40 @@ def sd3_flops(
     return count.flops
 
 
-class _Block:
-    """A joint block (arXiv:2403.03206, figure 2b), as diffusers implements it."""
+def _joint_block(
+    count: Count, name: str, sizes: tuple[int, int, int], grads: tuple[bool, bool, bool], last: bool, dual: bool
+) -> tuple[bool, bool]:
+    """Count a joint block (arXiv:2403.03206, figure 2b), as diffusers implements it.
 
-    def __init__(self, count: Count, name: str, batch: int, image: int, text: int, last: bool):
-        self._count, self._name, self._batch, self._last = count, name, batch, last
-        self._image, self._text = image, text
-        self._width = count.shapes[f"{name}.attn.to_q.weight"][0]
+    Args:
+        sizes: samples, and image and text tokens of each.
+        grads: whether image tokens, text tokens and their conditioning carry gradients.
 
-    def count(self, x: bool, y: bool, condition: bool, dual: bool) -> tuple[bool, bool]:
-        """Count the block's operations. Takes and returns whether image and text tokens carry gradients."""
-        n, t = self._batch * self._image, self._batch * self._text
-        scale_x = self._linear("norm1.linear", self._batch, condition)
-        scale_y = self._linear("norm1_context.linear", self._batch, condition)
-        attended = self._project("attn", ("to_q", "to_k", "to_v"), n, x or scale_x)
-        attended |= self._project("attn", ("add_q_proj", "add_k_proj", "add_v_proj"), t, y or scale_y)
-        attended = self._count.attention(self._batch, self._image + self._text, self._width, attended)
-        out_x = self._linear("attn.to_out.0", n, attended) or x or scale_x
-        if dual:
-            attended2 = self._project("attn2", ("to_q", "to_k", "to_v"), n, x or scale_x)
-            attended2 = self._count.attention(self._batch, self._image, self._width, attended2)
-            out_x |= self._linear("attn2.to_out.0", n, attended2)
-        out_x |= self._feed_forward("ff", n, out_x)
-        if self._last:
-            return out_x, False
-        out_y = self._linear("attn.to_add_out", t, attended) or y or scale_y
-        return out_x, self._feed_forward("ff_context", t, out_y)
+    Returns:
+        Whether image and text tokens carry gradients after it.
+    """
+    (batch, image, text), (x, y, condition) = sizes, grads
+    n, t, width = batch * image, batch * text, count.shapes[f"{name}.attn.to_q.weight"][0]
 
-    def _linear(self, name: str, rows: int, grad: bool) -> bool:
-        return self._count.linear(f"{self._name}.{name}", rows, grad)
+    def linear(layer: str, rows: int, grad: bool) -> bool:
+        return count.linear(f"{name}.{layer}", rows, grad)
 
-    def _project(self, attention: str, names: tuple[str, ...], rows: int, grad: bool) -> bool:
+    def project(attention: str, layers: str, rows: int, grad: bool) -> bool:
         """The projections before attention. The norms of q and k add no products, but may be trained."""
-        norms = ("norm_q", "norm_k") if names[0] == "to_q" else ("norm_added_q", "norm_added_k")
-        flows = [self._linear(f"{attention}.{name}", rows, grad) for name in names]
-        return any(flows) or any(self._count.trains(f"{self._name}.{attention}.{norm}.weight") for norm in norms)
+        q, k, v, *norms = (f"{attention}.{layer}" for layer in layers.split())
+        flows = [linear(layer, rows, grad) for layer in (q, k, v)]
+        return any(flows) or any(count.trains(f"{name}.{norm}.weight") for norm in norms)
 
-    def _feed_forward(self, name: str, rows: int, grad: bool) -> bool:
-        names = [f"{self._name}.{name}.net.0.proj", f"{self._name}.{name}.net.2"]
-        return self._count.chain(names, rows, grad)
+    scale_x, scale_y = linear("norm1.linear", batch, condition), linear("norm1_context.linear", batch, condition)
+    attended = project("attn", "to_q to_k to_v norm_q norm_k", n, x or scale_x)
+    attended |= project("attn", "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k", t, y or scale_y)
+    attended = count.attention(batch, image + text, width, attended)
+    out_x = linear("attn.to_out.0", n, attended) or x or scale_x
+    if dual:
+        alone = project("attn2", "to_q to_k to_v norm_q norm_k", n, x or scale_x)
+        out_x |= linear("attn2.to_out.0", n, count.attention(batch, image, width, alone))
+    out_x |= linear("ff.net.2", n, linear("ff.net.0.proj", n, out_x))
+    if last:
+        return out_x, False
+    out_y = linear("attn.to_add_out", t, attended) or y or scale_y
+    return out_x, linear("ff_context.net.2", t, linear("ff_context.net.0.proj", t, out_y))

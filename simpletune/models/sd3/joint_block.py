@@ -31,10 +31,17 @@ class JointBlock(JointTransformerBlock):
     ) -> tuple[Tensor | None, Tensor]:
         """Return text tokens (None after the last block) and picture tokens."""
         x, text, more = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
-        shift, scale, gate, *of_ff = modulation_parts(self.norm1, temb, 9 if self.use_dual_attention else 6)
+        norm, norm_text = self.norm1, self.norm1_context
+        # [b, d] each: shift, scale and gate of attention, those of the feed-forward, then those of a second attention
+        parts = norm.linear(norm.silu(temb)).chunk(9 if self.use_dual_attention else 6, dim=1)
+        shift, scale, gate, *of_ff = parts
         second = [ScaleShift(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
-        x, inputs = modulated(x, None, [ScaleShift(scale, shift), *second], self.norm1.norm.eps)
-        text, normed_text, of_text = self._normed_text(text, temb)
+        x, inputs = modulated(x, None, [ScaleShift(scale, shift), *second], norm.norm.eps)
+        if self.context_pre_only:  # the last block, without text output: AdaLayerNormContinuous, scale before shift
+            scale, shift = norm_text.linear(norm_text.silu(temb).to(text.dtype)).chunk(2, dim=1)
+        else:
+            shift, scale, *of_text = norm_text.linear(norm_text.silu(temb)).chunk(6, dim=1)
+        text, (normed_text,) = modulated(text, None, [ScaleShift(scale, shift)], norm_text.norm.eps)
         attended, attended_text = self.attn(hidden_states=inputs[0], encoder_hidden_states=normed_text, **more)
         added = Gated(attended, gate)
         if self.use_dual_attention:
@@ -52,33 +59,15 @@ class JointBlock(JointTransformerBlock):
         text, x = add_gated((text, found_text), (x, found))
         return text, x
 
-    def _normed_text(self, text: Tensor, temb: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Return the text tokens, the normalised ones for attention, and the remaining modulations."""
-        norm = self.norm1_context
-        if self.context_pre_only:
-            scale, shift = norm.linear(norm.silu(temb).to(text.dtype)).chunk(2, dim=1)
-            of_text: Sequence[Tensor] = ()
-        else:
-            shift, scale, *of_text = modulation_parts(norm, temb, 6)
-        text, (normed_text,) = modulated(text, None, [ScaleShift(scale, shift)], norm.norm.eps)
-        return text, normed_text, of_text
-
 
 def _with_feed_forward(
-    x: Tensor,
+    x: Tensor,  # [b, n, d]
     added: Gated,
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor],  # shift, scale and gate of the network, [b, d] each
     norm: nn.LayerNorm,
     network: nn.Module,
 ) -> tuple[Tensor, Gated]:
     """Add the output of attention, and run the feed-forward network on the normalised sum.
-
-    Args:
-        x: tokens [b, n, d].
-        added: gated output of attention.
-        parts: shift, scale and gate of the network, [b, d] each.
-        norm: the norm before the network.
-        network: the feed-forward network.
 
     Returns:
         The sum, and the network's gated output, still to be added.
@@ -87,12 +76,6 @@ def _with_feed_forward(
     x, inputs = modulated(x, added, [ScaleShift(scale, shift)], norm.eps)
     del added
     return x, Gated(network(inputs.pop()), gate)
-
-
-def modulation_parts(norm: nn.Module, temb: Tensor, count: int) -> Sequence[Tensor]:
-    """Return shift, scale and gate of attention, those of the feed-forward, and so on: ``count`` views [b, d]."""
-    rows: Tensor = norm.linear(norm.silu(temb))  # type: ignore[operator]
-    return rows.chunk(count, dim=1)
 
 
 def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -117,13 +100,8 @@ class JointAttention:
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: object
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from [b, n, d] and [b, t, d] to both; returns the same shapes.
-
-        Args:
-            attn: the module.
-            hidden_states: tokens of the picture.
-            encoder_hidden_states: tokens of the text; None: only the picture attends, and only its tokens are returned.
-        """
+        """Attend from the picture's tokens [b, n, d] and the text's [b, t, d] to both; returns the same shapes. Without
+        text only the picture attends, and only its tokens are returned."""
         n, text = hidden_states.shape[1], encoder_hidden_states
         layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None)
         query, key, value = (_normed(attn, layer(hidden_states), norm) for layer, norm in layers)
@@ -132,24 +110,16 @@ class JointAttention:
             of_text = [_normed(attn, layer(text), norm) for layer, norm in layers]
             query, key, value = (torch.cat(pair, dim=1) for pair in zip((query, key, value), of_text, strict=True))
             del of_text
-        query, key, value = (_heads(attn, x).transpose(1, 2) for x in (query, key, value))
+        query, key, value = (x.view(*x.shape[:2], attn.heads, -1).transpose(1, 2) for x in (query, key, value))
         attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.0, is_causal=False)
         attended = attended.transpose(1, 2).flatten(2).to(query.dtype)
+        linear, dropout = attn.to_out
         if text is None:
-            return _out(attn, attended)
+            return dropout(linear(attended))
         image, rest = attended.split([n, text.shape[1]], dim=1)
         rest = rest if attn.context_pre_only else attn.to_add_out(rest)
-        return _out(attn, image), rest
-
-
-def _heads(attn: Attention, x: Tensor) -> Tensor:  # [b, n, d] -> [b, n, h, d / h]
-    return x.view(*x.shape[:2], attn.heads, -1)
+        return dropout(linear(image)), rest
 
 
 def _normed(attn: Attention, x: Tensor, norm: nn.Module | None) -> Tensor:  # [b, n, d]
-    return x if norm is None else normed(_heads(attn, x), norm).flatten(2)
-
-
-def _out(attn: Attention, x: Tensor) -> Tensor:  # [b, n, d]
-    found: Tensor = attn.to_out[1](attn.to_out[0](x))
-    return found
+    return x if norm is None else normed(x.view(*x.shape[:2], attn.heads, -1), norm).flatten(2)  # of each head

@@ -26,7 +26,6 @@ class SD3Names(LoraNames):
     }
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
-        """As for ``LoraNames``."""
         blocks = "joint_blocks" if layout.original else "transformer_blocks"
         outer, in_block = (OUTER_BACK, IN_BLOCK_BACK) if layout.original else (OUTER_OWN, IN_BLOCK_OWN)
         found = {layout.spelt(name): layers for name, layers in outer.items()}
@@ -40,7 +39,6 @@ class SD3Names(LoraNames):
         return tuple(f"transformer_blocks.{match[1]}.{name}" for name in leaves.get(match[2], ()))
 
     def original(self, layer: str) -> tuple[str, int | None]:
-        """As for ``LoraNames``."""
         if layer in OUTER:
             return OUTER[layer], None
         start, number, inner = layer.split(".", 2)
@@ -52,26 +50,19 @@ class SD3Names(LoraNames):
         return f"joint_blocks.{number}.{IN_BLOCK[inner]}", None
 
     def halves_swapped(self, layer: str, outputs: int, inputs: int) -> bool:
-        """Whether outputs are scale before shift in diffusers, but shift before scale in the original layout.
-
-        True for modulations without gates: ``norm_out`` and the last block's ``norm1_context``, which has two vectors
-        where other blocks have six. So the number of blocks, which a LoRA file does not contain, is not needed.
-        """
+        # Modulations without gates are scale before shift in diffusers, but shift before scale in the original layout:
+        # norm_out and the last block's norm1_context, which has two vectors where other blocks have six. So the number
+        # of blocks, which a LoRA file does not contain, is not needed.
         return layer == "norm_out.linear" or layer.endswith(".norm1_context.linear") and outputs == 2 * inputs
-
-
-def _fused() -> dict[str, tuple[str, ...]]:
-    """Map original names inside a block to diffusers': one each, three for a fused q, k, v."""
-    found: dict[str, tuple[str, ...]] = {original: (name,) for name, original in IN_BLOCK.items()}
-    for name, (fused, _) in FUSED.items():
-        found[fused] = (*found.get(fused, ()), name)
-    return found
 
 
 OUTER_OWN = {name: (name,) for name in OUTER}
 OUTER_BACK = {original: (name,) for name, original in OUTER.items()}
 IN_BLOCK_OWN = {name: (name,) for name in (*IN_BLOCK, *FUSED)}
-IN_BLOCK_BACK = _fused()
+IN_BLOCK_BACK: dict[str, tuple[str, ...]] = {original: (name,) for name, original in IN_BLOCK.items()}
+IN_BLOCK_BACK |= {  # three of diffusers' layers for a fused q, k, v
+    fused: tuple(name for name, (own, _) in FUSED.items() if own == fused) for fused, _ in FUSED.values()
+}
 
 NAMES = SD3Names()
 LAYOUTS = (  # the first is the one of a run's result

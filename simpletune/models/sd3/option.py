@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd3.files import HUB_NAMES, LAYOUT, SD3_MEDIUM, bundled_configs
+from simpletune.models.sd3 import files, shapes
+from simpletune.models.sd3.files import HUB_NAMES, LAYOUT, SD3_MEDIUM
 from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.lora_names import LAYOUTS
-from simpletune.models.sd3.shapes import TABLE, is_conditioning, parameter_shapes, unit_names
+from simpletune.models.sd3.shapes import TABLE, parameter_shapes
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
@@ -89,61 +90,49 @@ class SD3(Family):
     ends_with_feed_forward: ClassVar[bool] = True
     supports_fsdp: ClassVar[bool] = True
 
-    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
-        """Those of SD3 Medium, and SD3.5's, whose parts other than the transformer are the same."""
-        return bundled_configs()
+    bundled_configs: ClassVar = staticmethod(files.bundled_configs)
+    shapes_of: ClassVar = staticmethod(parameter_shapes)
+    units_among: ClassVar = staticmethod(shapes.unit_names)
+    is_conditioning: ClassVar = staticmethod(shapes.is_conditioning)
 
     def file_version(self) -> str:
-        """Return SD3 Medium's, whose other parts SD3.5 shares."""
-        return "sd3_medium"
-
-    def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """Return the shapes of the transformer's parameters."""
-        return parameter_shapes(config)
-
-    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """List the blocks."""
-        return unit_names(names)
+        return "sd3_medium"  # whose parts other than the transformer SD3.5 shares
 
     @property
     def largest_side(self) -> int:
-        """Return the longest side, in pixels, that the transformer has positions for."""
+        """That the transformer has positions for."""
         config = self.known_config()
         return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * DOWNSAMPLING
 
     @property
     def text_tokens(self) -> int:
-        """Return the number of text tokens that the transformer sees: CLIP's, then T5's."""
+        """CLIP's, then T5's."""
         return CLIP_TOKENS + self.t5_length
 
     @property
     def text_width(self) -> int:
-        """e."""
         return int(self.known_config()["joint_attention_dim"])
 
     @property
     def pooled_width(self) -> int:
-        """p."""
         return int(self.known_config()["pooled_projection_dim"])
 
     def image_tokens(self, size: Size) -> int:
-        """Return the number of image tokens of a picture."""
         pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        """List joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
+        """Joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
         config, image = self.known_config(), self.image_tokens(size)
         heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
         both = (joint, image) if config.get("dual_attention_layers") else (joint,)
         return [AttentionShape(heads, tokens, tokens, width) for tokens in both]
 
     def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
-        """Count the operations of one micro-batch."""
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
     def licence_of(self, hub_name: str) -> Licence | None:
-        """Return Stability AI's community licence."""
+        """Stability AI's community licence."""
         if not hub_name.startswith("stabilityai/stable-diffusion-3"):
             return None
         link = MEDIUM_LICENCE if hub_name == SD3_MEDIUM else f"https://huggingface.co/{hub_name}/blob/main/LICENSE.md"
@@ -154,17 +143,12 @@ class SD3(Family):
         return {} if self.t5 else {"text_encoder_3": "None", "tokenizer_3": "None"}
 
     def call_arguments(self) -> dict[str, object]:
-        """Return the length of T5's prompt."""
         return {"max_sequence_length": self.t5_length}
-
-    def is_conditioning(self, module: str) -> bool:
-        """Whether a module only serves to compute modulations."""
-        return is_conditioning(module)
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Also the position table."""
-        shapes = parameter_shapes(config)
-        return {**shapes, TABLE: (1, config["pos_embed_max_size"] ** 2, shapes["pos_embed.proj.bias"][0])}
+        found = parameter_shapes(config)
+        return {**found, TABLE: (1, config["pos_embed_max_size"] ** 2, found["pos_embed.proj.bias"][0])}
 
     def empty_model(self, config: ModelConfig) -> Denoiser:
         """Build the transformer on the meta device, with this package's blocks."""
@@ -194,17 +178,14 @@ class SD3(Family):
         crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
 
     def describe_text(self) -> str:
-        """Describe the text encoders in use."""
         return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole position table."""
-        from simpletune.models.sd3.positions import whole_positions
-
-        return whole_positions(model)
+        """The position table [1, S * S, e], read again from the model's source; empty if it was not cropped."""
+        read = getattr(getattr(model, "pos_embed", None), "whole_table", None)
+        return {} if read is None else {TABLE: read()}
 
     def encoders(self) -> Sequence[TextEncoder]:
-        """Return CLIP-L, CLIP-G and, if in use, T5."""
         packed = self.t5_cached == "int8"
         t5 = TextEncoder("t5", "tokenizer_3", "text_encoder_3", "T5", self.t5_length, is_t5=True, packed=packed)
         return (*self.clip, t5) if self.t5 else self.clip
@@ -222,7 +203,6 @@ class SD3(Family):
         return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
 
     def prompts(self, dtype: torch.dtype) -> SD3Prompts:
-        """Return the text encoders; each is loaded on demand."""
         from simpletune.models.sd3.text import SD3Prompts
 
         return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
@@ -236,11 +216,7 @@ class SD3(Family):
         pooled: Tensor,  # [b, p]; with a modulation plan, its rows [b, m]
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
-        """Predict the velocity at z_t.
-
-        Args:
-            dtype: the type of the activations.
-        """
+        """Predict the velocity at z_t."""
         return model(
             hidden_states=z_t.to(dtype),
             timestep=time,

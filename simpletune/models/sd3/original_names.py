@@ -48,15 +48,7 @@ FUSED = {
 
 
 def origin_of(name: str, layers: int) -> Origin:
-    """Find the source of the tensor that diffusers calls ``name``.
-
-    Args:
-        name: diffusers' name.
-        layers: the number of blocks; the last block's ``norm1_context`` differs.
-
-    Raises:
-        KeyError: SD3 has no such tensor.
-    """
+    """The source of the tensor that diffusers calls ``name``, for this number of blocks; KeyError if there is none."""
     if name in OUTER:
         return Origin(OUTER[name])
     layer, _, leaf = name.rpartition(".")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from simpletune.models.sd3.shapes import TABLE
@@ -23,17 +22,11 @@ from simpletune.system.safetensors_file import WeightReader
 
 
 def side_for(sizes: Iterable[Size], whole: int) -> int:
-    """Return the patches per side of the smallest central square that gives every size the same rows as the whole
-    table.
-
-    The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
-    removes as many rows above as below, so s and S must have the same parity.
-
-    Args:
-        sizes: (width, height) of pictures in pixels; the result is S if one is larger than the table.
-        whole: S.
-    """
+    """s, the patches per side of the smallest central square that gives every size the same rows as the whole table; S
+    if a size is larger than the table."""
     side = max(max(size) // STEP for size in sizes)
+    # The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
+    # removes as many rows above as below, so s and S must have the same parity.
     return min(side + (whole - side) % 2, whole)
 
 
@@ -57,7 +50,7 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
 
 def whole_table(config: ModelConfig, folder: Path | None) -> Tensor:  # fp32 [1, S * S, e]
-    """Return a model's whole table: read from the weights in a folder if it contains any, else as diffusers computes
+    """A model's whole table: read from the weights in a folder if it contains any, else as diffusers computes
     it when it builds a model of that ``config.json``."""
     if folder is not None and any(folder.glob("*.safetensors")):
         return WeightReader(weight_files(folder)).get(TABLE).float()
@@ -67,16 +60,3 @@ def whole_table(config: ModelConfig, folder: Path | None) -> Tensor:  # fp32 [1,
     with init_empty_weights(include_buffers=False):
         table: Tensor = SD3Transformer2DModel.from_config({**config, "num_layers": 0}).pos_embed.pos_embed
     return table
-
-
-def whole_positions(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole table [1, S * S, e] by name, read again from the model's source; empty if it was not cropped.
-
-    Args:
-        model: the denoiser.
-    """
-    embed = getattr(model, "pos_embed", None)
-    if embed is None or not hasattr(embed, "whole_table"):
-        return {}
-    with torch.no_grad():
-        return {TABLE: embed.whole_table()}

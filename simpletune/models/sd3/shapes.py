@@ -25,11 +25,7 @@ def is_conditioning(module: str) -> bool:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer parameter, by name.
-
-    Args:
-        config: a transformer's ``config.json``.
-    """
+    """The shape of every parameter, by name, from a transformer's ``config.json``."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     shapes: dict[str, Shape] = {
         "pos_embed.proj.weight": (hidden, config["in_channels"], config["patch_size"], config["patch_size"]),
@@ -52,11 +48,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def unit_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the blocks, in order.
-
-    Args:
-        names: the names of the parameters.
-    """
+    """The blocks among the names of parameters, in order."""
     blocks = (name.split(".")[:2] for name in names if name.startswith("transformer_blocks."))
     return tuple(dict.fromkeys(".".join(block) for block in blocks))
 

@@ -15,15 +15,8 @@ from simpletune.models.shared.prompts import Prompts
 
 
 class SD3Prompts(Prompts):
-    """Text side of an SD3 pipeline.
-
-    Args:
-        part: locates a part by its name.
-        encoders: CLIP-L, CLIP-G and, unless zeros replace its embeddings, T5.
-        dtype: the type of the encoders' weights and of the embeddings.
-        t5_length: tokens of the T5 part.
-        width: e, the width of a prompt's embedding.
-    """
+    """Text side of an SD3 pipeline: CLIP-L, CLIP-G and, unless zeros replace its T = ``t5_length`` embeddings, T5.
+    ``width`` is e; see ``Prompts``."""
 
     def __init__(
         self,
@@ -37,17 +30,8 @@ class SD3Prompts(Prompts):
         self.t5_length, self.width = t5_length, width
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Combine the encoders' outputs into one prompt's embeddings.
-
-        Concatenates CLIP-L and CLIP-G along the width, pads them with zeros to e, and appends T5 along the sequence
-        (arXiv:2403.03206, section 4).
-
-        Args:
-            parts: ``encode``'s output by the encoder's name.
-
-        Returns:
-            prompt_embeds [L + T, e] and pooled [768 + 1280], with leading batch dimensions if the parts have any.
-        """
+        """CLIP-L and CLIP-G side by side, padded with zeros to e, then T5 along the sequence (arXiv:2403.03206, section
+        4): prompt_embeds [L + T, e] and pooled [768 + 1280], with leading batch dimensions if the parts have any."""
         clip = torch.cat([parts["clip_l"]["hidden"], parts["clip_g"]["hidden"]], dim=-1)
         clip = torch.nn.functional.pad(clip, (0, self.width - clip.shape[-1]))
         zeros = (*clip.shape[:-2], self.t5_length, self.width)
@@ -55,5 +39,4 @@ class SD3Prompts(Prompts):
         return torch.cat([clip, t5], dim=-2), self.pool(parts)
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """Concatenate CLIP-L's and CLIP-G's pooled embeddings of one prompt: [768 + 1280]."""
         return torch.cat([parts["clip_l"]["pooled"], parts["clip_g"]["pooled"]], dim=-1)

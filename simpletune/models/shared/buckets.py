@@ -31,12 +31,8 @@ def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[
 
 def nearest_bucket(picture: Size, resolution: int, max_aspect: float, step: int = STEP) -> Size:
     """The bucket with the aspect ratio nearest to a picture's; breaks ties by larger area, then smaller width."""
-    aspect = math.log(picture[0] / picture[1])
-
-    def distance(size: Size) -> tuple[float, int, int]:
-        return abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size[0]
-
-    return min(bucket_sizes(resolution, max_aspect, step), key=distance)
+    aspect, sizes = math.log(picture[0] / picture[1]), bucket_sizes(resolution, max_aspect, step)
+    return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size[0]))
 
 
 def upscaling(picture: Size, bucket: Size) -> float:

@@ -30,15 +30,7 @@ SIZES = {3: (1,), 4: (2, 3)}
 
 
 def compile_blocks(denoiser: nn.Module, device: torch.device) -> bool:
-    """Compile each block of a transformer in place; blocks of equal structure share compiled code.
-
-    Args:
-        denoiser: the transformer, with its blocks' forward passes already wrapped.
-        device: where it runs.
-
-    Returns:
-        Whether the blocks are compiled.
-    """
+    """Compile each block of a transformer in place, with its forward pass already wrapped. Returns whether it could."""
     if not can_compile(device):
         return False
     for block in model_units(denoiser):
@@ -57,7 +49,6 @@ def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: i
 
     Args:
         blocks: the blocks with their adapter, before their forward passes are wrapped.
-        device: where they run.
         sizes: how many picture sizes the run has. With one, kernels are specialised for it; with several, they accept
             any size from the start, so that a resumed run gets the same kernels whatever size comes first.
 

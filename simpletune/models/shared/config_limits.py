@@ -52,15 +52,7 @@ LIMITS: Mapping[str, Mapping[str, Range]] = {
 
 
 def read_config(file: Path, part: str) -> ModelConfig:
-    """Read a part's configuration.
-
-    Args:
-        file: its ``config.json``.
-        part: its name, such as ``vae``.
-
-    Raises:
-        UserError: it cannot be read, or contains a size beyond the limits.
-    """
+    """Read the ``config.json`` of a part such as ``vae``. UserError: it is unreadable, or a size is too large."""
     try:
         config = strict_json.read(file)
     except (OSError, JsonError) as error:
@@ -72,16 +64,8 @@ def read_config(file: Path, part: str) -> ModelConfig:
 
 
 def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> None:
-    """Check that every size lies within the limits. Ignores missing and null sizes.
-
-    Args:
-        config: the part's configuration.
-        part: its name.
-        place: where the configuration comes from, for the message.
-
-    Raises:
-        UserError: lists each size beyond its limits.
-    """
+    """Check that every size of a part's configuration, from ``place``, lies within the limits. Ignores missing and null
+    sizes. UserError: lists each size beyond its limits."""
     odd = [
         f"{name} {_shown(config[name])} (from {low:,} to {high:,})"
         for name, (low, high) in LIMITS.get(part, {}).items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ class Denoiser(nn.Module):
     """The protocol of a family's trained model (SD3's transformer, SD 1.5's UNet).
 
     A class rather than a ``Protocol``, because it must also be an ``nn.Module``. Never instantiated: families load
-    diffusers' classes. Set ``units`` with ``set_units``.
+    diffusers' classes, and set what follows.
     """
 
     units: tuple[str, ...]
@@ -25,22 +24,13 @@ class Denoiser(nn.Module):
     """The name of the module that takes the last unit's output: a norm."""
 
 
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def set_units(model: Model, names: Sequence[str], after: str) -> Model:
-    """Name the units of a model and the module after them, and return it."""
-    model.units, model.after_units = tuple(names), after  # type: ignore[assignment]
-    return model
-
-
 def model_units(model: nn.Module) -> list[nn.Module]:
     """The units of a model, in the order of the forward pass."""
     return [model.get_submodule(name) for name in model.units]  # type: ignore[union-attr]
 
 
 def in_units(units: Sequence[str]) -> Callable[[str], bool]:
-    """Return a predicate: whether the module or parameter of a given name belongs to one of these units."""
+    """A predicate: whether the module or parameter of a given name belongs to one of these units."""
     prefixes = tuple(f"{name}." for name in units)
     return lambda name: f"{name}.".startswith(prefixes)
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.engine.quant.precision import WeightPrecision
-    from simpletune.models.objectives.objective import TrainingObjective
-    from simpletune.models.objectives.solvers import Solver
+    from simpletune.models.objectives.objective import Solver, TrainingObjective
     from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.weights import TensorSource
 
@@ -45,31 +44,21 @@ class Family(FamilyFacts):
 
     def part(self, name: str) -> Part:
         """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
-
-        Raises:
-            UserError: it is missing, or cannot be downloaded.
-        """
+        UserError: it is missing, or cannot be downloaded."""
         return sources.locate_part(self, name)
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
-        config = self._bundled_part(sources.provider(self, name)[1], name)
+        config = self.bundled_config(sources.provider(self, name)[1], name)
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
-    def _bundled_part(self, hub_name: str | None, part: str) -> ModelConfig | None:
+    def bundled_config(self, hub_name: str | None, part: str | None = None) -> ModelConfig | None:
+        """A part's (default: the trained model's) ``config.json`` for a Hub name whose configurations ship, or None."""
         version = self.hub_names.get(hub_name or "")
-        return None if version is None else self.bundled_configs()[version].get(part)
-
-    def bundled_config(self, hub_name: str) -> ModelConfig | None:
-        """The trained model's ``config.json`` for a Hub name whose configuration ships; None for another."""
-        return self._bundled_part(hub_name, self.denoiser)
+        return None if version is None else self.bundled_configs()[version].get(part or self.denoiser)
 
     def fetch(self) -> None:
-        """Download every part that comes from the Hub, after checking the free disk space.
-
-        Raises:
-            UserError: the parts do not fit on the disk, or cannot be downloaded.
-        """
+        """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
         fetch(sources.hub_parts(self))
 
     @property
@@ -96,7 +85,6 @@ class Family(FamilyFacts):
         return config
 
     def scheduler_config(self) -> ModelConfig:
-        """The scheduler's configuration."""
         return self.known_part("scheduler").config()
 
     def is_schedule_known(self) -> bool:
@@ -127,11 +115,10 @@ class Family(FamilyFacts):
         return self.shapes_of(self.known_config())
 
     def units(self) -> tuple[str, ...]:
-        """The names of the units (see ``units_among``)."""
+        """See ``units_among``."""
         return self.units_among(self.known_shapes())
 
     def blocks(self) -> int:
-        """The number of units."""
         return len(self.units())
 
     def parameter_count(self) -> int:
@@ -152,11 +139,10 @@ class Family(FamilyFacts):
         import diffusers
         from accelerate import init_empty_weights
 
-        from simpletune.models.shared.denoiser import set_units
-
         with init_empty_weights(include_buffers=True):
             model: Denoiser = getattr(diffusers, self.diffusers.model).from_config(config)
-        return set_units(model, self.units_among(self.shapes_of(config)), self.after_units)
+        model.units, model.after_units = self.units_among(self.shapes_of(config)), self.after_units
+        return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
         """Random weights, a function of the seed and each tensor's name (see ``random_weight``, ``starts_small``).
@@ -206,16 +192,15 @@ class Family(FamilyFacts):
         from simpletune.models.shared.quantised_cache import QuantisedBase
         from simpletune.models.shared.weights import fill_model, open_tensors
 
-        config, part = self.known_config(), self.part(self.denoiser)
+        config, part, random = self.known_config(), self.part(self.denoiser), self.init == "random"
 
         def tensors() -> TensorSource:
-            random = self.init == "random"
             return self.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
         def fresh() -> Denoiser:
             return fill_model(self.empty_model(config), tensors(), precision, device, on_host, part.place)
 
-        if cache is None or self.init == "random" or not precision.cacheable:
+        if cache is None or random or not precision.cacheable:
             model = fresh()
         else:
             cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device)
@@ -256,10 +241,6 @@ class Family(FamilyFacts):
         if tile is not None:
             use_tiles(vae, tile)
         return vae
-
-    def vae_fingerprint(self) -> str:
-        """A short hash of the autoencoder's content."""
-        return self.part("vae").fingerprint()
 
     def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """Encode pictures [b, 3, 8h, 8w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, shifted, scaled.

@@ -25,19 +25,12 @@ if TYPE_CHECKING:
 
 
 class AttentionShape(NamedTuple):
-    """One shape of attention in the trained model, which has no mask and no dropout.
-
-    Args:
-        heads: the number of heads.
-        queries: tokens that attend.
-        keys: tokens that are attended to.
-        width: the width of a head.
-    """
+    """One shape of attention in the trained model, which has no mask and no dropout."""
 
     heads: int
-    queries: int
-    keys: int
-    width: int
+    queries: int  # tokens that attend
+    keys: int  # tokens that are attended to
+    width: int  # of a head
 
 
 class Licence(TypedDict, total=False):
@@ -49,35 +42,22 @@ class Licence(TypedDict, total=False):
 
 
 class DiffusersNames(NamedTuple):
-    """What diffusers calls a family's classes.
+    """What diffusers calls a family's classes."""
 
-    Args:
-        model: the class of the trained model.
-        pipeline: the class of its pipeline.
-        tag: the Hub's tag of the family.
-    """
-
-    model: str
-    pipeline: str
-    tag: str
+    model: str  # class of the trained model
+    pipeline: str  # class
+    tag: str  # on the Hub
 
 
 class TextRegion(NamedTuple):
-    """Where one text encoder's output is in a prompt's embeddings.
+    """Where one text encoder's output is in a prompt's embeddings."""
 
-    Args:
-        part: the part with its weights.
-        width: the width of its output.
-        column: its first column.
-        pooled: its first column and its width in the pooled embedding; None: it has no pooled output.
-        last: its tokens are the last ones, after those of the CLIP encoders, which share the first.
-    """
-
-    part: str
-    width: int
-    column: int = 0
+    part: str  # the part with its weights
+    width: int  # the width of its output
+    column: int = 0  # its first column
     pooled: tuple[int, int] | None = None
-    last: bool = False
+    """Its first column and its width in the pooled embedding; None: it has no pooled output."""
+    last: bool = False  # its tokens are the last ones, after those of the CLIP encoders, which share the first
 
 
 class FamilyFacts(Option):
@@ -229,11 +209,6 @@ class FamilyFacts(Option):
         """The names of all parts that the model needs."""
         text = [part for encoder in self.encoders() for part in (encoder.tokenizer, encoder.model)]
         return ["scheduler", self.denoiser, "vae", *text]
-
-    @property
-    def part_titles(self) -> dict[str, str]:
-        """The names of text encoders and autoencoder for messages, by part."""
-        return {encoder.model: encoder.title for encoder in self.encoders()} | {"vae": "autoencoder (VAE)"}
 
     @property
     def clip_encoders(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,18 +39,13 @@ class Flops:
 
 
 class UpdateProducts(NamedTuple):
-    """The products of a layer's update, in order, as multiply-adds for each row of the layer's input.
+    """The products of a layer's update, in order, as multiply-adds for each row of the layer's input."""
 
-    Args:
-        products: the forward pass's products; those between factors alone are not counted.
-        recomputed: the products that the backward pass repeats.
-        constant: multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the
-            gradient of OFT's rotations.
-    """
-
-    products: tuple[int, ...]
-    recomputed: int = 0
+    products: tuple[int, ...]  # the forward pass's products; those between factors alone are not counted
+    recomputed: int = 0  # the products that the backward pass repeats
     constant: tuple[int, int] = (0, 0)
+    """Multiply-adds forward and backward that do not depend on the number of rows: DoRA's norms, and the gradient of
+    OFT's rotations."""
 
 
 @dataclass(frozen=True)
@@ -94,19 +89,17 @@ def _update(factors: Mapping[str, Shape]) -> UpdateProducts:
         (outputs, rank), (_, inputs) = factors["hada_w1_a"], factors["hada_w1_b"]
         other = factors["hada_w2_b"][0]
         return UpdateProducts((rank * other * inputs, rank * other * outputs))
-    products = _lokr(factors)
-    return UpdateProducts(products, sum(products[:-1]))
-
-
-def _lokr(factors: Mapping[str, Shape]) -> tuple[int, ...]:
-    left, right = factors.get("lokr_w1") or (factors["lokr_w1_a"][0], factors["lokr_w1_b"][1])
+    left, right = factors.get("lokr_w1") or (factors["lokr_w1_a"][0], factors["lokr_w1_b"][1])  # LoKr
+    products: tuple[int, ...]
     if "lokr_w2" in factors:
         below, beyond = factors["lokr_w2"]
         first = right * below <= left * beyond
         whole = below * beyond * (right if first else left)
-        return (whole, left * right * below) if first else (left * right * beyond, whole)
-    (below, rank), (_, beyond) = factors["lokr_w2_a"], factors["lokr_w2_b"]
-    return right * beyond * rank, left * right * rank, left * below * rank
+        products = (whole, left * right * below) if first else (left * right * beyond, whole)
+    else:
+        (below, rank), (_, beyond) = factors["lokr_w2_a"], factors["lokr_w2_b"]
+        products = right * beyond * rank, left * right * rank, left * below * rank
+    return UpdateProducts(products, sum(products[:-1]))
 
 
 class Count:
@@ -121,22 +114,19 @@ class Count:
         outputs, inputs = shape[0], math.prod(shape[1:])
         product = 2 * rows * outputs * inputs
         trains = self.trains(f"{name}.weight")
-        grad = self._network(name, inputs, rows, grad)
+        network = self.trained.networks.get((name[-1], inputs), ()) if name.endswith((".to_k", ".to_v")) else ()
+        grad = self._trained_products(network, rows, grad)
         self.flops.forward += product
         self.flops.backward += product * (grad + trains)
         update = self.trained.updates.get(name, UpdateProducts(()))
         self.flops.recomputed += 2 * rows * update.recomputed
         self.flops.forward += 2 * update.constant[0]
         self.flops.backward += 2 * update.constant[1]
-        for number, product in enumerate(update.products):
-            self.flops.forward += 2 * rows * product
-            self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)
-        return grad or trains or self.trains(f"{name}.bias") or bool(update.products)
+        updated = self._trained_products(update.products, rows, grad)
+        return updated or trains or self.trains(f"{name}.bias")
 
-    def _network(self, name: str, inputs: int, rows: int, grad: bool) -> bool:
-        """A hypernetwork before a projection to keys or values."""
-        known = name.endswith((".to_k", ".to_v"))
-        products = self.trained.networks.get((name[-1], inputs), ()) if known else ()
+    def _trained_products(self, products: Sequence[int], rows: int, grad: bool) -> bool:
+        """The products of an update, or of a hypernetwork before a projection to keys or values."""
         for number, product in enumerate(products):
             self.flops.forward += 2 * rows * product
             self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)

@@ -29,38 +29,28 @@ TOKENS = 3  # dimensions of [b, n, d]; latents have more, [b, c, h, w]
 
 
 class BlockPass:
-    """The forward pass of one block, in fp16 or fp32.
-
-    Args:
-        blocks: the transformer's blocks.
-        index: the block's index.
-        block: the block, whose forward pass is replaced.
-    """
+    """The forward pass of one block, which it replaces, in fp16 or fp32."""
 
     def __init__(self, blocks: Fp16Blocks, index: int, block: nn.Module):
-        self._blocks, self._index, self._block = blocks, index, block
         self.plain = self.fast = block.forward  # fast: may be compiled
-        block.forward = self._forward()
 
-    def _forward(self) -> Callable[..., object]:
         @functools.wraps(self.plain)  # checkpointing needs its signature
         def forward(*args: object, **kwargs: object) -> object:
-            if self._index in self._blocks.wide:
-                return in_fp32(self._block, self.plain, args, kwargs)
+            if index in blocks.wide:
+                return in_fp32(block, self.plain, args, kwargs)
             narrow, named = tuple(map(_narrowed, args)), {name: _narrowed(value) for name, value in kwargs.items()}
             result = self.fast(*narrow, **named)
-            self._blocks.watch(self._index, (*args, *kwargs.values()), result)
+            blocks.watch(index, (*args, *kwargs.values()), result)
             return result
 
         forward.block_pass = self  # type: ignore[attr-defined]
-        return forward
+        block.forward = forward
 
 
 class Fp16Blocks:
     """Watches the blocks of a transformer that computes in fp16, and switches those that overflow to fp32.
 
-    Args:
-        transformer: changed in place, before anything else wraps its blocks.
+    Changes it in place, before anything else wraps its blocks.
     """
 
     def __init__(self, denoiser: Denoiser):
@@ -73,12 +63,10 @@ class Fp16Blocks:
         self._flags: Tensor | None = None
         for index, block in enumerate(blocks):
             BlockPass(self, index, block)
-        self._wrap_output(denoiser.get_submodule(denoiser.after_units))
-
-    def _wrap_output(self, norm_out: nn.Module) -> None:
-        """Let the output norm accept fp32 from a last block in fp32; normalised activations fit into fp16 again."""
+        norm_out = denoiser.get_submodule(denoiser.after_units)
         plain = norm_out.forward
 
+        # The output norm accepts fp32 from a last block in fp32; normalised activations fit into fp16 again.
         def forward(x: Tensor, *condition: Tensor) -> Tensor:  # [b, n, d] and [b, m], or [b, c, h, w]
             if x.dtype != torch.float32:
                 return plain(x, *condition)
@@ -108,17 +96,16 @@ class Fp16Blocks:
 
     def finite(self, compute: Callable[[], T]) -> T:
         """Run passes outside of training; repeat them with the blocks that overflowed in fp32. Reads from the device.
-
-        Args:
-            compute: the passes; must not depend on how often it is called.
-        """
+        ``compute`` must not depend on how often it is called."""
         training = self.wide
         try:
             while True:
                 self.wide = training | self.drawn_wide
                 self.clear()
                 result = compute()
-                new = frozenset(self._read()) - self.wide
+                flags = self._flags
+                found = () if flags is None or isinstance(flags, FakeTensor) else flagged_blocks(flags.tolist())
+                new = frozenset(found) - self.wide
                 if not new:
                     return result
                 self.drawn_wide |= new
@@ -127,31 +114,18 @@ class Fp16Blocks:
             self.wide = training
             self.clear()
 
-    def _read(self) -> list[int]:
-        """The flagged blocks."""
-        if self._flags is None or isinstance(self._flags, FakeTensor):
-            return []
-        return flagged_blocks(self._flags.tolist())
-
 
 def flagged_blocks(flags: Sequence[float]) -> list[int]:
-    """The indices of the flags that are set."""
     return [index for index, flag in enumerate(flags) if flag]
 
 
 def describe_overflow(blocks: Sequence[int] | frozenset[int]) -> str:
-    """Say which blocks overflowed."""
     listed = ", ".join(str(index) for index in sorted(blocks))
     return f"{plural(len(blocks), 'block overflows', 'blocks overflow')} fp16 ({listed})"
 
 
 def watch_fp16(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
-    """Watch a loaded transformer if its products are in fp16.
-
-    Args:
-        transformer: changed in place, before anything else wraps its blocks.
-        dtype: the type of its products.
-    """
+    """Watch a loaded transformer if its products, of this type, are in fp16."""
     if dtype == torch.float16:
         denoiser.fp16_blocks = Fp16Blocks(denoiser)  # type: ignore[assignment]
     return denoiser

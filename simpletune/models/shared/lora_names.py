@@ -54,25 +54,15 @@ class LoraNames:
 
 @dataclass(frozen=True)
 class Layout:
-    """The naming scheme of a kind of file.
+    """The naming scheme of a kind of file."""
 
-    Args:
-        name: its name in commands and messages.
-        prefix: the prefix of every key.
-        names: the family's names.
-        original: whether modules have the original names instead of diffusers'.
-        dots: whether module names contain dots rather than underscores.
-        peft: whether keys end in ``lora_A`` and ``lora_B`` rather than ``lora_down`` and ``lora_up``.
-        alpha: whether files state alpha in a tensor for each module.
-    """
-
-    name: str
-    prefix: str
+    name: str  # its name in commands and messages
+    prefix: str  # the prefix of every key
     names: LoraNames
-    original: bool = False
-    dots: bool = True
-    peft: bool = True
-    alpha: bool = False
+    original: bool = False  # whether modules have the original names instead of diffusers'
+    dots: bool = True  # whether module names contain dots rather than underscores
+    peft: bool = True  # whether keys end in ``lora_A`` and ``lora_B`` rather than ``lora_down`` and ``lora_up``
+    alpha: bool = False  # whether files state alpha in a tensor for each module
 
     @property
     def down(self) -> str:

@@ -26,21 +26,13 @@ LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
 
 @dataclass(frozen=True)
 class Part:
-    """The location of a part's configuration and weights.
+    """The location of a part's configuration and weights."""
 
-    Args:
-        name: ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
-        folder: the folder of its files; None uses the bundled configuration.
-        file: the single file with the weights; None if they are in the folder.
-        layout: the layout of that file.
-        bundled: the configuration of a part without a folder, which ships with this package.
-    """
-
-    name: str
-    folder: Path | None
-    file: Path | None = None
+    name: str  # ``vae``, ``text_encoder``, ``tokenizer_2``, ``scheduler``, ...
+    folder: Path | None  # the folder of its files; None uses the bundled configuration
+    file: Path | None = None  # the single file with the weights; None if they are in the folder
     layout: FileLayout | None = None
-    bundled: ModelConfig | None = None
+    bundled: ModelConfig | None = None  # the configuration of a part without a folder, which ships with this package
 
     @property
     def place(self) -> str:
@@ -48,11 +40,7 @@ class Part:
         return f"{self.name} in {self.file}" if self.file else str(self.folder)
 
     def single_file(self) -> SingleFile:
-        """The single file with the weights.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The single file with the weights. UserError: it is damaged."""
         assert self.file is not None and self.layout is not None
         return open_file(self.file, self.layout)
 
@@ -81,29 +69,18 @@ class Part:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder with the names of its parts in a pipeline's folder.
+    """A text encoder with the names of its parts in a pipeline's folder."""
 
-    Args:
-        name: names its cache.
-        tokenizer: the part with its tokenizer.
-        model: the part with its weights.
-        title: its name in messages.
-        length: tokens of a padded prompt; None: the tokenizer's maximum.
-        is_t5: whether it is a T5 encoder rather than a CLIP one.
-        packed: whether its hidden states are cached in int8.
-        projected: whether it is CLIP with a projection, whose pooled output is used.
-        penultimate: whether CLIP's penultimate hidden state is used, rather than the last one after the final norm.
-    """
-
-    name: str
-    tokenizer: str
-    model: str
-    title: str
-    length: int | None = None
-    is_t5: bool = False
-    packed: bool = False
-    projected: bool = False
+    name: str  # names its cache
+    tokenizer: str  # the part with its tokenizer
+    model: str  # the part with its weights
+    title: str  # its name in messages
+    length: int | None = None  # tokens of a padded prompt; None: the tokenizer's maximum
+    is_t5: bool = False  # whether it is a T5 encoder rather than a CLIP one
+    packed: bool = False  # whether its hidden states are cached in int8
+    projected: bool = False  # whether it is CLIP with a projection, whose pooled output is used
     penultimate: bool = False
+    """Whether CLIP's penultimate hidden state is used, rather than the last one after the final norm."""
 
 
 def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
@@ -139,17 +116,10 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
 
 
 def use_tiles(vae: Any, pixels: int) -> None:
-    """Process pictures larger than a tile in blended tiles that overlap by a quarter (diffusers' tiling).
-
-    Leaves an AutoencoderTiny unchanged: diffusers' tiling of its encoder assumes 4 latent channels, and SD3 has 16.
-
-    Args:
-        vae: AutoencoderKL or AutoencoderTiny.
-        pixels: the side of a tile.
-    """
+    """Process pictures larger than a tile of this side in tiles that overlap by a quarter (diffusers' tiling)."""
     from diffusers import AutoencoderTiny
 
-    if isinstance(vae, AutoencoderTiny):
+    if isinstance(vae, AutoencoderTiny):  # whose tiled encoder assumes 4 latent channels, and SD3 has 16
         return
     vae.enable_tiling()
     vae.tile_sample_min_size = pixels
@@ -157,15 +127,7 @@ def use_tiles(vae: Any, pixels: int) -> None:
 
 
 def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> Any:
-    """Load a CLIP text encoder on the CPU. (t5_layers.py loads T5 layer by layer.)
-
-    Copies the weights out of the memory-mapped file: a matrix-vector product selects its kernel by the weight's
-    alignment, so otherwise the last bits of an embedding would depend on the weight's offset in the file.
-
-    Args:
-        part: the part's location.
-        dtype: the type of its weights.
-        projected: whether it has a projection (CLIPTextModelWithProjection rather than CLIPTextModel).
+    """Load a CLIP text encoder, with its projection or without, on the CPU. (t5_layers.py loads T5 layer by layer.)
 
     Raises:
         UserError: the weights do not match the configuration.
@@ -182,24 +144,22 @@ def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> A
     if part.file is None:
         with explain_load_errors(part):
             _require_weights(part, expected, "" if projected else "text_model.")
-            return _copied(kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True))
-    tensors = _clip_tensors(part)
-    require_tensor_shapes(part, expected, _shapes(tensors))
-    return _copied(kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype))
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Copy a model's parameters, one at a time, into aligned memory that torch allocates."""
+            model = kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+    else:
+        tensors = _clip_tensors(part)
+        require_tensor_shapes(part, expected, _shapes(tensors))
+        model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+        del tensors
+    # Out of the memory-mapped file, one at a time, into aligned memory that torch allocates: a matrix-vector product
+    # selects its kernel by the weight's alignment, so otherwise the last bits of an embedding would depend on the
+    # weight's offset in the file.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
 
 
 def _clip_tensors(part: Part) -> dict[str, Tensor]:
-    """Read a CLIP encoder's tensors under transformers' names, in the types they have on disk.
-
-    The original CLIP-L has no projection; use the identity, as diffusers and ComfyUI do.
-    """
+    """Read a CLIP encoder's tensors under transformers' names, in the types they have on disk."""
     import torch
 
     file = part.single_file()
@@ -208,6 +168,7 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
         return file.layout.text(read, part.config())
     unused = ("position_ids", "logit_scale")
     tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
+    # The original CLIP-L has no projection; diffusers and ComfyUI use the identity, too.
     if part.name == "text_encoder" and "text_projection.weight" not in tensors:
         width = tensors["text_model.embeddings.token_embedding.weight"].shape[1]
         tensors["text_projection.weight"] = torch.eye(width)
@@ -216,11 +177,7 @@ def _clip_tensors(part: Part) -> dict[str, Tensor]:
 
 @contextmanager
 def explain_load_errors(part: Part) -> Iterator[None]:
-    """Translate exceptions raised while a part is built or read.
-
-    Raises:
-        UserError: the part's files are damaged, or do not match each other.
-    """
+    """Turn exceptions raised while a part is built or read into a UserError: its files are damaged, or do not match."""
     from huggingface_hub.errors import StrictDataclassError
 
     odd = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -235,11 +192,8 @@ def explain_load_errors(part: Part) -> Iterator[None]:
 
 
 def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
-    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything.
-
-    Args:
-        prefix: a prefix that names may have in the file, but not in the model: transformers 5 no longer writes it.
-    """
+    """Compare the names and shapes in a folder's headers with its configuration's before allocating anything. Names may
+    have the prefix in the file, but not in the model: transformers 5 no longer writes it."""
     assert part.folder is not None
     headers = [read_header(file) for file in weight_files(part.folder)]
     entries = [(name.removeprefix(prefix), entry) for header in headers for name, entry in header.items()]
@@ -252,11 +206,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the names and shapes in the file with those in the configuration.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Compare the names and shapes in the file with those in the configuration. UserError: they differ."""
     missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     sized = [key for key in expected if key in found and found[key] != expected[key]]
     kinds = {"missing": missing, "unexpected": odd, "wrong shape": sized}

@@ -42,17 +42,8 @@ class Prompts:
     def run(
         self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Load an encoder and run it.
-
-        Args:
-            encoder: one of ``encoders``.
-            ids: token ids [n, L].
-            device: where it runs.
-            batch_size: prompts encoded together.
-
-        Yields:
-            For each prompt the tensors that ``assemble`` reads, without ``tokens``.
-        """
+        """Load an encoder and run it on token ids [n, L]. Yields for each prompt the tensors that ``assemble`` reads,
+        without ``tokens``."""
         part = self.part(encoder.model)
         if encoder.is_t5:  # layer by layer
             from simpletune.models.shared.t5_layers import LayeredT5
@@ -87,11 +78,7 @@ class Prompts:
         return folder
 
     def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
-        """Read an encoder's tokenizer.
-
-        Raises:
-            UserError: its files are damaged or have impossible sizes.
-        """
+        """See ``read_tokenizer``."""
         folder = self._tokenizer_folder(encoder)
         return _known_tokenizer(encoder, folder, _folder_hash(folder), get_ident())
 
@@ -141,18 +128,7 @@ def clip_output(encoder: TextEncoder, model: nn.Module, ids: Tensor) -> dict[str
 def clip_outputs(
     encoder: TextEncoder, model: nn.Module, ids: Tensor, device: torch.device, batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Run a CLIP encoder over the rows of the ids [n, L].
-
-    Args:
-        encoder: which outputs are used.
-        model: the encoder, on the device.
-        ids: token ids.
-        device: the encoder's device.
-        batch_size: prompts encoded together.
-
-    Yields:
-        ``clip_output`` of each prompt, without the batch dimension.
-    """
+    """Run a CLIP encoder over the rows of the ids [n, L]. Yields ``clip_output`` of each, without dimension b."""
     for batch in ids.split(batch_size):
         found = clip_output(encoder, model, batch.to(device))
         for row in zip(*found.values(), strict=True):
@@ -160,16 +136,9 @@ def clip_outputs(
 
 
 def pack(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Round an encoder's hidden states to int8, with a scale for each 64 numbers of a token: the largest is 127.
-
-    One scale for a whole token would round all of it as coarsely as its few large channels.
-
-    Args:
-        parts: an encoder's output, with ``hidden`` [L, width].
-
-    Returns:
-        A copy of ``parts`` with ``hidden`` in int8, and ``scale`` [L, width / 64] in fp32.
-    """
+    """Round an encoder's ``hidden`` [L, width] to int8, and add its ``scale`` [L, width / 64] in fp32: one for each 64
+    numbers of a token, whose largest becomes 127. One for a whole token would round all of it as coarsely as its few
+    large channels."""
     hidden = parts["hidden"].float()
     grouped = hidden.unflatten(-1, (groups_of(hidden.shape[-1]), -1))
     scale = grouped.abs().amax(dim=-1) / 127
@@ -202,16 +171,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: in
 
 @lru_cache(maxsize=8)
 def _known_tokenizer(encoder: TextEncoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
-    """A tokenizer, cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
+    """Cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
     return read_tokenizer(encoder, folder)
 
 
 def read_tokenizer(encoder: TextEncoder, folder: Path) -> PreTrainedTokenizerBase:
-    """Read an encoder's tokenizer.
-
-    Raises:
-        UserError: its files are damaged or have impossible sizes.
-    """
+    """Read an encoder's tokenizer. UserError: its files are damaged or have impossible sizes."""
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     for file in folder.iterdir():

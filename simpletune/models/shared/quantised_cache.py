@@ -46,14 +46,13 @@ class _DamagedBase(Exception):
 
 
 class QuantisedBase:
-    """The cache entry of one quantised transformer, which may not exist yet.
+    """The entry of one quantised transformer in the cache's root folder ``cache``; it may not exist yet.
 
     Args:
-        cache: the cache's root folder.
         config: the transformer's ``config.json``.
         empty: builds the transformer on the meta device.
         part: the location of its full-precision weights.
-        precision: the weight precision; must be ``cacheable``.
+        precision: must be ``cacheable``.
         device: the device that quantises.
     """
 
@@ -67,9 +66,11 @@ class QuantisedBase:
         device: torch.device,
     ):
         self._empty, self._precision, self._device = empty, precision, device
+        file = part.file  # of which samples spread over it are read
+        weights = part.fingerprint() if file is None else fingerprint_of_range(file, part.name, 0, file.stat().st_size)
         self.made_from: dict[str, Any] = {
             "version": VERSION,
-            "weights": _weights_of(part),
+            "weights": weights,
             "files": list(_stamps(part)),
             "config": dict(config),
             "precision": precision.cache_key(),
@@ -81,11 +82,7 @@ class QuantisedBase:
         self._place = part.place
 
     def load(self, on_host: Callable[[str], bool]) -> Denoiser | None:
-        """Load the frozen transformer from the cache. Returns None if the entry is missing or damaged; logs damage.
-
-        Args:
-            on_host: whether the module of a given name stays in host memory.
-        """
+        """Load the frozen transformer. Returns None if the entry is missing or damaged; logs damage."""
         if not self.folder.is_dir():
             return None
         try:
@@ -99,26 +96,14 @@ class QuantisedBase:
         return model
 
     def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Denoiser]) -> Denoiser:
-        """Quantise the transformer and cache it. Of several runs, the first writes the entry, and the others wait and
-        load it.
-
-        Args:
-            on_host: whether the module of a given name stays in host memory.
-            fresh: loads and quantises the transformer.
-        """
+        """Quantise the transformer (``fresh``) and cache it. Of several runs the first does, the others wait."""
         if not is_first_process():  # only the first process writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
             return self.load(on_host) or self.keep(fresh())
 
     def keep(self, model: Denoiser) -> Denoiser:
-        """Write a freshly quantised transformer to the cache; if that fails, log why and continue.
-
-        Returns:
-            The transformer.
-        """
-        if not is_first_process():  # only the first process writes
-            return model
+        """Write a freshly quantised transformer to the cache, and return it; if that fails, log why and continue."""
         part = temporary_path(self.folder, shared=True)
         try:
             size = self._write(model, part)
@@ -186,8 +171,10 @@ class QuantisedBase:
             raise _DamagedBase(f"{FILE} has missing or unexpected tensors: {join_names(odd, 4)}")
         tensors = {}
         for name, shaped in expected.items():
-            value = reader.get(name)
-            tensors[name] = host_copy(value) if on_host(_owner(name, names)) else to_device(value, self._device)
+            value, owner = reader.get(name), name
+            while owner not in names:  # the tensor's own name may contain dots (quanto's weight._data)
+                owner = owner.rpartition(".")[0]
+            tensors[name] = host_copy(value) if on_host(owner) else to_device(value, self._device)
             if tensors[name].shape != shaped.shape:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)
@@ -204,13 +191,6 @@ class QuantisedBase:
             say(f"{damage}. Renamed to {place}; quantising again")
 
 
-def _weights_of(part: Part) -> str:
-    """A short hash of the weights; for a single file, of samples spread over it."""
-    if part.file is None:
-        return part.fingerprint()
-    return fingerprint_of_range(part.file, part.name, 0, part.file.stat().st_size)
-
-
 def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
     """The name, size and modification time of each weight file.
 
@@ -219,13 +199,6 @@ def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
     for file in [part.file] if part.file else weight_files(part.folder or Path()):
         stat = file.stat()
         yield file.name, stat.st_size, stat.st_mtime_ns
-
-
-def _owner(tensor: str, modules: set[str]) -> str:
-    """The module that owns a tensor. The tensor's own name may contain dots (quanto's ``weight._data``)."""
-    while tensor not in modules:
-        tensor = tensor.rpartition(".")[0]
-    return tensor
 
 
 @lru_cache(maxsize=32)

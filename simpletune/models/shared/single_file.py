@@ -47,41 +47,29 @@ FOREIGN = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of one of diffusers' tensors in the original layout.
+    """The source of one of diffusers' tensors in the original layout."""
 
-    Args:
-        name: the original tensor's name, without the prefix.
-        third: which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor.
-        swapped: whether to swap the two halves along the first axis.
-    """
-
-    name: str
+    name: str  # the original tensor's name, without the prefix
     third: int | None = None
-    swapped: bool = False
+    """Which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor."""
+    swapped: bool = False  # whether to swap the two halves along the first axis
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each family has one
 class FileLayout:
-    """How a family's single files are laid out.
+    """How a family's single files are laid out."""
 
-    Args:
-        family: the family's name for messages, such as SD3.
-        denoiser: the name of the part that is trained: ``transformer`` or ``unet``.
-        marker: a tensor that every file with that part contains, without its prefix.
-        prefixes: the prefix of every other part's tensors, by the part's name.
-        infer: derives the denoiser's ``config.json`` from its tensors' shapes, by original names.
-        origins: returns the source of each of the denoiser's tensors, by diffusers' name.
-        text: returns a text encoder's tensors under transformers' names, by their names in the file without the prefix
-            and the encoder's ``config.json``; None if the file has these names.
-    """
-
-    family: str
-    denoiser: str
-    marker: str
-    prefixes: Mapping[str, str]
+    family: str  # the family's name for messages, such as SD3
+    denoiser: str  # the name of the part that is trained: ``transformer`` or ``unet``
+    marker: str  # a tensor that every file with that part contains, without its prefix
+    prefixes: Mapping[str, str]  # the prefix of every other part's tensors, by the part's name
     infer: Callable[[Mapping[str, list[int]]], ModelConfig]
+    """Derives the denoiser's ``config.json`` from its tensors' shapes, by original names."""
     origins: Callable[[ModelConfig], Mapping[str, Origin]]
+    """Returns the source of each of the denoiser's tensors, by diffusers' name."""
     text: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]] | None = None
+    """Returns a text encoder's tensors under transformers' names, by their names in the file without the prefix and the
+    encoder's ``config.json``; None if the file has these names."""
 
 
 class SingleFile:
@@ -104,16 +92,11 @@ class SingleFile:
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
         self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
-            seems = f"It seems to be {kind}" if (kind := self._kind()) else f"Its first tensors: {self._first_names()}"
+            kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
+            first = ", ".join(list(self.header)[:3]) or "nothing"
+            seems = f"It seems to be {kind}" if (kind := next(kinds, None)) else f"Its first tensors: {first}"
             block = layout.marker.partition(".")[0]
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
-
-    def _kind(self) -> str | None:
-        found = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
-        return next(found, None)
-
-    def _first_names(self) -> str:
-        return ", ".join(list(self.header)[:3]) or "nothing"
 
     def has(self, part: str) -> bool:
         """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
@@ -123,11 +106,7 @@ class SingleFile:
         return part in prefixes and any(name.startswith(prefixes[part]) for name in self.header)
 
     def tensors_of(self, part: str) -> ModelConfig:
-        """Header entries of a part, by the name without its prefix.
-
-        Raises:
-            UserError: they have an unsupported type.
-        """
+        """Header entries of a part, by the name without its prefix. UserError: they have an unsupported type."""
         prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
         others = () if prefix else tuple(self.layout.prefixes.values())
         named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
@@ -145,32 +124,21 @@ class SingleFile:
 
     @cached_property
     def denoiser_config(self) -> ModelConfig:
-        """The denoiser's configuration, inferred from its tensors' shapes.
-
-        Raises:
-            UserError: tensors are missing or have impossible shapes.
-        """
+        """The denoiser's configuration, inferred from its tensors' shapes. UserError: they do not make one."""
         part = self.layout.denoiser
-        found = self.tensors_of(part)
+        found, incomplete = self.tensors_of(part), f"{self.path} is not a complete {self.layout.family} {part}"
         try:
             config = self.layout.infer({name: entry["shape"] for name, entry in found.items()})
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"{self._incomplete()}: {error} is missing or invalid. Download it again") from None
+            raise UserError(f"{incomplete}: {error} is missing or invalid. Download it again") from None
         require_sizes(config, part, str(self.path))
         wanted = {origin.name for origin in self.layout.origins(config).values()}
         if missing := sorted(wanted - set(found)):
-            raise UserError(f"{self._incomplete()}; missing: {join_names(missing)}. Download it again")
+            raise UserError(f"{incomplete}; missing: {join_names(missing)}. Download it again")
         return config
 
-    def _incomplete(self) -> str:
-        return f"{self.path} is not a complete {self.layout.family} {self.layout.denoiser}"
-
     def check(self, part: str) -> None:
-        """Check that a part can be read.
-
-        Raises:
-            UserError: tensors are missing, or have an unsupported type.
-        """
+        """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""
         _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
     def fingerprint(self, part: str) -> str:
@@ -207,12 +175,7 @@ def _open(path: Path, layout: FileLayout, _changed: int) -> SingleFile:
 
 
 class OriginalReader:
-    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names.
-
-    Args:
-        path: the file.
-        layout: the family's layout.
-    """
+    """Reads the denoiser of a memory-mapped single file on demand, under diffusers' names."""
 
     def __init__(self, path: Path, layout: FileLayout):
         from safetensors import safe_open
@@ -220,13 +183,10 @@ class OriginalReader:
         file = open_file(path, layout)
         self._prefix = file.prefix
         self._origins = layout.origins(file.denoiser_config)
-        self._unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
+        unknown = set(file.tensors_of(layout.denoiser)) - {origin.name for origin in self._origins.values()}
+        self.names = set(self._origins) | unknown
+        """Diffusers' names, and the original names of unknown tensors."""
         self._file = safe_open(path, framework="pt")
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors: diffusers' names, or the original names of unknown tensors."""
-        return set(self._origins) | self._unknown
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU in its type on disk, except that fp8 is converted to bf16, which is exact."""

@@ -47,70 +47,48 @@ def provider(model: FamilyFacts, part: str) -> tuple[str, str | None]:
 
 
 def locate_part(model: FamilyFacts, part: str) -> Part:
-    """Locate a part, downloading it from the Hub if necessary.
-
-    Raises:
-        UserError: it is missing, or cannot be downloaded.
-    """
+    """See ``Family.part``."""
     field, value = provider(model, part)
-    if value is None:
-        return _without_file(model, part)
+    if value is None:  # a part without weights for a single file: the scheduler is bundled, tokenizers are missing
+        if part != "scheduler":
+            raise UserError(f"model.pretrained: {_lacks(model, model.pretrained, part)}")
+        folder, bundled = _config_beside_file(model, part)
+        return Part(part, folder, bundled=bundled)
     if is_single_file(value):
         if not open_file(Path(value), model.layout).has(part):
-            raise UserError(f"model.{field}: {_without_part(model, value, part)}")
-        return Part(part, _config_folder(model, part), Path(value), model.layout, _bundled(model, part))
+            raise UserError(f"model.{field}: {_lacks(model, value, part)}")
+        folder, bundled = _config_beside_file(model, part)
+        return Part(part, folder, Path(value), model.layout, bundled)
     if is_hub_name(value):
         return Part(part, part_folder(_hub_part(model, part, field, value)))
     if field == part and (Path(value) / "config.json").exists():
         return Part(part, Path(value))
     folder = Path(value) / part
     if not folder.is_dir():
-        raise UserError(f"model.{field}: {_without_folder(value, part)}")
+        raise UserError(f"model.{field}: {Path(value)} has no {part}/ folder. Give {PIPELINE}")
     return Part(part, folder)
 
 
-def _without_file(model: FamilyFacts, part: str) -> Part:
-    """A part without weights for a single file: the scheduler is bundled, tokenizers are missing."""
-    if part != "scheduler":
-        raise UserError(f"model.pretrained: {_without_text_parts(model, [part])}")
-    return Part(part, _config_folder(model, part), bundled=_bundled(model, part))
-
-
-def _bundled(model: FamilyFacts, part: str) -> ModelConfig | None:
-    """The shipped configuration of a part that a single file stores without one; None if there is none."""
+def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, ModelConfig | None]:
+    """The configuration of a part that a single file stores without one: its folder in ``model.text_encoders``, if
+    there is one, and the one that ships."""
     if part == model.denoiser or not is_single_file(model.pretrained):
-        return None
-    return model.bundled_configs()[model.file_version()].get(part)
-
-
-def _config_folder(model: FamilyFacts, part: str) -> Path | None:
-    """The folder of a part's configuration in ``model.text_encoders``; None to use the bundled one."""
+        return None, None
+    bundled = model.bundled_configs()[model.file_version()].get(part)
     folder = Path(model.text_encoders or "/nowhere") / part
-    known = _bundled(model, part) is not None and any(folder.glob("*config.json"))
-    return folder if known else None
+    return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
 
-def _remedy(model: FamilyFacts) -> str:
-    return (
-        "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
+def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
+    """The message for a single file without these parts."""
+    remedy = (
+        "Set model.vae to a folder or Hub name that has one"
+        if parts == ("vae",)
+        else "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
         f"(such as {model.text_example}; only missing parts are downloaded)"
     )
-
-
-def _without_part(model: FamilyFacts, file: str, part: str) -> str:
-    """The message for a single file without a part."""
-    remedy = "Set model.vae to a folder or Hub name that has one" if part == "vae" else _remedy(model)
-    return f"{file} contains no {model.part_titles.get(part, part)}. {remedy}"
-
-
-def _without_text_parts(model: FamilyFacts, missing: list[str]) -> str:
-    """The message for a single file without text encoders or tokenizers."""
-    return f"{model.pretrained} contains no {', '.join(missing)}. {_remedy(model)}"
-
-
-def _without_folder(folder: str, part: str) -> str:
-    """The message for a pipeline's folder without a part."""
-    return f"{folder} has no {part}/ folder. Give {PIPELINE}"
+    titles = {encoder.model: encoder.title for encoder in model.encoders()} | {"vae": "autoencoder (VAE)"}
+    return f"{file} contains no {', '.join(titles.get(part, part) for part in parts)}. {remedy}"
 
 
 def _hub_part(model: FamilyFacts, part: str, field: str, value: str) -> HubPart:
@@ -133,59 +111,31 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
     named = {problem.path for problem in unusable}
     provided = [(part, *provider(model, part)) for part in model.part_names()]
     for field, value in dict.fromkeys((field, value) for _, field, value in provided):
-        if value is not None and f"model.{field}" not in named and _is_bare(value, model):
-            yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
-            named.add(f"model.{field}")
+        if value is not None and f"model.{field}" not in named and Path(value).is_dir():
+            parts = any((Path(value) / part).is_dir() for part in model.part_names())
+            if not parts and not (Path(value) / "config.json").exists():
+                yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
+                named.add(f"model.{field}")
+    lacking = []  # parts of the text side that the single file lacks, and no other option provides
     for part, field, value in provided:
-        if value is not None and not is_hub_name(value) and f"model.{field}" not in named:
-            yield from _problems_of_part(model, field, value, part)
-    if lacking := list(_lacking_text_parts(model, provided)):
-        yield Problem("model.pretrained", _without_text_parts(model, lacking))
-
-
-def _is_bare(folder: str, model: FamilyFacts) -> bool:
-    """Whether a folder exists but contains no part of a model."""
-    if not Path(folder).is_dir():
-        return False
-    parts = any((Path(folder) / part).is_dir() for part in model.part_names())
-    return not parts and not (Path(folder) / "config.json").exists()
-
-
-def _lacking_text_parts(model: FamilyFacts, provided: list[tuple[str, str, str | None]]) -> Iterator[str]:
-    """The text encoders and tokenizers that the single file lacks and no other option provides."""
-    for part, _, value in provided:
-        if part.startswith("text_encoder") and value is not None and is_single_file(value):
+        if value is None or is_hub_name(value) or f"model.{field}" in named:
+            continue
+        if part.startswith("text_encoder") and is_single_file(value):
             if not open_file(Path(value), model.layout).has(part):
-                yield model.part_titles[part]
-    if any(part.startswith("tokenizer") and value is None for part, _, value in provided):
-        yield "tokenizers"
-
-
-def _problems_of_part(model: FamilyFacts, field: str, value: str, part: str) -> Iterator[Problem]:
-    """Check that a local folder or file contains a readable part."""
-    if not is_single_file(value):
-        yield from _problems_of_folder(model, field, Path(value), part)
-        return
-    file = open_file(Path(value), model.layout)
-    try:
-        if file.has(part):
-            file.check(part)
-        elif not part.startswith("text_encoder"):
-            yield Problem(f"model.{field}", _without_part(model, value, part))
-    except UserError as error:
-        yield Problem(f"model.{field}", str(error))
-
-
-def _problems_of_folder(model: FamilyFacts, field: str, folder: Path, part: str) -> Iterator[Problem]:
-    """Check that a local folder contains a part. Skips the denoiser's configuration, which is read elsewhere."""
-    own = field == part and (folder / "config.json").exists()
-    if not own and not (folder / part).is_dir():
-        yield Problem(f"model.{field}", _without_folder(str(folder), part))
-    elif part != model.denoiser and not part.startswith("tokenizer"):
+                lacking.append(part)
+                continue
         try:
-            Part(part, folder if own else folder / part).config()
+            located = locate_part(model, part)
+            if located.file is not None:
+                located.single_file().check(part)
+            elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
+                located.config()
         except UserError as error:
-            yield Problem(f"model.{field}", str(error))
+            yield Problem(f"model.{field}", str(error).removeprefix(f"model.{field}: "))
+    if any(part.startswith("tokenizer") and value is None for part, _, value in provided):
+        lacking.append("tokenizers")
+    if lacking:
+        yield Problem("model.pretrained", _lacks(model, model.pretrained, *lacking))
 
 
 def _unusable_names(model: FamilyFacts) -> Iterator[Problem]:

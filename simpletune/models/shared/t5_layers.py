@@ -25,9 +25,7 @@ from simpletune.system.console import progress
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 
-CHUNK_BYTES = (
-    2**30
-)  # of hidden states in host memory; beyond this, the layers are loaded once for each chunk of prompts
+CHUNK_BYTES = 2**30  # of hidden states in host memory; beyond it, layers are loaded once for each chunk of prompts
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # one tensor under two names; a file has either or both
 NOT_ENCODER = ("decoder.", "lm_head.")
 
@@ -36,19 +34,14 @@ class Tensors(Protocol):
     """A source of a part's tensors."""
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of all tensors."""
+    def shapes(self) -> dict[str, torch.Size]: ...
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the host."""
 
 
 class PartTensors:
-    """Reads the tensors of one part by name. Opens the file for each read, so that nothing stays mapped in between.
-
-    Args:
-        part: a part in a folder of safetensors files, or in a single file.
-    """
+    """Reads the tensors of one part by name. Opens the file for each read, so that nothing stays mapped in between."""
 
     def __init__(self, part: Part):
         if part.file is not None:
@@ -57,16 +50,13 @@ class PartTensors:
         files = [part.file] if part.file is not None else weight_files(part.folder)  # type: ignore[arg-type]
         prefix = "" if part.layout is None else part.layout.prefixes[part.name]
         self._places = {
-            name.removeprefix(prefix): (file, name, torch.Size(entry["shape"]))
+            name.removeprefix(prefix): (file, name, entry["shape"])
             for file in files
             for name, entry in read_header(file).items()
             if name != "__metadata__" and name.startswith(prefix)
         }
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of all tensors."""
-        return {name: shape for name, (_, _, shape) in self._places.items()}
+        self.shapes = {name: torch.Size(shape) for name, (_, _, shape) in self._places.items()}
 
     def get(self, name: str) -> Tensor:
         """Read one tensor, as a view of the memory-mapped file."""
@@ -78,12 +68,7 @@ class PartTensors:
 
 
 class EmptyT5:
-    """Uninitialised tensors of a T5 encoder in host memory.
-
-    Args:
-        part: provides the configuration.
-        dtype: the type of the tensors.
-    """
+    """Uninitialised tensors of a T5 encoder in host memory, by its part's configuration."""
 
     def __init__(self, part: Part, dtype: torch.dtype):
         with init_empty_weights():
@@ -91,7 +76,6 @@ class EmptyT5:
         self.shapes, self.dtype = {name: tensor.shape for name, tensor in model.state_dict().items()}, dtype
 
     def get(self, name: str) -> Tensor:
-        """Allocate one tensor."""
         with accounting.allocating(HOST):
             return torch.empty(self.shapes[name], dtype=self.dtype)
 
@@ -122,15 +106,8 @@ class LayeredT5:
 
     @torch.no_grad()
     def encode(self, ids: Tensor, batch_size: int) -> Iterator[Tensor]:
-        """Compute the last hidden states.
-
-        Args:
-            ids: token ids [n, T].
-            batch_size: prompts that pass through a layer together.
-
-        Yields:
-            For each prompt a tensor [T, e] on the host.
-        """
+        """Yield the last hidden states of each prompt [T, e] on the host, of token ids [n, T]; ``batch_size`` prompts
+        pass through a layer together."""
         per_prompt = ids.shape[1] * self.model.config.d_model * self.dtype.itemsize
         batches = max(1, CHUNK_BYTES // (per_prompt * batch_size))
         for chunk in ids.split(batches * batch_size):

@@ -56,11 +56,8 @@ def encoder_of(layer: str) -> tuple[str, str]:
 
 
 def text_layer(module: str) -> str | None:
-    """This package's name for a module in a file of any layout; None if no text encoder has such a layer.
-
-    Args:
-        module: a key without its role, with its prefix.
-    """
+    """This package's name for a module (a key without its role) in a file of any layout; None if no text encoder has
+    such a layer."""
     for pattern, number in _PREFIXES:
         if match := pattern.match(module):
             wanted = number or match[1]
@@ -113,13 +110,9 @@ Value = TypeVar("Value")
 
 def style_of(key: str) -> str:
     """The layout of a text encoder's key: ``diffusers``, ``kohya`` or ``comfy``."""
-    return (
-        "kohya"
-        if key.startswith("lora_te")
-        else "diffusers"
-        if key.startswith("text_encoder") and not (key.startswith("text_encoders."))
-        else "comfy"
-    )
+    if key.startswith("lora_te"):
+        return "kohya"
+    return "diffusers" if key.startswith("text_encoder") and not key.startswith("text_encoders.") else "comfy"
 
 
 def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:

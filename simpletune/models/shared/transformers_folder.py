@@ -27,28 +27,17 @@ CONFIG_BYTES, CONFIG_VALUES = 2**22, 200_000  # some list each of 20,000 labels
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder in transformers' layout.
+    """A folder in transformers' layout."""
 
-    Args:
-        folder: where its files are.
-        option: the command-line option that named it, for messages.
-        what: what the user calls the model, such as ``encoder``.
-    """
-
-    folder: Path
-    option: str
-    what: str
+    folder: Path  # where its files are
+    option: str  # the command-line option that named it, for messages
+    what: str  # what the user calls the model, such as ``encoder``
 
     def damaged(self, reason: str) -> UserError:
-        """Make an error that names the folder and the remedy."""
         return UserError(f"{self.option}: {self.folder} {reason}. Download it again, or name another {self.what}")
 
     def config(self) -> Json:
-        """Read config.json.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """Read config.json. UserError: it cannot be read."""
         file = self.folder / "config.json"
         try:
             found = strict_json.read(file, CONFIG_BYTES, CONFIG_VALUES)
@@ -74,11 +63,7 @@ class ModelFolder:
         return found
 
     def refuse_pickles(self) -> None:
-        """Refuse a folder whose weights are pickles only.
-
-        Raises:
-            UserError: its only weights are pickles.
-        """
+        """UserError: the folder's only weights are pickles."""
         pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
         if pickles and not any(self.folder.glob("*.safetensors")):
             raise UserError(
@@ -128,11 +113,7 @@ class ModelFolder:
             raise self.damaged(f"has a damaged config.json ({_first_line(error)})") from None
 
     def tokenizer(self, **options: object) -> PreTrainedTokenizerBase:
-        """Load the tokenizer.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
+        """Load the tokenizer. UserError: it cannot be loaded."""
         from transformers import AutoTokenizer
 
         if not any((self.folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
@@ -147,13 +128,7 @@ class ModelFolder:
 
 
 def find_folder(name: str, option: str, what: str, example: str) -> ModelFolder:
-    """Find a model by folder or hub name; fetch it if necessary.
-
-    Args:
-        name: a folder or a hub name.
-        option: the command-line option that gave the name.
-        what: what the user calls the model.
-        example: a hub name, for messages.
+    """Find a model by its folder or hub name, for example ``example``; fetch it if necessary. See ``ModelFolder``.
 
     Raises:
         UserError: there is no such model.

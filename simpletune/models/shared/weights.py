@@ -36,23 +36,12 @@ class TensorSource(Protocol):
 
 
 class MadeTensors:
-    """Tensors made from their names and shapes.
-
-    Args:
-        shapes: the shapes of all tensors, by name.
-        make: makes one fp32 tensor on the CPU from its name and shape.
-    """
+    """Tensors that ``make`` makes, in fp32 on the CPU, from their names and shapes."""
 
     def __init__(self, shapes: Mapping[str, Shape], make: Callable[[str, Shape], Tensor]):
-        self._shapes, self._make = shapes, make
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._shapes)
+        self._shapes, self._make, self.names = shapes, make, set(shapes)
 
     def get(self, name: str) -> Tensor:
-        """Make one fp32 tensor on the CPU."""
         return self._make(name, self._shapes[name])
 
 
@@ -88,7 +77,14 @@ def fill_model(
     Raises:
         UserError: tensors are missing, unexpected, or have the wrong shape.
     """
-    _compare(model, tensors, place)
+    wanted, complaints = set(model.state_dict()), []
+    for title, names in (("missing", wanted - tensors.names), ("unexpected", tensors.names - wanted)):
+        if names:
+            complaints.append(f"{title}: {join_names(sorted(names))}")
+    if complaints:
+        raise UserError(
+            f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
+        )
     quantised = quantised_layers(model, precision)
     for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
         module = model.get_submodule(name)
@@ -109,7 +105,7 @@ def fill_model(
 
 
 def open_tensors(part: Part) -> TensorSource:
-    """Open a part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
+    """A part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
     if part.file is not None:
         assert part.layout is not None
         return OriginalReader(part.file, part.layout)
@@ -121,16 +117,3 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule of that name."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
-
-
-def _compare(model: nn.Module, tensors: TensorSource, place: str) -> None:
-    """Compare the names of the tensors with those in the model."""
-    expected = set(model.state_dict())
-    complaints = []
-    for title, names in (("missing", expected - tensors.names), ("unexpected", tensors.names - expected)):
-        if names:
-            complaints.append(f"{title}: {join_names(sorted(names))}")
-    if complaints:
-        raise UserError(
-            f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
-        )

@@ -1,20 +1,36 @@
-"""CLIP (arXiv:2103.00020): pictures and prompts in one space."""
+"""Pictures and prompts in one space: CLIP (arXiv:2103.00020), and at a fixed size SigLIP (arXiv:2303.15343) and
+SigLIP 2 (arXiv:2502.14786)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder, projected
-from simpletune.commands.evaluate.encoders.preprocessing import CLIP, normalise, scaled_and_cut
+from simpletune.commands.evaluate.encoders.encoder import (
+    CLIP,
+    HALF,
+    EncoderInfo,
+    ImageEncoder,
+    normalise,
+    scaled_and_cut,
+    squashed,
+)
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+FIRST_VOCABULARY = 32_000
+"""Tokens of SigLIP; SigLIP 2 has Gemma's 256,000."""
 
 
 class Clip(ImageEncoder):
     """CLIP in transformers' ``CLIPModel``, such as openai/clip-vit-large-patch14."""
 
+    name = "clip"
     reads_prompts = True
     classes = ("CLIPModel", "CLIPConfig")
     about_preprocessing = "shorter side bicubic, centre, CLIP's mean and deviation; prompts cut at 77 tokens"
@@ -25,7 +41,6 @@ class Clip(ImageEncoder):
 
     @staticmethod
     def side(config: object) -> int:
-        """Return s for a model's configuration."""
         return int(config.vision_config.image_size)  # type: ignore[attr-defined]
 
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
@@ -44,3 +59,30 @@ class Clip(ImageEncoder):
         return projected(
             self.model.get_text_features(ids.input_ids.to(self.device), ids.attention_mask.to(self.device))
         )
+
+
+def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
+    """Return embeddings, which newer versions of transformers wrap."""
+    return features if isinstance(features, Tensor) else features.pooler_output
+
+
+class Siglip(Clip):
+    """SigLIP in transformers' ``SiglipModel``, such as google/siglip2-base-patch16-224."""
+
+    name = "siglip"
+    classes = ("SiglipModel", "SiglipConfig")
+    about_preprocessing = "squashed to a square, values -1 to 1; prompts in lower case, padded to 64 tokens"
+
+    def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
+        """Squash pictures to a square, as both papers do: by a bicubic filter for SigLIP's published models, by a
+        bilinear one for SigLIP 2's, recognised by their vocabulary."""
+        side, words = self.side(self.model.config), self.model.config.text_config.vocab_size
+        chosen = Image.Resampling.BICUBIC if words == FIRST_VOCABULARY else Image.Resampling.BILINEAR
+        return normalise([squashed(picture, side, chosen) for picture in pictures], HALF)
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
+        """Return the embedding of prompts in lower case; padding is not masked, because it was not in training."""
+        length = self.model.config.text_config.max_position_embeddings
+        lower = [prompt.lower() for prompt in prompts]
+        ids = self.tokenizer(lower, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        return projected(self.model.get_text_features(ids.input_ids.to(self.device)))

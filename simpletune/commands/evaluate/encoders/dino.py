@@ -8,8 +8,7 @@ from typing import ClassVar
 from PIL import Image
 from torch import Tensor
 
-from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
-from simpletune.commands.evaluate.encoders.preprocessing import IMAGENET, normalise, scaled_and_cut
+from simpletune.commands.evaluate.encoders.encoder import IMAGENET, ImageEncoder, normalise, scaled_and_cut
 
 TRAINED, SHORTER = 224, 256
 """Side of the pictures that both papers evaluate on, and length of the shorter side before cropping."""
@@ -18,6 +17,7 @@ TRAINED, SHORTER = 224, 256
 class Dino(ImageEncoder):
     """DINO in transformers' ``ViTModel``, such as facebook/dino-vits16."""
 
+    name = "dino"
     classes = ("ViTModel", "ViTConfig")
     options: ClassVar[Mapping[str, object]] = {"add_pooling_layer": False}  # DINO did not train the pooler
     about_preprocessing = "shorter side 256 of 224 bicubic, centre, ImageNet's mean and deviation"
@@ -41,6 +41,7 @@ class Dino(ImageEncoder):
 class Dino2(Dino):
     """DINOv2, with or without registers, such as facebook/dinov2-base."""
 
+    name = "dinov2"
     classes = ("AutoModel", "AutoConfig")
     options: ClassVar[Mapping[str, object]] = {}
 

@@ -1,4 +1,4 @@
-"""Interface of encoders.
+"""Interface of encoders, and how their papers prepare pictures, with Pillow's antialiased filters.
 
 Shapes: n pictures or prompts, d width of an embedding, s side of an encoder's input in pixels.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -20,51 +20,39 @@ from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+Norm = tuple[tuple[float, float, float], tuple[float, float, float]]
+"""Mean and standard deviation of red, green and blue."""
+
+IMAGENET: Norm = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CLIP: Norm = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # arXiv:2103.00020's code
+HALF: Norm = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """An encoder that is not loaded yet.
+    """An encoder that is not loaded yet."""
 
-    Args:
-        name: the folder or hub name that the user gave.
-        folder: where its files are.
-        kind: ``dino``, ``dinov2``, ``clip`` or ``siglip``.
-        digest: digest of its configuration and weights.
-        parameters: number of weights in its files.
-        option: the option that named it, for messages.
-    """
-
-    name: str
-    folder: Path
-    kind: str
-    digest: str
-    parameters: int
-    option: str = "--encoders"
-
-    @property
-    def place(self) -> ModelFolder:
-        """Its folder, with the words for messages."""
-        return ModelFolder(self.folder, self.option, "encoder")
+    name: str  # the folder or hub name that the user gave
+    place: ModelFolder
+    kind: type[ImageEncoder]
+    digest: str  # of its configuration and weights
+    parameters: int  # number of weights in its files
 
     @property
     def title(self) -> str:
         """Name in tables: the last part of the hub name or folder."""
-        return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind
+        return self.name.rstrip("/").rpartition("/")[2].removeprefix("demo:") or self.kind.name
 
 
 class ImageEncoder(ABC):
     """A frozen model in fp32 that embeds pictures.
 
-    Args:
-        about: the encoder.
-        device: device to load onto.
-
     Raises:
-        UserError: the folder is damaged.
+        UserError: weights are missing, have other shapes than the configuration, or cannot be read.
     """
 
+    name: ClassVar[str]
     reads_prompts: ClassVar[bool] = False
     about_preprocessing: ClassVar[str]
     classes: ClassVar[tuple[str, str]]
@@ -73,31 +61,19 @@ class ImageEncoder(ABC):
     """Arguments of the model's class."""
 
     def __init__(self, about: EncoderInfo, device: torch.device):
+        import transformers
+
+        kind = getattr(transformers, self.classes[0])
         self.about, self.device = about, device
-        self.model: PreTrainedModel = self.load(about).to(device)
+        self.model: PreTrainedModel = about.place.model(kind, torch.float32, **self.options).to(device)
 
     @classmethod
     def empty(cls, about: EncoderInfo) -> PreTrainedModel:
-        """Build the model from its configuration alone, with uninitialised weights on torch's current device.
-
-        Raises:
-            UserError: the configuration does not describe such a model.
-        """
+        """Build the model from its configuration alone, with uninitialised weights on torch's current device."""
         import transformers
 
         kind, config = (getattr(transformers, name) for name in cls.classes)
         return about.place.empty(kind, config, **cls.options)
-
-    @classmethod
-    def load(cls, about: EncoderInfo) -> PreTrainedModel:
-        """Load the model from its folder in fp32, frozen.
-
-        Raises:
-            UserError: weights are missing, have other shapes than the configuration, or cannot be read.
-        """
-        import transformers
-
-        return about.place.model(getattr(transformers, cls.classes[0]), torch.float32, **cls.options)
 
     @staticmethod
     @abstractmethod
@@ -110,15 +86,11 @@ class ImageEncoder(ABC):
 
     @abstractmethod
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
-        """Embed prepared pictures."""
+        """Embed pictures prepared by `pixels`."""
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
-        """Embed prompts.
-
-        Raises:
-            UserError: the encoder reads pictures only.
-        """
-        raise UserError(f"{self.about.name} is a {self.about.kind} encoder, which reads no prompts. Use CLIP or SigLIP")
+        """Embed prompts, where ``reads_prompts`` is set."""
+        raise UserError(f"{self.about.name} is a {self.name} encoder, which reads no prompts. Use CLIP or SigLIP")
 
     @torch.no_grad()
     def of_pictures(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, d], fp32 on the CPU
@@ -142,11 +114,30 @@ class ImageEncoder(ABC):
         found = torch.cat([part.float().cpu() for part in parts])
         if not bool(found.isfinite().all()):
             raise UserError(
-                f"{self.about.folder}: its embeddings are not finite. Its weights are damaged: download it again"
+                f"{self.about.place.folder}: its embeddings are not finite. Its weights are damaged: download it again"
             )
         return found
 
 
-def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
-    """Return embeddings, which newer versions of transformers wrap."""
-    return features if isinstance(features, Tensor) else features.pooler_output
+def scaled_and_cut(picture: Image.Image, shorter: int, side: int) -> Image.Image:
+    """Scale a picture's shorter side by a bicubic filter, keeping its aspect ratio, and crop the centre square;
+    all in pixels."""
+    width, height = picture.size
+    scale = shorter / min(width, height)
+    # as torchvision, which the papers' code uses: round the longer side down to whole pixels
+    size = (shorter, int(height * scale)) if width <= height else (int(width * scale), shorter)
+    scaled = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    left, top = round((size[0] - side) / 2), round((size[1] - side) / 2)
+    return scaled.crop((left, top, left + side, top + side))
+
+
+def squashed(picture: Image.Image, side: int, chosen: Image.Resampling) -> Image.Image:
+    """Scale a picture to a square by a filter, changing its aspect ratio."""
+    return picture.convert("RGB").resize((side, side), chosen)
+
+
+def normalise(pictures: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, s, s]
+    """Stack pictures of one size and normalise their values."""
+    values = torch.from_numpy(np.stack([np.asarray(picture, dtype=np.float32) for picture in pictures]))
+    mean, deviation = (torch.tensor(each).view(1, 3, 1, 1) for each in norm)
+    return (values.permute(0, 3, 1, 2) / 255 - mean) / deviation
