@@ -40,7 +40,7 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.system.stage_timer import largest_peak, round_figure, stages_as_json
+from simpletune.system.stage_timer import peak_of_stages, round_figure, stages_as_json
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def _peaks(attempts: Sequence[Attempt]) -> Json:
     """Collect time and memory by stage, and the largest peaks."""
     stages = merged_stages(attempts)
     return {
-        "peak_allocated_gib": round_figure(largest_peak(stages, "peak_allocated_gib")),
-        "peak_reserved_gib": round_figure(largest_peak(stages, "peak_reserved_gib")),
-        "peak_rss_gib": round_figure(largest_peak(stages, "peak_rss_gib")),
+        "peak_allocated_gib": round_figure(peak_of_stages(stages, "peak_allocated_gib")),
+        "peak_reserved_gib": round_figure(peak_of_stages(stages, "peak_reserved_gib")),
+        "peak_rss_gib": round_figure(peak_of_stages(stages, "peak_rss_gib")),
         "stages": stages_as_json(stages),
     }
 

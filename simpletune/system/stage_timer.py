@@ -74,7 +74,7 @@ class StageTimer:
 
     def peak(self, name: str) -> float | None:
         """Return the largest of the stages' peaks."""
-        return largest_peak(self.by_name, name)
+        return peak_of_stages(self.by_name, name)
 
     def memory_now(self) -> str:
         """Describe the stage's peak so far: allocated on the GPU, or the process's without a GPU."""
@@ -89,7 +89,7 @@ class StageTimer:
         return stages_as_json(self.by_name)
 
 
-def largest_peak(stages: Mapping[str, Stage], name: str) -> float | None:
+def peak_of_stages(stages: Mapping[str, Stage], name: str) -> float | None:
     """Return the largest of the stages' peaks of one kind, which is the peak of the whole job."""
     return max((value for stage in stages.values() if (value := getattr(stage, name)) is not None), default=None)
 

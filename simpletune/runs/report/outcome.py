@@ -6,7 +6,7 @@ from simpletune.runs.attempts import Attempt
 from simpletune.runs.report.content import ReportSection, ReportTable, format_gib
 from simpletune.runs.report.run_data import RunData, without_folders
 from simpletune.system.console import duration
-from simpletune.system.stage_timer import largest_peak
+from simpletune.system.stage_timer import peak_of_stages
 
 
 def resumes(run: RunData) -> str:
@@ -58,8 +58,8 @@ def _resumed(earlier: Attempt, later: Attempt) -> str:
 
 
 def _peak(row: Attempt) -> str:
-    on_gpu = largest_peak(row.stages, "peak_allocated_gib")
-    return format_gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
+    on_gpu = peak_of_stages(row.stages, "peak_allocated_gib")
+    return format_gib(on_gpu if on_gpu is not None else peak_of_stages(row.stages, "peak_rss_gib"))
 
 
 def _steps(row: Attempt) -> str:
