@@ -324,7 +324,7 @@ def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:
     assert split_scale("a/b.safetensors:0.5") == ("a/b.safetensors", 0.5)
-    assert split_scale("C:here.safetensors", 1.0) == ("C:here.safetensors", 1.0)
+    assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
     odd = tmp_path / "x:2"
     odd.touch()
     assert split_scale(str(odd)) == (str(odd), None)

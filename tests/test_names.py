@@ -82,7 +82,7 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
         shutil.copy(f"lora/{LORA}", tmp_path / name)
         assert find_named(str(tmp_path / name)).lora == tmp_path / name / LORA
     assert find_named(f"{tmp_path}/odd@2:0.5").scale == 0.5
-    assert split_scale("C:here.safetensors", 1.0) == ("C:here.safetensors", 1.0)
+    assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from simpletune import __version__
 from simpletune.apps.http import read_body
-from simpletune.runs.report.templates import ASSETS
+from simpletune.system.package import ASSETS
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -11,10 +11,8 @@ from typing import Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
 from simpletune.runs.remote.fetch import fetch
-from simpletune.runs.remote.index import RunIndex, read_index, stored_words, take
-from simpletune.runs.remote.link import link, require_same_run
+from simpletune.runs.remote.index import RunIndex, require_same_run, stored_words, take
 from simpletune.runs.remote.upload import Uploader
-from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
@@ -23,23 +21,19 @@ from simpletune.system.stores.store import StoreError
 
 
 class CheckpointStore(Protocol):
-    """The protocol by which a run reports its checkpoints."""
+    """By what a run reports its checkpoints; does nothing by itself."""
 
     def begins(self, step: int) -> None:
         """Training begins after this many steps."""
+        return
 
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
+        return
 
 
-class LocalOnly:
+class LocalOnly(CheckpointStore):
     """For a run that is kept only in its folder."""
-
-    def begins(self, step: int) -> None:
-        """Do nothing."""
-
-    def saved(self, step: int) -> None:
-        """Do nothing."""
 
 
 @contextmanager
@@ -62,7 +56,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     try:
         if resume in ("auto", "latest"):
             with wait_for_lock(folder.with_name(f".{folder.name}.fetch.lock"), "fetch   waiting for another process"):
-                _fetch(store, folder)
+                fetch(store, folder)
         owned = take(store, lambda stored: _owned(store, folder, stored, resume)) if is_first_process() else None
     except StoreError as error:
         raise UserError(f"output.runs: {error}. Check the URL, the credentials and the network") from None
@@ -74,23 +68,8 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
         yield uploader
 
 
-def _fetch(store: ObjectStore, folder: Path) -> None:
-    found = read_index(store)
-    if found is None:
-        return
-    index, _ = found
-    say(f"store   {store.url}: {stored_words(index)}, by {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC")
-    if index.checkpoints:
-        fetch(store, index, folder)
-        link(folder, store.url, index.run)
-
-
 def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
-    """Make the index with which this process takes a run over.
-
-    Raises:
-        UserError: a new run would replace a stored one.
-    """
+    """The index with which this process takes a run over, unless a new run would replace a stored one."""
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:
         return RunIndex(owner=owner, machine=machine)
