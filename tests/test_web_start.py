@@ -108,7 +108,7 @@ def change(client: TestClient, values: dict[str, str], **new: str) -> tuple[str,
 def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
     def documented(option: type, prefix: str = "") -> dict[str, str]:
         found = {}
-        for name, info in option.model_fields.items():
+        for name, info in documented(option).items():
             key = info.alias or name
             inner = option_classes(info.annotation)
             if len(inner) == 1:
