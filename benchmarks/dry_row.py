@@ -144,7 +144,7 @@ def validate(config: TrainConfig) -> None:
     """Draw a validation picture with the training state still allocated."""
     import torch
 
-    from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel
+    from simpletune.estimate.simulate.simulate_stages import ShapesOnlyModel
     from simpletune.stages.latent_cache import free_memory
     from simpletune.stages.sample import PictureRequest, Sampler
 

@@ -33,7 +33,10 @@ from simpletune.models.shared.prompts import pack
 from simpletune.system.console import say
 from simpletune.system.options import Json
 
-PARTS = ("latents", "t5", "clip_l", "clip_g")
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "latents": {"z_0": (16, 128, 128)},
+    "prompts": {"clip_g": (77, 1280), "clip_l": (77, 768), "t5": (256, 4096)},
+}
 BATCH = 4
 STEPS = 75
 LIMIT = 2**28  # bytes of the local part
@@ -96,23 +99,25 @@ def measure(way: Way) -> Json:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         filled = CachePlace(folder / "cache", "files" if way.form == "files" else "shards")
-        size = sum(_fill(open_cache(filled, "data", part), part, keys, way.int8) for part in PARTS)
+        size = sum(_fill(open_cache(filled, "data", part), part, keys, way.int8) for part in SHAPES)
         with _served(filled.folder, way) as place:
             return {
                 "mib": size / len(keys) / 2**20,
-                **_read({p: open_cache(place, "data", p) for p in PARTS}, keys, way),
+                **_read({p: open_cache(place, "data", p) for p in SHAPES}, keys, way),
             }
 
 
 def _fill(cache: Cache, part: str, keys: list[str], int8: bool) -> int:
     """Fill one part of the cache with random numbers; return its bytes."""
-    shapes = {"latents": (16, 128, 128), "t5": (256, 4096), "clip_l": (77, 768), "clip_g": (77, 1280)}
     generator, total = torch.Generator().manual_seed(0), 0
     for group in cache.claimed(cache.lacking(keys), together=64):
         for key in group:
-            plain = torch.randn(shapes[part], generator=generator)
-            tensors: dict[str, Tensor] = {"hidden": plain if part == "latents" else plain.to(torch.bfloat16)}
-            tensors = pack(tensors) if part == "t5" and int8 else tensors
+            tensors = dict[str, Tensor]()
+            for name, shape in SHAPES[part].items():
+                plain = torch.randn(shape, generator=generator)
+                own: dict[str, Tensor] = {"hidden": plain if part == "latents" else plain.to(torch.bfloat16)}
+                own = pack(own) if name == "t5" and int8 else own
+                tensors |= {f"{name}.{kind}": tensor for kind, tensor in own.items()}
             cache.save(key, tensors)
             total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return total
@@ -151,8 +156,10 @@ def _read(caches: dict[str, Cache], keys: list[str], way: Way) -> Json:
             time.sleep(max(0.0, began + step * BATCH / way.pace - time.perf_counter()))
         if ahead is not None:
             ahead.at(step)
-        for part in caches.values():
-            torch.stack([part.load(key)["hidden"] for key in keys[step * BATCH : (step + 1) * BATCH]])
+        for part, own in caches.items():
+            loaded = [own.load(key) for key in keys[step * BATCH : (step + 1) * BATCH]]
+            for name in SHAPES[part]:
+                torch.stack([tensors[f"{name}.hidden"] for tensors in loaded])
         waited = sum(cache.waited for cache in remote)
         waits.append(waited - before)
         before = waited

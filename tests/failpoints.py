@@ -53,7 +53,7 @@ NAMES = {
     "data.scanned": Moment("pictures and captions are read, but not encoded",
         "commands.train.set_up:set_up", "after data = plan_data("),
     "text.encoded": Moment("a prompt is in the cache",
-        "stages.text_cache:encode_prompts", "before poll()"),
+        "stages.text_cache:PromptEntries._encode", "before poll()"),
     "class.drawn": Moment("a class picture is in the cache",
         "commands.train.class_pictures:generate_missing", "after advance()"),
     "latents.encoded": Moment("a picture is in the cache",

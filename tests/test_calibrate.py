@@ -11,9 +11,8 @@ import torch
 from recorded_work import seen
 from torch import Tensor
 
-from simpletune.estimate.timing import calibrate, host_probes, machine_probes, probe_calls, probes, stopwatch
-from simpletune.estimate.timing.constants import Composite, Constants, read_constants
-from simpletune.estimate.timing.grid import Grid
+from simpletune.estimate.timing import calibrate, host_probes, probes, stopwatch
+from simpletune.estimate.timing.constants import Composite, Constants, Grid, read_constants
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
 from simpletune.estimate.timing.work import KernelWork
@@ -30,28 +29,28 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
     probe, (kind, _, dtype) = ALL[name], name.partition(".")
     by_bytes = list(probe.axes) == ["bytes"]
     point = (2**16,) if by_bytes else tuple(values[min(1, len(values) - 1)] for values in probe.axes.values())
-    works = seen(probe.build(point))
+    works = seen(probe.build(*point))
     if not by_bytes:
         last = {"product": "product_tn", "attention_both": "attention_backward"}.get(kind, kind)
         before = [KernelWork("attention", dtype, point)] if kind == "attention_both" else []
-        assert works == [*before, KernelWork(last, dtype, point)] and probe.size(point) > 0
+        assert works == [*before, KernelWork(last, dtype, point)] and probe.size(*point) > 0
         return
     *others, work = works
     own = "fp32" if kind.startswith("int8_") else dtype
-    assert (work.kind, work.dtype, probe.size(point)) == (kind, own, 2**16)
+    assert (work.kind, work.dtype, probe.size(*point)) == (kind, own, 2**16)
     assert work.extents[0] == pytest.approx(2**16, rel=0.13)  # rows are whole; norms read weights, too
     assert sum(other.extents[0] for other in others) < 256 and (not others or kind in SIDE_EFFECTS)
 
 
 def test_nf4_is_unpacked_by_its_levels() -> None:
     x = torch.empty(4, 64)
-    found = probe_calls.unpacked_nf4(x)()
+    found = probes.unpacked_nf4(x)()
     assert isinstance(found, Tensor) and found.shape == x.shape
     torch.testing.assert_close(found, torch.full_like(x, -1.0))  # the lowest level, times 1
 
 
 def test_the_group_norms_gradient_is_of_its_input_alone() -> None:
-    grad, weight, bias = probe_calls.group_norm_gradient(torch.randn(4, 1024))  # type: ignore[misc]
+    grad, weight, bias = probes.group_norm_gradient(torch.randn(4, 1024))  # type: ignore[misc]
     assert grad.shape == (1, 32, 128) and weight is None and bias is None
 
 
@@ -62,16 +61,16 @@ def test_the_8_bit_update_is_adams_by_hand() -> None:
     x = torch.tensor([1.0, -2.0, 0.5, -0.25] * 128)
     first, second = 0.9 * create_dynamic_map(True)[0] + 0.1 * x, 0.001 * x.square()
     expected = x - 1e-4 * (first / (1 - 0.9)) / (second / (1 - 0.999)).sqrt()
-    probe_calls.updated_in_8_bits(x)()
+    probes.updated_in_8_bits(x)()
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
 
 
 def test_the_int8_products_of_a_probe_are_of_ones() -> None:
     for name, (m, n, k) in {"int8_product.bf16": (64, 256, 64), "int8_gradient.bf16": (256, 256, 1024)}.items():
-        found = ALL[name].build((m, n, k))()
+        found = ALL[name].build(m, n, k)()
         assert isinstance(found, Tensor) and found.shape == (m, n) and found.dtype == torch.bfloat16
         assert found.unique().tolist() == [k]
-        assert ALL[name].size((m, n, k)) == m * k + n * k + 2 * m * n  # bytes
+        assert ALL[name].size(m, n, k) == m * k + n * k + 2 * m * n  # bytes
 
 
 def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +83,8 @@ def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "empty", empty)
     for probe, name, value in zip(probes.copies(CUDA), ("to_device", "to_host"), (1, 2), strict=True):
-        probe.build((4096,))()
-        assert probe.name == f"{name}.bytes" and probe.size((4096,)) == 4096
+        probe.build(4096)()
+        assert probe.name == f"{name}.bytes" and probe.size(4096) == 4096
         assert made["host"].unique().tolist() == made["device"].unique().tolist() == [value], name
 
 
@@ -112,27 +111,25 @@ def test_the_kinds_that_a_device_has(
 
 
 def test_a_machines_rates_are_per_pixel_number_and_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_probes, "SIDE", 64)
-    monkeypatch.setattr(machine_probes, "WRITTEN", 1000)
+    monkeypatch.setattr(host_probes, "SIDE", 64)
+    monkeypatch.setattr(host_probes, "WRITTEN", 1000)
     seconds, results = iter([4096.0, 8192.0, 2.0**18, 5000.0]), []
 
     def timed(call: Callable[[], object]) -> float:
         results.append(call())
         return next(seconds)
 
-    monkeypatch.setattr(machine_probes, "_seconds", timed)
-    assert machine_probes.machine_rates() == {"read_jpeg": 1.0, "write_png": 2.0, "noise": 1.0, "write_byte": 5.0}
+    monkeypatch.setattr(host_probes, "_seconds", timed)
+    assert host_probes.machine_rates() == {"read_jpeg": 1.0, "write_png": 2.0, "noise": 1.0, "write_byte": 5.0}
     assert getattr(results[2], "shape", None) == (2**18,)
 
 
 def test_bytes_are_written_through_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(machine_probes, "WRITTEN", 1234)
-    monkeypatch.setattr(
-        machine_probes.os, "fsync", lambda number: sizes.append(machine_probes.os.fstat(number).st_size)
-    )
-    machine_probes._written()
+    monkeypatch.setattr(host_probes, "WRITTEN", 1234)
+    monkeypatch.setattr(host_probes.os, "fsync", lambda number: sizes.append(host_probes.os.fstat(number).st_size))
+    host_probes._written()
     assert sizes == [1234] and list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +156,7 @@ def test_the_least_of_three_timings_counts(clock: Clock) -> None:
     def call() -> None:
         clock.now += next(costs)
 
-    assert machine_probes._seconds(call) == 1.0 and next(costs, None) is None
+    assert host_probes._seconds(call) == 1.0 and next(costs, None) is None
 
 
 # A card's watch, without a card
@@ -330,12 +327,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def a_probe(name: str, error: Exception | None = None) -> TimingProbe:
-    def build(point: tuple[int, ...]) -> Call:
+    def build(size: int) -> Call:
         if error is not None:
             raise error
         return lambda: None
 
-    return TimingProbe(name, {"bytes": [64]}, build, lambda point: point[0])
+    return TimingProbe(name, {"bytes": [64]}, build, int)
 
 
 def on_cpu() -> CpuStopwatch:

@@ -18,7 +18,7 @@ from simpletune.commands.train.prepare import prepare_only
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.estimate.host_needs import needs_of
+from simpletune.estimate.job_estimate import needs_of
 from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulate_stage
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
@@ -149,8 +149,8 @@ def test_drawing_them_is_predicted_and_counted(tiny_config: dict) -> None:
         0 < validating.bytes - drawing.bytes < 3 * trained + 64 * 1024
     )  # the same drawing beside the training's state
     assert simulate_stage(config, "class", (8, 9)).bytes >= drawing.bytes
-    needs = needs_of(config, job)
-    without = needs_of(validate(data | {"prior": {"method": "none"}}, "test"), job)
+    needs = needs_of(config, job, (64, 64))
+    without = needs_of(validate(data | {"prior": {"method": "none"}}, "test"), job, (64, 64))
     assert needs.counts.samples == without.counts.samples + 3 and needs.counts.prompts == without.counts.prompts + 1
     assert needs.disk["class pictures"] == 3 * 32 * 32 * 3
     assert needs.disk["cached pictures"] * 6 == without.disk["cached pictures"] * 9

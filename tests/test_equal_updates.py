@@ -18,9 +18,9 @@ from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import _stored, estimate
 from simpletune.estimate.planning import Search
-from simpletune.estimate.simulate import training_stage
+from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
-from simpletune.estimate.simulate.optimizer_states import make_states
+from simpletune.estimate.simulate.simulate import make_states
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
@@ -110,8 +110,8 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
         Path("configs/demo.json"),
         [f"output.cache={tmp_path / 'search'}", "precision.weights=bf16", "precision.compute=bf16", "device=cpu"],
     )
-    steps, take = [], training_stage.take_steps
-    monkeypatch.setattr(training_stage, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
+    steps, take = [], simulate.take_steps
+    monkeypatch.setattr(simulate, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
     card = replace(find_card("L4"), name="Test", found=1.0)
     result, *_ = Search(config, card).fastest()
     predicted = sum(1 for _ in (tmp_path / "search" / "estimates").glob("*-step.json"))
@@ -121,7 +121,6 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     apart = chosen.model_copy(update={"output": chosen.output.model_copy(update={"cache": str(tmp_path / "apart")})})
     alone = estimate(apart, card.capability)
     assert len(steps) == predicted + 1
-    assert alone.job is not None and result.estimate.job is not None
     found, wanted = _stored(result.estimate.job), _stored(alone.job)
     found["train"]["seconds"] = wanted["train"]["seconds"]
     assert found == wanted

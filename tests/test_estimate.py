@@ -19,10 +19,9 @@ from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
-from simpletune.estimate.host_needs import HostNeeds
-from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed, needs_of
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
-from simpletune.estimate.simulate.simulate_stages import simulate_parts, with_workspaces
+from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
 from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
@@ -85,7 +84,7 @@ def an_estimate(**stages: int) -> Estimate:
         name: MemorySnapshot(size, {"weights": size}, "backward", "transformer_blocks.1")
         for name, size in stages.items()
     }
-    return Estimate(snapshots, HostNeeds({}, {}, {}, None), (64, 64))
+    return Estimate(JobReport(snapshots, None, {}), (64, 64))  # type: ignore[arg-type]
 
 
 def test_a_run_fits_to_the_byte() -> None:
@@ -155,14 +154,22 @@ def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> 
 
 
 def test_needs_follow_the_run(tiny_config: dict) -> None:
-    needs = estimate(validate(tiny_config, "test"), L4.capability).needs
+    needs = estimate(validate(tiny_config, "test"), L4.capability)
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
-    more = estimate(validate(tiny_config, "test"), L4.capability).needs
+    more = estimate(validate(tiny_config, "test"), L4.capability)
     assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
     assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
     assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
     tiny_config["ema"] = {}
-    assert estimate(validate(tiny_config, "t"), L4.capability).needs.disk["checkpoints"] > more.disk["checkpoints"]
+    assert estimate(validate(tiny_config, "t"), L4.capability).disk["checkpoints"] > more.disk["checkpoints"]
+
+
+def test_a_cache_in_a_store_needs_disk_for_its_local_part(tiny_config: dict) -> None:
+    local = estimate(validate(tiny_config, "test"), L4.capability)
+    tiny_config["output"] = {**tiny_config.get("output", {}), "cache": "s3://bucket/cache"}
+    remote = needs_of(validate(tiny_config, "test"), local.job, local.size)
+    cached = local.disk["cached pictures"] + local.disk["cached prompts"]
+    assert remote.disk["local part of the cache"] == cached and remote.host == local.host
 
 
 @pytest.mark.parametrize(
@@ -229,7 +236,7 @@ def test_estimate_takes_the_plan_by_default(tiny_config: dict, write_config, cap
 
 
 def test_with_an_average_the_host_holds_the_weights_beside_it(tiny_config: dict) -> None:
-    host = [estimate(validate(tiny_config | more, "test"), L4.capability).needs.host for more in ({}, {"ema": {}})]
+    host = [estimate(validate(tiny_config | more, "test"), L4.capability).host for more in ({}, {"ema": {}})]
     trained = simulate_parts(validate(tiny_config, "test"), SIZE, L4.capability).train.trained_bytes
     assert sum(host[1].values()) - sum(host[0].values()) == trained > 0
 

@@ -351,8 +351,7 @@ def test_predicted_time_is_that_of_every_operation(
 
 def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
     from simpletune.commands.evaluate.estimate import speeds_at_hand
-    from simpletune.estimate.timing.constants import VERSION, Constants, constants_file, write_constants
-    from simpletune.estimate.timing.grid import Grid
+    from simpletune.estimate.timing.constants import VERSION, Constants, Grid, constants_file, write_constants
     from simpletune.system.environment import cpu_name
 
     threads = torch.get_num_threads()

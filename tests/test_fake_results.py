@@ -52,7 +52,7 @@ class Whole(FakeResults):
 def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> Json:
     """Everything that a simulation says, but for how long it took."""
     with monkeypatch.context() as patch:
-        patch.setattr("simpletune.estimate.simulate.simulate_text._TEXTS", {})
+        patch.setattr("simpletune.estimate.simulate.simulate_stages._TEXTS", {})
         if whole:
             patch.setattr(fake, "RESULTS", Whole())
             patch.setattr(simulate, "count_equal_updates", lambda optimizer: None)

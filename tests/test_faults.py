@@ -241,7 +241,7 @@ def spoil(file: Path, damage: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "damage"),
-    slow_but([("latents", "flip"), ("text", "cut")], product(("latents", "text"), ("flip", "cut", "empty"))),
+    slow_but([("latents", "flip"), ("prompts", "cut")], product(("latents", "prompts"), ("flip", "cut", "empty"))),
 )
 def test_a_damaged_cache_file_is_set_aside_and_made_again(
     tiny_config: dict, tmp_path: Path, kind: str, damage: str, capsys: pytest.CaptureFixture[str], train_once: TrainOnce

@@ -79,13 +79,13 @@ def test_the_second_stage_begins_with_the_average_of_the_first(
 
     base = load_file(Path(pipeline) / part / WEIGHTS)
     assert any(not torch.equal(result[name].float(), base[name].float()) for name in names), "random, not pretrained"
-    cached = set((tmp_path / "cache" / "text").rglob("*.safetensors"))
+    cached = set((tmp_path / "cache" / "prompts").rglob("*.safetensors"))
     second = stage(f"{family}_from_scratch_512", part, data, tmp_path,
                    [*given, f"data.resolution={sides[1]}", f"model.{part}={first}", "optimizer.lr=1e-30",
                     "optimizer.weight_decay=0"])  # fmt: skip
     for name, tensor in load_file(second / WEIGHTS).items():
         torch.testing.assert_close(tensor, result[name], rtol=1e-6, atol=0)
-    assert set((tmp_path / "cache" / "text").rglob("*.safetensors")) == cached, "prompts are encoded once for both"
+    assert set((tmp_path / "cache" / "prompts").rglob("*.safetensors")) == cached, "prompts are encoded once for both"
     latents = [load_file(file)["z_0"].shape[-1] for file in (tmp_path / "cache" / "latents").rglob("*.safetensors")]
     assert set(latents) == {side // 8 for side in sides}
 

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,45 @@ from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.masks import latent_mask, mask_key
+from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask
 from simpletune.data.sources.source import Mask, Picture, UnusablePicture
 from simpletune.data.sources.table import Table
+from simpletune.data.storage import cache as storage
+from simpletune.data.storage.cache import crop_key
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.objectives.flow import Flow, FlowProcess
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.masks import MaskCache
+from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
+
+CPU = torch.device("cpu")
+
+
+class Autoencoder:
+    """A model whose latents are the means of squares of 8 x 8 pixels."""
+
+    def part(self, name: str) -> Autoencoder:
+        return self
+
+    def fingerprint(self) -> str:
+        return "means"
+
+    def load_vae(self, *rest: object) -> None:
+        return None
+
+    def encode_pictures(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.avg_pool2d(pixels, 8).mean(1, keepdim=True).repeat(1, 16, 1, 1)
+
+
+def latents_in(folder: Path) -> LatentCache:
+    return LatentCache(Autoencoder(), torch.float32, folder)  # type: ignore[arg-type]
+
+
+def encoded_as(view: Crop) -> torch.Tensor:
+    pixels = torch.from_numpy(crop_to_bucket(decode(view.picture.read_same()), view.bucket, view.offset, view.flip))
+    return Autoencoder().encode_pictures(None, pixels[None])[0]
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **more: object) -> bytes:
@@ -181,52 +211,81 @@ def test_masks_that_fail_later_are_left_out_with_their_reason(tmp_path: Path) ->
     with pytest.raises(UnusablePicture, match="black everywhere"):
         latent_mask(view)
     changed = Picture("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
-    cache = MaskCache(tmp_path)
-    rejected = cache.fill([view, Crop(changed, (64, 64), (0.5, 0.5), False)])
+    _, rejected = latents_in(tmp_path).fill([view, Crop(changed, (64, 64), (0.5, 0.5), False)], CPU)
     assert [(each.name, each.source) for each in rejected] == [("a.png", 0), ("b.png", 1)]
     assert "has changed since" in rejected[1].reason
 
 
 def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
-    cache, picture = MaskCache(tmp_path), picture_of(blob(96, 64))
+    cache, picture = latents_in(tmp_path), picture_of(blob(96, 64))
     views = [Crop(picture, (64, 64), (0.5, 0.5), flip) for flip in (False, True)]
     views += [
         Crop(picture, (96, 64), (0.5, 0.5), False),
         Crop(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64))), (64, 64), (0.5, 0.5), False),
     ]
-    assert cache.fill(views) == [] and len({mask_key(view) for view in views}) == 4
-    assert cache.cache.lacking(map(mask_key, views)) == []
+    assert cache.fill(views, CPU) == (4, []) and len({crop_key(view) for view in views}) == 4
+    assert cache.cache.lacking(map(crop_key, views)) == []
     for view in views:
-        torch.testing.assert_close(cache.load(view), torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
-    bare = Picture("c", "c", (64, 64), "2", bytes)
-    assert cache.load(Crop(bare, (64, 64), (0.5, 0.5), False)).tolist() == [[[1.0]]]
+        z_0, mask = cache.load(view)
+        torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
+        assert torch.equal(z_0, encoded_as(view))
+
+
+def test_one_read_brings_latents_and_mask_and_a_changed_mask_is_another_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = picture_of(blob(64, 64), mask_bytes=encoded(grey(level=255)))
+    changed = replace(picture, mask=picture_of(blob(64, 64), mask_bytes=encoded(grey(level=100))).mask)
+    bare, first, second = (
+        Crop(one, (64, 64), (0.5, 0.5), False) for one in (replace(picture, mask=None), picture, changed)
+    )
+    cache, opened = latents_in(tmp_path), list[Path]()
+    assert cache.fill([first], CPU) == (1, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            storage, "open", lambda file, *how, **more: opened.append(file) or open(file, *how, **more), False
+        )
+        assert cache.load(first)[1].unique().tolist() == [1.0]
+    assert len(opened) == 1
+    with pytest.raises(FileNotFoundError):
+        cache.load(second)
+    assert cache.fill([bare, second], CPU) == (2, [])
+    assert cache.load(second)[1].unique().tolist() == pytest.approx([100 / 255])
+    assert cache.load(bare)[1].tolist() == [[[1.0]]] and cache.load(first)[1].unique().tolist() == [1.0]
+    # Latents without a mask are not encoded again for one.
+    monkeypatch.setattr(Autoencoder, "encode_pictures", lambda *rest: pytest.fail("it encodes"))
+    third = replace(picture, mask=picture_of(blob(64, 64), mask_bytes=encoded(grey(level=50))).mask)
+    view = Crop(third, (64, 64), (0.5, 0.5), False)
+    assert cache.fill([view], CPU) == (1, [])
+    assert torch.equal(cache.load(view)[0], cache.load(first)[0])
+    assert cache.load(view)[1].unique().tolist() == pytest.approx([50 / 255])
 
 
 class Recorded:
-    """A prepared run's parts that batches use, with constant latents."""
+    """A prepared run's parts that batches use, with constant prompts."""
 
     remote = ()
 
-    def __init__(self, plan: Plan, masks: MaskCache):
-        self.plan, self.masks, self.text, self.latents = plan, masks, self, self
+    def __init__(self, plan: Plan, latents: LatentCache):
+        self.plan, self.latents, self.text = plan, latents, self
 
     def inputs(self, prompts: object) -> None:
         """Nothing trains on the text side."""
 
-    def load(self, what: object) -> object:
-        return (torch.zeros(2, 3), torch.zeros(4)) if isinstance(what, str) else torch.ones(16, 8, 8)
+    def load(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(2, 3), torch.zeros(4)
 
 
 def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> BatchLoader:
     folder = Folder.model_validate({"path": "x", "resolution": 64, **fields})
     plan = Plan(make_samples(pictures, folder.members), folder, Flow(), 0, GlobalBatch(4))
-    masks = MaskCache(tmp_path)
-    assert masks.fill(plan.views()) == []
-    return BatchLoader(Recorded(plan, masks), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    latents = latents_in(tmp_path)
+    assert latents.fill(plan.views(), CPU)[1] == []
+    return BatchLoader(Recorded(plan, latents), 0, CPU)  # type: ignore[arg-type]
 
 
 def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path) -> None:
-    with_mask, without = picture_of(blob(64, 64)), Picture("z.png", "z", (64, 64), "2", bytes)
+    with_mask, without = picture_of(blob(64, 64)), replace(picture_of(blob(64, 64).T), name="z.png", mask=None)
     batches = batches_of(tmp_path, [with_mask, without], unmasked_weight=0.25, weight=2.0)
     (batch,) = batches.step(0)
     assert batch.fillers == 2 and batch.weight is not None and batch.weight.shape == (4, 1, 8, 8)

@@ -45,7 +45,7 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation
 from simpletune.stages.sample import PictureRequest, Sampler, autocast_of
 from simpletune.stages.step.assignment import RankMicroBatches
-from simpletune.stages.step.passes import TrainingPasses
+from simpletune.stages.step.batch_loader import TrainingPasses
 from simpletune.system.options import ConfigError
 
 CPU = torch.device("cpu")

@@ -12,11 +12,12 @@ import pytest
 
 from simpletune.apps.cli.main import main
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.best_card import CardPlan, cheapest, describe_settings, fastest, plan_on, table
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import MIB
+from simpletune.estimate.job_time import JobTime
 from simpletune.estimate.levers import changes_of_quality, with_changes
-from simpletune.estimate.planning import Search, SettingChanges, candidate_lists
+from simpletune.estimate.plan_command import choose_card, describe_settings, plan_on, table
+from simpletune.estimate.planning import PlanResult, Search, SettingChanges, candidate_lists
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.timeline import step_seconds, use_of
@@ -147,42 +148,42 @@ def test_copies_take_at_least_their_bytes_on_the_busiest_queue(config_of, simula
     )
 
 
-def a_plan(name: str, seconds: float, per_hour: float | None, samples: float = 1.0) -> CardPlan:
+def a_plan(name: str, seconds: float, per_hour: float | None, samples: float = 1.0) -> tuple[Card, PlanResult]:
     """A plan of a job that trains only."""
 
-    class Time:
-        stages = {"train": seconds}  # noqa: RUF012
-        source = "test"
-
-    Time.seconds = seconds  # type: ignore[attr-defined]
-    price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test")
-    return CardPlan(find_card(name), object(), Time(), samples, price)  # type: ignore[arg-type]
+    card, price = find_card(name), None
+    if per_hour is not None:
+        price = Price(per_hour=per_hour, as_of="2026-11", source="test")
+    time = JobTime(card, None, 1, None, {"train": seconds}, (1.0, 1.0), "test", price)  # type: ignore[arg-type]
+    return card, PlanResult(None, None, None, time, samples)  # type: ignore[arg-type]
 
 
 def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> None:
     slow, quick = a_plan("L4", 7200, 1.0), a_plan("H100", 3600, 3.0)
-    unknown, lacking = a_plan("RTX3090", 60, None), CardPlan(find_card("T4"), why_not="no settings fit")
-    assert cheapest([quick, slow, unknown, lacking]) is slow and fastest([quick, slow, lacking]) is quick
-    assert slow.cost == pytest.approx(2.0) and quick.cost == pytest.approx(3.0) and unknown.cost is None
+    unknown, lacking = a_plan("RTX3090", 60, None), (find_card("T4"), "no settings fit")
+    assert choose_card([quick, slow, unknown, lacking], "cheapest") == slow
+    assert choose_card([quick, slow, lacking], "fastest") == quick
+    assert [plan.cost for _, plan in (slow, quick, unknown)] == [pytest.approx(2.0), pytest.approx(3.0), None]
     quarter = a_plan("L4", 7200, 1.0, samples=0.25)  # a quarter of the samples in these steps
-    assert quarter.cost == pytest.approx(8.0) and cheapest([quick, quarter]) is quick
+    assert quarter[1].cost == pytest.approx(8.0) and choose_card([quick, quarter], "cheapest") == quick
     with pytest.raises(UserError, match="no price is known for RTX3090.*--prices"):
-        cheapest([unknown, lacking])
-    with pytest.raises(UserError, match="T4: no settings fit"):
-        cheapest([lacking])
+        choose_card([unknown, lacking], "cheapest")
+    for goal in ("cheapest", "fastest"):
+        with pytest.raises(UserError, match="T4: no settings fit"):
+            choose_card([lacking], goal)
 
 
 @pytest.mark.slow
 def test_a_plan_compares_as_many_samples(config_of) -> None:
     config = config_of("adapter.method=full", "train.gradient_accumulation=4")
     found = plan_on(config, replace(L4, name="Test", gib=1.1, found=1.0), PRICE)
-    assert found.result is not None and found.time is not None
-    chosen = found.result.choice.config.train
+    chosen = found.choice.config.train
     assert found.samples == pytest.approx(chosen.batch_size * chosen.gradient_accumulation / 64)
     assert found.cost == pytest.approx(found.seconds / 3600)
-    assert plan_on(config, replace(L4, name="Tiny", gib=0.3), PRICE).why_not.startswith("no settings fit on Tiny")
-    lines = list(table("job", [found], found))
-    assert "chosen" in lines[2] and found.result.choice.about in lines[2] and "as of 2026-11" in lines[-1]
+    with pytest.raises(UserError, match="no settings fit on Tiny"):
+        plan_on(config, replace(L4, name="Tiny", gib=0.3), PRICE)
+    lines = list(table("job", [(L4, found)], found))
+    assert "chosen" in lines[2] and found.choice.about in lines[2] and "as of 2026-11" in lines[-1]
 
 
 def test_costs_are_named_in_words(config_of) -> None:
@@ -257,8 +258,8 @@ def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(
 
 
 def test_a_card_without_known_figures_says_so_in_a_plan(config_of) -> None:
-    found = plan_on(config_of(), find_card("23GiB"), None)
-    assert any("no figures are known for this card" in line for line in table("job", [found], found))
-    assert "no price is known" in list(table("job", [found], found))[-1]
-    assert all(card.tflops and card.bandwidth for card in CARDS) and found.result is not None
-    assert found.result.estimate.needed() > MIB
+    card = find_card("23GiB")
+    found = plan_on(config_of(), card, None)
+    lines = list(table("job", [(card, found)], found))
+    assert any("no figures are known for this card" in line for line in lines) and "no price is known" in lines[-1]
+    assert all(card.tflops and card.bandwidth for card in CARDS) and found.estimate.needed() > MIB

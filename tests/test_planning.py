@@ -16,21 +16,22 @@ from simpletune.config.load import read_config
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate import planning
-from simpletune.estimate.block_options import block_options
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.first_that_fits import first_that_fits, lasting, likely_first
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
-from simpletune.estimate.levers import differing, what_may_cost, with_changes
+from simpletune.estimate.levers import changes_of_quality, differing, with_changes
 from simpletune.estimate.plan_command import _described
 from simpletune.estimate.planning import (
     Search,
     SettingChanges,
     batch_table,
+    block_options,
     candidate_lists,
+    first_that_fits,
     largest_peak,
+    lasting,
+    likely_first,
 )
-from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.simulate.training_stage import train
+from simpletune.estimate.simulate.simulate import simulate, train
 from simpletune.system.gpus import FOUND, GIB, Card, find_card
 from simpletune.system.options import UserError
 
@@ -253,16 +254,20 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
         "memory.checkpointing=all",
     ]  # fmt: skip
     new = with_changes(full, changes)
-    named = ["train.clip: global -> per_parameter", "train.gradient_accumulation: 2 -> 1"]
-    assert what_may_cost(full, new) == named
+    assert changes_of_quality(full, new) == [
+        "gradients are clipped per_parameter instead of global (train.clip)",
+        "an update follows 1 instead of 2 micro-batches: noisier, but more of them (train.gradient_accumulation)",
+    ]
     best = Search(config_of("precision.weights=int8"), L4).fastest()[0]
     lines = list(_described(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
     told = [line for line in lines if line.strip().startswith("quality")]
     assert len(told) == 2 and "per_parameter" in told[0] and "1 instead of 2" in told[1]
     lora = config_of("adapter.method=lora", "precision.weights=int8")
     more_bits, tiles = with_changes(lora, ["precision.weights=bf16"]), with_changes(lora, ["memory.vae_tile=512"])
-    assert what_may_cost(lora, more_bits) == [] and what_may_cost(lora, tiles) == ["memory.vae_tile: null -> 512"]
-    assert what_may_cost(more_bits, lora) == ["precision.weights: bf16 -> int8"]
+    assert changes_of_quality(lora, more_bits) == []
+    (tiled,), (rounded,) = changes_of_quality(lora, tiles), changes_of_quality(more_bits, lora)
+    assert tiled.endswith("(512 instead of null) (memory.vae_tile)")
+    assert rounded == "the frozen weights are rounded to int8 instead of bf16 (precision.weights)"
 
 
 def test_a_search_gives_signs_of_life(

@@ -23,8 +23,7 @@ from simpletune.estimate.job_estimate import Estimate
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
 from simpletune.estimate.simulate.simulate import StepReport
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
-from simpletune.estimate.timing.constants import Constants, constants_file, write_constants
-from simpletune.estimate.timing.grid import Grid
+from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.work import KernelWork
 from simpletune.runs.estimate_record import beside_measured, keep, lines
@@ -139,7 +138,7 @@ def test_a_run_on_a_card_is_priced_before_it_starts(
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
     monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
     config = validate(tiny_config | {"train": {"steps": 100}}, "x")
-    prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
+    prediction = Estimate(a_job("latents"), (32, 32))
     found = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
     assert found is not None and found["price"]["per_hour"] == 0.7068
     assert found["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
@@ -158,7 +157,7 @@ def test_the_users_prices_come_before_the_shipped_ones(
     mine.write_text('{"L4": {"per_hour": 0.25, "as_of": "2026-11", "source": "our cluster"}}')
     output = {**tiny_config["output"], "prices": str(mine)}
     config = validate(tiny_config | {"train": {"steps": 100}, "output": output}, "x")
-    prediction = Estimate({}, None, (32, 32), a_job("latents"))  # type: ignore[arg-type]
+    prediction = Estimate(a_job("latents"), (32, 32))
 
     def found() -> Json:
         time = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
@@ -181,7 +180,10 @@ def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_pa
     config = checked_folders(validate(tiny_config, "x"))
     plan = plan_data(config).plan
     before = DataCounts.to_prepare(config, plan)
-    assert before.pixels == DataCounts.of(plan).pixels > 0 and before.prompts >= DataCounts.of(plan).prompts > 0
+    assert (
+        before.pixels == DataCounts.of(config, plan).pixels > 0
+        and before.prompts >= DataCounts.of(config, plan).prompts > 0
+    )
     prepare_only(config)
     assert DataCounts.to_prepare(config, plan) == before._replace(prompts=0, pixels=0)
     assert before.steps == plan.steps_per_epoch

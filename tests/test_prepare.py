@@ -8,6 +8,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,13 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared import prompts
 from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData
+from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
@@ -116,7 +119,7 @@ def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
         view = prepared.plan.view(sample, 0)
         pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
         z_0 = config.model.encode_pictures(vae, pixels[None])[0]
-        torch.testing.assert_close(prepared.latents.load(view), z_0)
+        torch.testing.assert_close(prepared.latents.load(view)[0], z_0)
         expected = prompts.assemble({name: each[index] for name, each in parts.items()})
         torch.testing.assert_close(prepared.text.load(captions[index]), expected)
 
@@ -257,7 +260,7 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             run(data)
     assert files(data) == []
-    folder = next((Path(data["output"]["cache"]) / "text").iterdir())
+    folder = next((Path(data["output"]["cache"]) / "prompts").iterdir())
     (folder / ".00.safetensors.1.part").write_bytes(b"left by a process that was killed")
     prepared = run(data)
     assert not any(file.suffix == ".part" for file in files(data))
@@ -305,7 +308,7 @@ def test_what_changes_the_tensors_makes_other_files(
     data[section] |= change
     run(data)
     assert (len(calls.prompts), calls.pictures) == (prompts, pictures)
-    assert len(files(data)) == len(before) + prompts + pictures
+    assert len(files(data)) == len(before) + prompts // 2 + pictures  # two encoders fill one entry
     assert {file: file.read_bytes() for file in before} == before
 
 
@@ -433,3 +436,98 @@ def test_pictures_that_the_model_has_no_positions_for_are_refused(tiny_config: d
     config["data"]["max_upscale"] = 64
     with pytest.raises(UserError, match=said):
         train(validate(config, "test"))
+
+
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that the cache opens from now on."""
+    found: list[Path] = []
+
+    def watched(file: Path, *rest: Any, **more: Any) -> Any:
+        found.append(file)
+        return open(file, *rest, **more)
+
+    monkeypatch.setattr(storage, "open", watched, raising=False)
+    return found
+
+
+def test_a_batch_reads_each_picture_and_each_distinct_prompt_once(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data["data"]["prompt"] = "a circle"  # the same for all three
+    data["data"]["aspect"], data["model"]["t5"] = "square", True
+    data["train"] |= {"batch_size": 4}  # one filler
+    data["prior"] = {"method": "base_prediction", "prompt": "a thing"}
+    prepared = run(data)
+    batches = BatchLoader(prepared, 0, CPU, None, validate(data, "test").prior)
+    opened = opened_files(monkeypatch)
+    first, second = batches.fetch(0)
+    assert len(opened) == len(set(opened)) == 3 + 2
+    assert first.fillers == 1 and torch.equal(first.z_0, second.z_0) and torch.equal(first.noise, second.noise)
+    for batch, prompt in ((first, "a circle"), (second, "a thing")):
+        embeds, pooled = prepared.text.load(prompt)
+        assert all(torch.equal(row, embeds) for row in batch.prompt_embeds)
+        assert all(torch.equal(row, pooled) for row in batch.pooled)
+
+
+def test_the_pooled_embedding_is_read_without_the_rest(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data["model"]["t5"] = True
+    text = run(data).text
+    _, pooled = text.load("a red circle")
+    sizes, read = [], storage._read
+
+    def watched(handle: Any, start: int, end: int) -> bytearray:
+        sizes.append(end - start)
+        return read(handle, start, end)
+
+    monkeypatch.setattr(storage, "_read", watched)
+    assert torch.equal(text.pooled("a red circle"), pooled)
+    (key,) = (key for _, key in text.places("a red circle"))
+    (file,) = (cache.file(key) for cache in text.caches if isinstance(cache, FileCache))
+    assert sum(sizes) < file.stat().st_size / 2
+
+
+def separate(data: dict, prompts: list[str], change: float = 0.0) -> dict[str, FileCache]:
+    """Each encoder's outputs in a folder of its own, as versions before joined entries stored them."""
+    config = resolve_folders(validate(data, "test"))
+    side = config.model.prompts(torch.float32)
+    found = {}
+    for encoder in side.encoders:
+        found[encoder.name] = FileCache(Path(data["output"]["cache"]) / "text" / side.fingerprint(encoder))
+        for prompt, parts in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):
+            found[encoder.name].save(prompt, {**parts, "hidden": parts["hidden"] + change})
+    return found
+
+
+def test_a_folder_of_an_earlier_version_is_joined_without_encoding(data: dict, calls: Calls) -> None:
+    prompts = ["a red circle", "a green circle", "a blue circle"]
+    older = separate(data, prompts)
+    older["clip_g"].file("a blue circle").write_bytes(b"damaged")
+    calls.clear()
+    prepared = run(data)
+    assert calls.prompts == [("clip_g", "a blue circle")]
+    assert_as_encoded_afresh(data, prepared)
+    assert not any(file.suffix == ".safetensors" for file in files(data) if "text" in file.parts), "stored twice"
+    assert len(list((Path(data["output"]["cache"]) / "prompts").rglob("*.safetensors"))) == 3
+
+
+def test_what_another_combination_of_encoders_has_is_not_encoded_again(data: dict, calls: Calls) -> None:
+    run(data)
+    calls.clear()
+    data["model"]["t5"] = True
+    run(data)
+    assert {encoder for encoder, _ in calls.prompts} == {"t5"} and len(calls.prompts) == 3
+    calls.clear()
+    run(data)
+    assert calls.prompts == []
+
+
+def test_what_a_kill_leaves_beside_an_entry_is_removed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(file: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("simpletune.stages.text_cache.remove", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(data)
+    waiting = Path(data["output"]["cache"]).glob("prompts/*/clip_l/*.safetensors")
+    assert len(list(waiting)) == 3
+    assert_as_encoded_afresh(data, run(data))
+    assert not any(file.parent.name == "clip_l" for file in files(data))

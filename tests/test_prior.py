@@ -20,8 +20,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
-from simpletune.stages.step.batch_loader import Batch, BatchLoader
-from simpletune.stages.step.passes import TrainingPasses
+from simpletune.stages.step.batch_loader import Batch, BatchLoader, TrainingPasses
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError

@@ -22,7 +22,7 @@ from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
 from simpletune.apps.cli.main import VERBS, main, parse
 from simpletune.config.load import read_config
-from simpletune.estimate.timing import calibrate, composite, machine_probes, stopwatch
+from simpletune.estimate.timing import calibrate, composite, host_probes, stopwatch
 from simpletune.estimate.timing.probes import TimingProbe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,8 +83,8 @@ def calibrated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composite, "ON_CPU", ())
     monkeypatch.setattr(stopwatch, "ENOUGH", 1e-4)
     monkeypatch.setattr(stopwatch, "reference_load", lambda: torch.ones(1).sum)
-    monkeypatch.setattr(machine_probes, "SIDE", 64)
-    monkeypatch.setattr(machine_probes, "WRITTEN", 2**12)
+    monkeypatch.setattr(host_probes, "SIDE", 64)
+    monkeypatch.setattr(host_probes, "WRITTEN", 2**12)
 
 
 @pytest.mark.usefixtures("calibrated_soon")

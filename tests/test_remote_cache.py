@@ -26,7 +26,7 @@ from simpletune.data.storage.copies import LocalCopies
 from simpletune.data.storage.place import GIB, CachePlace, open_cache
 from simpletune.data.storage.shard_cache import ShardCache
 from simpletune.runs.folder import read_metrics, read_summary
-from simpletune.stages.text_cache import TextCache
+from simpletune.stages.text_cache import PromptEntries
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 
@@ -265,7 +265,7 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
         faults.choose = lambda number, method, path, fault=fault: fault if number % 4 == 0 else None
         with monkeypatch.context() as patch:
             if number == 1:  # a second machine encodes nothing
-                patch.setattr(TextCache, "_encode", lambda *rest: pytest.fail("it encodes"))
+                patch.setattr(PromptEntries, "_encode", lambda *rest: pytest.fail("it encodes"))
             runs.append(run_here(tiny_config, url, runs="runs", cache_local_gib=0.001))
         part = LocalCopies(next(Path(".cache/remote").glob("*/part")), 0)
         assert 0 < part.size() <= 0.001 * GIB

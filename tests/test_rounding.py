@@ -20,7 +20,7 @@ from simpletune.engine.optim.adamw import AdamW
 from simpletune.engine.optim.bf16_updates import round_into
 from simpletune.engine.optim.optimizer import OptimizerOption, state_to_tensors
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.estimate.simulate.optimizer_states import states
+from simpletune.estimate.simulate.simulate import states
 
 
 def stochastic_round(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import all_tensors
-from simpletune.estimate.simulate.simulate import StepReport, account, simulate
+from simpletune.estimate.simulate.simulate import StepReport, simulate, train
 from simpletune.stages.load import load_base
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
@@ -61,7 +61,7 @@ def small_unet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
 def real(config: TrainConfig) -> StepReport:
     with without_collection():
         sizes = [(config.data.resolution, config.data.resolution)]
-        return account(config, load_base(config, CPU, sizes))
+        return train(config, denoiser=load_base(config, CPU, sizes)).report
 
 
 def assert_same_bytes(config: TrainConfig) -> None:

@@ -13,8 +13,15 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import MemorySnapshot, round_to_block
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.simulate.simulate_stages import WholeWindowModulation, simulate_encoding, simulate_parts
-from simpletune.estimate.simulate.simulate_text import accounting_of, of_clip, of_t5, text_snapshots
+from simpletune.estimate.simulate.simulate_stages import (
+    WholeWindowModulation,
+    accounting_of,
+    of_clip,
+    of_t5,
+    simulate_encoding,
+    simulate_parts,
+    text_snapshots,
+)
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.prompts import BATCH, clip_outputs
 from simpletune.models.shared.t5_layers import LayeredT5

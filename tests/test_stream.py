@@ -29,7 +29,7 @@ from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.storage.dataset import Form, open_rows
 from simpletune.data.storage.rows import Columns, LruCache, ShardedRows
-from simpletune.estimate.host_needs import counts_of
+from simpletune.estimate.job_estimate import counts_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.copy_cache import copy_cache
 from simpletune.stages.plan_data import make_plan

@@ -36,8 +36,8 @@ from simpletune.runs.text_side import embedding_of, text_side_of, with_embedding
 from simpletune.runs.weights import BASE, Weights, find_weights
 from simpletune.runs.weights_names import CheckpointRef, find_named
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.prompt_store import PromptStore
 from simpletune.stages.sample import PictureRequest
+from simpletune.stages.text_cache import PromptStore
 from simpletune.system.options import UserError
 
 PROMPT = "a <dots> picture of a red circle, <dots>"

@@ -501,5 +501,6 @@ def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict,
         config = resolve_folders(validate(data_of(tiny_config, text=text), "stages"))
         cache = TextCache(config.model, torch.float32, tmp_path / name, config.text)
         cache.fill(["a flat picture", "flat " * 40], CPU)
-        assert {folder.name.partition("-")[0] for folder in (tmp_path / name / "text").iterdir()} == expected
+        (folder,) = (tmp_path / name / "prompts").iterdir()
+        assert {each.partition("-")[0] for each in folder.name.split("+")} == expected
         assert cache.lacking(["a flat picture"]) == set() and cache.too_long(["flat " * 40], 24) == ["flat " * 40]

@@ -22,11 +22,10 @@ from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
-from simpletune.estimate.time_text import CardRow, card_table, format_duration
+from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
-from simpletune.estimate.timing.constants import Composite, Constants, constants_file, write_constants
+from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.grid import Grid
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -59,7 +58,7 @@ def law(*point: float) -> float:
 
 
 def grid(seconds: Callable[..., float | None] = law, **axes: list[int]) -> Grid:
-    from simpletune.estimate.timing.grid import points
+    from simpletune.estimate.timing.constants import points
 
     return Grid(axes=axes, seconds=[seconds(*point) for point in points(axes)])
 
@@ -305,9 +304,7 @@ class FakeWatch:
 
 
 def test_calibration_leaves_out_what_takes_too_long() -> None:
-    probe = TimingProbe(
-        "add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda point: lambda: point[0] * 1e-3, lambda p: p[0]
-    )
+    probe = TimingProbe("add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda size: lambda: size * 1e-3, int)
     watch = FakeWatch()
     found = calibrate.grid_of(watch, probe)  # type: ignore[arg-type]
     assert found.seconds == [1e-3, 0.02, None, None]
@@ -321,11 +318,11 @@ def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Use --device cpu" in capsys.readouterr().err
 
 
-def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> CardRow:
+def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") -> tuple[JobTime, str]:
     step = StepSeconds(seconds, {"products": seconds}, 0.0, 0.0)
-    time = JobTime(find_card(name), step, 3600, None, {"train": 3600 * seconds}, (0.5, 2.0), "stated")
     price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test", currency="USD")
-    return CardRow(time, price, 0, why_not)
+    stages = {"train": 3600 * seconds}
+    return JobTime(find_card(name), step, 3600, None, stages, (0.5, 2.0), "stated", price), why_not
 
 
 def test_the_fastest_and_the_cheapest_card_are_marked() -> None:
@@ -350,17 +347,17 @@ def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> 
     """In proportion to what it moves or computes; a small one as it is."""
     built: list[tuple[int, ...]] = []
 
-    def build(point: tuple[int, ...]) -> Call:
+    def build(*point: int) -> Call:
         built.append(point)
         return lambda: None
 
     monkeypatch.setattr(cpu_speed, "_seconds", lambda calls: math.prod(built[-1]) * 1e-9)
-    traffic = TimingProbe("add.fp32", {"bytes": [1]}, build, lambda point: point[0])
+    traffic = TimingProbe("add.fp32", {"bytes": [1]}, build, int)
     for size in (4096, 2**27, 3 * 2**27 + 1):
         assert cpu_speed.time_operation(traffic, (size,)) == pytest.approx(size * 1e-9)
     assert max(point[0] for point in built) <= cpu_speed.LARGEST
     assert built[0] == (4096,) and len(built) == cpu_speed.COPIES + 2, "small operands take turns"
-    products = TimingProbe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda point: 1)
+    products = TimingProbe("product.fp32", {"rows": [1], "outputs": [1], "sum": [1]}, build, lambda *point: 1)
     assert cpu_speed.time_operation(products, (4096, 6144, 1536)) == pytest.approx(4096 * 6144 * 1536 * 1e-9)
     assert math.prod(built[-1]) <= cpu_speed.MOST_PRODUCTS
 

@@ -351,7 +351,7 @@ def test_a_failing_profiler_is_in_the_runs_warnings(tiny_config: dict, monkeypat
 
 
 def test_a_failing_prediction_leaves_the_rest(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("simpletune.estimate.simulate.step_memory.snapshots_of_step", raise_error)
+    monkeypatch.setattr("simpletune.estimate.simulate.simulate.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 1})
     assert len(warnings_of(run)) == 1 and traced(tmp_path) == {"epoch-000": (2, True)}
 
@@ -366,7 +366,7 @@ def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeyp
 def test_with_no_traces_nothing_of_it_is_loaded(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch_tb_profiler", None)  # as if it were not there
     monkeypatch.setattr(torch.profiler, "profile", fail)
-    monkeypatch.setattr("simpletune.estimate.simulate.step_memory.snapshots_of_step", raise_error)
+    monkeypatch.setattr("simpletune.estimate.simulate.simulate.snapshots_of_step", raise_error)
     run = run_with(tiny_config, profile={"max_traces": 0})
     assert warnings_of(run) == [] and traced(tmp_path) == {}
 

@@ -116,7 +116,7 @@ def test_latents_in_tiles_never_stand_in_for_whole_ones(data: dict) -> None:
     for tile in (None, TILE, 192):
         data["memory"]["vae_tile"] = tile
         run = prepared(data)
-        found.append(run.latents.load(run.plan.view(run.plan.samples[0], 0)))
+        found.append(run.latents.load(run.plan.view(run.plan.samples[0], 0))[0])
     whole, tiled, one_tile = found
     assert not torch.equal(tiled, whole)
     assert torch.equal(one_tile, whole)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,24 +24,15 @@ from simpletune.system.rng import stream
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The largest number of samples in one optimizer step.
+    """The largest number of samples in one optimizer step."""
 
-    Args:
-        batch_size: samples in a micro-batch.
-        accumulation: micro-batches in a step, over all processes.
-    """
-
-    batch_size: int
-    accumulation: int = 1
+    batch_size: int  # samples in a micro-batch
+    accumulation: int = 1  # micro-batches in a step, over all processes
 
 
 def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
-    """Steps in an epoch: the micro-batches of the epoch divided by those of a step, rounded up.
-
-    Args:
-        buckets: the number of samples in each bucket.
-        batch: the batch sizes of a step.
-    """
+    """Steps in an epoch, given the number of samples in each bucket: its micro-batches divided by those of a step,
+    rounded up."""
     micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
     return math.ceil(micros / batch.accumulation)
 
@@ -106,7 +97,7 @@ class Plan:
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
             rows = [members[row % len(members)] for row in range(self.batch_size)]
-            found.append([self._draw(self.samples[index], 0, 0, 0, row) for row, index in enumerate(rows)])
+            found.append([self._draw(self.samples[index], 0, (0, 0, row)) for row, index in enumerate(rows)])
         return found
 
     def sizes(self) -> list[Size]:
@@ -126,21 +117,20 @@ class Plan:
             batches += [shuffled[start : start + self.batch_size] for start in range(0, len(members), self.batch_size)]
         return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
 
-    def _places(self, step: int) -> tuple[int, range]:
-        """Return the epoch of a step, and the range of the epoch's micro-batches in the step; never empty."""
+    def _micro_batches(self, step: int) -> Sequence[Sequence[int]]:
+        """Return the samples of each micro-batch of a step, by index: ``accumulation`` micro-batches, or fewer at the
+        end of an epoch; never none."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.accumulation
-        return epoch, range(first, min(first + self.accumulation, self._micros))
+        return self._epoch(epoch)[first : first + self.accumulation]
 
     def micros(self, step: int) -> int:
-        """Return the number of micro-batches of a step: ``accumulation``, or fewer at the end of an epoch."""
-        return len(self._places(step)[1])
+        """Return the number of micro-batches of a step."""
+        return len(self._micro_batches(step))
 
     def areas(self, step: int) -> list[int]:
         """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
-        epoch, places = self._places(step)
-        order = self._epoch(epoch)
-        return [math.prod(self._bucket_of(order[place][0])) for place in places]
+        return [math.prod(self._bucket_of(members[0])) for members in self._micro_batches(step)]
 
     def _bucket_of(self, index: int) -> Size:
         """Return the bucket of a sample."""
@@ -148,8 +138,7 @@ class Plan:
 
     def samples_in(self, step: int) -> int:
         """Return the number of samples of a step, over all its micro-batches."""
-        epoch, places = self._places(step)
-        return sum(len(self._epoch(epoch)[place]) for place in places)
+        return sum(map(len, self._micro_batches(step)))
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
@@ -161,12 +150,12 @@ class Plan:
             step: the optimizer step, counted from 0.
             micro: index of the micro-batch within the step.
         """
-        epoch, places = self._places(step)
-        place = min(micro, len(places) - 1)
-        number = step * self.accumulation + place
+        micros = self._micro_batches(step)
+        place = min(micro, len(micros) - 1)
+        first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
         draws = [
-            self._draw(self.samples[index], epoch, step, place, number * self.batch_size + row)
-            for row, index in enumerate(self._epoch(epoch)[places[place]])
+            self._draw(self.samples[index], epoch, (step, place, first + row))
+            for row, index in enumerate(micros[place])
         ]
         real = len(draws) if place == micro else 0
         rows = [draws[row % len(draws)] for row in range(self.batch_size)]
@@ -176,9 +165,10 @@ class Plan:
         """Return the source of a sample's picture."""
         return self.sources[sample.picture.source]
 
-    def _draw(self, sample: Sample, epoch: int, step: int, micro: int, index: int) -> SampleDraw:
-        key, source = (step, micro, index), self.source_of(sample)
-        dropped = stream(self.seed, "dropout", *key).random() < source.caption_dropout
+    def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> SampleDraw:
+        """Draw a sample; the key is its step, micro-batch and place among all draws of the run."""
+        source = self.source_of(sample)
+        dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
         variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
         return SampleDraw(
             view=self.view(sample, variant),
@@ -190,8 +180,13 @@ class Plan:
 
     def view(self, sample: Sample, variant: int) -> Crop:
         """Return one of a sample's crops. It depends on the picture's bytes, not on its name or position."""
-        draw, source = stream(self.seed, "view", sample.picture.digest, variant), self.source_of(sample)
-        offset = (draw.random(), draw.random()) if source.crop == "random" else (0.5, 0.5)
+        source = self.source_of(sample)
+        if source.crop != "random" and not source.flip:
+            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False)
+        draw = stream(self.seed, "view", sample.picture.digest, variant)
+        offset = draw.random(), draw.random()  # drawn for a centred crop, too: the flip is the third number
+        if source.crop != "random":
+            offset = 0.5, 0.5
         return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
 
     def prompt(self, sample: Sample, variant: int) -> str:
@@ -200,31 +195,22 @@ class Plan:
 
     def views(self) -> list[Crop]:
         """Return the distinct crops that the run may need: of the samples in order, then of the held-out ones."""
-        return list(dict.fromkeys(self.view(sample, variant) for sample, variant in self._variants()))
+        found = [self.view(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
+        return list(dict.fromkeys([*found, *(self.view(sample, 0) for sample in self.held_out)]))
 
     def captions(self) -> list[str]:
         """Return the distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
-        captions = [self.prompt(sample, variant) for sample, variant in self._variants()]
+        found = [self.prompt(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
+        found += [self.prompt(sample, 0) for sample in self.held_out]
         dropped = any(source.caption_dropout for source in self.sources)
-        return list(dict.fromkeys([*captions, ""] if dropped else captions))
-
-    def _variants(self) -> Iterator[tuple[Sample, int]]:
-        """Yield every sample with each of its variants, then the held-out ones with their only one."""
-        for sample in self.samples:
-            yield from ((sample, variant) for variant in range(self.source_of(sample).variants))
-        yield from ((sample, 0) for sample in self.held_out)
+        return list(dict.fromkeys([*found, ""] if dropped else found))
 
     def pictures(self) -> int:
         """Return the number of different pictures that are trained on."""
         return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
-        """Return the contribution of one source to an epoch.
-
-        Args:
-            index: index of the source.
-            path: path to display.
-        """
+        """Return the contribution of one source to an epoch, with the path to display."""
         source = self.sources[index]
         samples = [sample for sample in self.samples if sample.picture.source == index]
         held_out = [sample for sample in self.held_out if sample.picture.source == index]
@@ -247,11 +233,7 @@ class Plan:
         )
 
     def shares(self, names: tuple[str, ...] = ()) -> list[SourceShare]:
-        """Return the contribution of each source, in order.
-
-        Args:
-            names: paths to show instead of those of the sources.
-        """
+        """Return the contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
         paths = names or tuple(source.path for source in self.sources)
         return [self.share(index, path) for index, path in enumerate(paths)]
 

@@ -38,15 +38,11 @@ def epoch_order(
     window_of = np.empty(len(block), dtype=np.int64)
     window_of[np.argsort(rank[block], kind="stable")] = np.arange(len(block)) // window
     order = np.lexsort((stream(seed, "row-order", epoch).random(len(block)), window_of, bucket))
-    micros = [_in_batches(members, batch_size) for members in np.split(order, _ends(bucket[order]))]
+    ends = np.flatnonzero(np.diff(bucket[order])) + 1  # where the next bucket begins
+    micros = [_in_batches(members, batch_size) for members in np.split(order, ends)]
     batches = np.concatenate(micros)
     last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch is in its last row's window
     return batches[np.lexsort((stream(seed, "pass-order", epoch).random(len(batches)), last))]
-
-
-def _ends(bucket: np.ndarray) -> np.ndarray:
-    """Where the next bucket begins, in samples sorted by bucket."""
-    return np.flatnonzero(np.diff(bucket)) + 1
 
 
 def _in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:

@@ -9,9 +9,8 @@ import torch
 
 from simpletune.config.batches import of_process, sizes_of, with_batch
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
-from simpletune.estimate.auto_checkpointing import ANY, with_checkpointed
-from simpletune.estimate.job_estimate import MIB, estimate_key, largest_peak
+from simpletune.estimate.auto_checkpointing import ANY, budget_of, with_checkpointed
+from simpletune.estimate.job_estimate import MIB, cache_file
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
@@ -38,7 +37,7 @@ def peak_of(config: TrainConfig, size: Size) -> int:
     if config.train.reduce == "fast":
         own = {"gradient_accumulation": min(config.train.accumulation, ALIKE), "global_batch": None}
         config = config.model_copy(update={"train": config.train.model_copy(update=own)})
-    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, ANY, size)}-batch.json"
+    file = cache_file(config, ANY, size, "-batch")
     known = read_json_or_none(file)
     if known is not None:
         return int(known["peak"])
@@ -59,8 +58,7 @@ def choose_batch(
         config: configuration with demo names and ``memory.modulation`` resolved.
         size: width and height in pixels of the largest bucket.
         processes: number of processes.
-        card: its memory is the budget if ``memory.budget_gib`` is not set.
-        reserved: bytes of the card that other programs use.
+        card: its memory, without the ``reserved`` bytes, is the budget if ``memory.budget_gib`` is not set.
 
     Raises:
         UserError: there is neither a budget nor a card.
@@ -69,12 +67,7 @@ def choose_batch(
     if train.batch_size != "auto":
         return config
     assert train.global_batch is not None, "a rule"
-    if config.memory.budget_gib is not None:
-        budget = int(config.memory.budget_gib * 2**30)
-    elif card is not None:
-        budget = largest_peak(card, reserved) - cublas_workspace(card.capability)
-    else:
-        raise UserError(NO_CARD)
+    budget = budget_of(config, card, reserved, NO_CARD)
     sizes = sizes_of(train.global_batch, processes)
     low, high = 0, len(sizes) - 1  # range of indices of the largest that fits; the smallest need not fit
     while low < high:

@@ -19,8 +19,8 @@ from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
-from simpletune.estimate.block_options import may_keep_attention
-from simpletune.estimate.job_estimate import MIB, estimate_key, largest_peak
+from simpletune.estimate.job_estimate import MIB, cache_file, largest_peak
+from simpletune.estimate.planning import may_keep_attention
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
@@ -45,22 +45,15 @@ class RecomputeCounts(NamedTuple):
 
 
 class RecomputePeaks:
-    """Predicted peaks of the training step in bytes, by what is recomputed.
-
-    Args:
-        config: configuration with demo names resolved.
-        size: width and height in pixels of the largest bucket.
-    """
+    """Predicted peaks of the training step in bytes, by what is recomputed."""
 
     def __init__(self, config: TrainConfig, size: Size):
         self._config, self._size = config, size
-        key = estimate_key(with_checkpointed(config, 0), ANY, size)
-        self._file = config.output.cache_folder / "estimates" / f"{key}-blocks.json"
+        self._file = cache_file(with_checkpointed(config, 0), ANY, size, "-blocks")
         cached = read_json_or_none(self._file) or {}
         self._known = {str(name): int(peak) for name, peak in cached.items()}
 
     def __call__(self, which: RecomputeCounts) -> int:
-        """Predict the peak with these blocks checkpointed."""
         config = with_checkpointed(self._config, *which)
         name = f"{which.checkpointed}, {which.keeping} keeping, {config.memory.feed_forward}"
         if name not in self._known:
@@ -85,29 +78,30 @@ def with_checkpointed(config: TrainConfig, count: int, keeping: int = 0) -> Trai
     return config.model_copy(update={"memory": memory.model_copy(update=changes)})
 
 
-def keeps_attention(config: TrainConfig) -> bool:
-    """Whether the blocks that ``auto`` checkpoints may keep the output of attention."""
-    if config.memory.keep_attention == "auto":
-        return may_keep_attention(config)
-    return config.memory.keep_attention == "all"
-
-
 def fewest(config: TrainConfig, peaks: Callable[[RecomputeCounts], int], budget: int) -> RecomputeCounts | None:
-    """Find the choice that fits a budget and takes the least time; None if nothing fits.
-
-    Args:
-        config: configuration with ``checkpointing: auto``.
-        peaks: predicts a peak in bytes.
-        budget: the largest acceptable peak in bytes.
-    """
-    blocks, keeps = config.model.blocks(), keeps_attention(config)
+    """Find the choice whose peak fits a budget in bytes and takes the least time; None if nothing fits."""
+    blocks, keep = config.model.blocks(), config.memory.keep_attention
+    keeps = may_keep_attention(config) if keep == "auto" else keep == "all"
     found = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(count, keeps * count)), budget)
     if found is not None:
         return RecomputeCounts(found, keeps * found)
-    if config.memory.keep_attention == "all" or not keeps:
+    if keep == "all" or not keeps:
         return None
     again = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(blocks, blocks - count)), budget)
     return None if again is None else RecomputeCounts(blocks, blocks - again)
+
+
+def budget_of(config: TrainConfig, card: Card | None, reserved: int, no_card: str) -> int:
+    """Return the largest acceptable peak in bytes: ``memory.budget_gib``, or what a card has room for.
+
+    Raises:
+        UserError: there is neither; with the message ``no_card``.
+    """
+    if config.memory.budget_gib is not None:
+        return int(config.memory.budget_gib * 2**30)
+    if card is None:
+        raise UserError(no_card)
+    return largest_peak(card, reserved) - cublas_workspace(card.capability)
 
 
 def resolve_checkpointing(
@@ -120,8 +114,7 @@ def resolve_checkpointing(
     Args:
         config: configuration with demo names resolved.
         size: width and height in pixels of the largest bucket.
-        card: its memory is the budget if ``memory.budget_gib`` is not set.
-        reserved: bytes of the card that other programs use.
+        card: its memory, without the ``reserved`` bytes, is the budget if ``memory.budget_gib`` is not set.
         before: what this run chose before; reused if it fits.
 
     Raises:
@@ -130,13 +123,7 @@ def resolve_checkpointing(
     memory, blocks = config.memory, config.model.blocks()
     if memory.checkpointing != "auto":
         return config
-    peaks = RecomputePeaks(config, size)
-    if memory.budget_gib is not None:
-        budget = int(memory.budget_gib * 2**30)
-    elif card is not None:
-        budget = largest_peak(card, reserved) - cublas_workspace(card.capability)
-    else:
-        raise UserError(NO_CARD)
+    peaks, budget = RecomputePeaks(config, size), budget_of(config, card, reserved, NO_CARD)
     least = RecomputeCounts(blocks, blocks if memory.keep_attention == "all" else 0)
     why = ""
     if before is not None and before.keeping <= before.checkpointed <= blocks and peaks(before) <= budget:
@@ -155,7 +142,7 @@ def resolve_checkpointing(
 def choose_on(
     config: TrainConfig, device: torch.device, size: Size, before: RecomputeCounts | None = None
 ) -> TrainConfig:
-    """Call ``choose`` with the memory of a device."""
+    """Call ``resolve_checkpointing`` with the memory of a device."""
     if config.memory.checkpointing != "auto" or config.memory.budget_gib is not None:
         return resolve_checkpointing(config, size, before=before)
     if device.type != "cuda":

@@ -54,37 +54,25 @@ class DataCounts(NamedTuple):
     """Steps in an epoch, counting partly filled micro-batches; 0: unknown."""
 
     @classmethod
-    def of(cls, plan: Plan) -> DataCounts:
-        """Count a plan's data."""
-        views = {crop_key(view): view for view in plan.views()}
-        pictures = {(sample.picture.source, sample.picture.name) for sample in [*plan.samples, *plan.held_out]}
-        pixels = sum(math.prod(view.bucket) for view in views.values())
-        return cls(len(pictures), len(plan.captions()), pixels, len(plan.samples), plan.steps_per_epoch)
+    def of(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
+        """Count a plan's data; of a stream, what the steps from ``start`` on use, with all of its prompts distinct."""
+        if isinstance(plan, StreamPlan):
+            used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
+            areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
+            pictures, pixels = plan.pictures(), int(areas[plan.samples.bucket[used]].sum())
+            prompts = len(used) if plan.samples.source.prompt is None else 1
+        else:
+            views = {crop_key(view): view for view in plan.views()}
+            pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
+            both = [*plan.samples, *plan.held_out]
+            pictures = len({(sample.picture.source, sample.picture.name) for sample in both})
+        return cls(pictures, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
     @classmethod
     def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
-        """Count the prompts and pixels of a plan that are not cached yet; pictures and samples are counted in full.
-
-        Args:
-            config: configuration with folders resolved.
-            plan: plan of the run.
-        """
+        """Like ``of``, with only the prompts and pixels that are not cached yet; folders must be resolved."""
         prompts, pixels = _to_encode(config, plan)
-        return cls.read_by(config, plan)._replace(prompts=prompts, pixels=pixels)
-
-    @classmethod
-    def read_by(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
-        """Count what a run reads of its data; for a stream, only what its steps from ``start`` on use."""
-        return cls.of_stream(config, plan, start) if isinstance(plan, StreamPlan) else cls.of(plan)
-
-    @classmethod
-    def of_stream(cls, config: TrainConfig, plan: StreamPlan, start: int = 0) -> DataCounts:
-        """Count what a run's steps from ``start`` on use of a stream. Counts all of its prompts as distinct."""
-        used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
-        areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
-        prompts = len(used) if plan.samples.source.prompt is None else 1
-        pixels = int(areas[plan.samples.bucket[used]].sum())
-        return cls(plan.pictures(), prompts, pixels, len(plan.samples), plan.steps_per_epoch)
+        return cls.of(config, plan)._replace(prompts=prompts, pixels=pixels)
 
 
 NOTHING = DataCounts(0, 0, 0, 0)
@@ -148,25 +136,22 @@ def disk_needs(
     one, result = checkpoint_bytes(config)
     yield DiskNeed("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
     yield DiskNeed("result", run, result)
-    if plan is None:
-        pixels, prompts = counts.pixels, counts.prompts
-    else:
-        prompts, pixels = _to_encode(config, plan, start)
-    prompt = _bytes_of_prompt(config)
-    latents = pixels // 64 * config.model.latent_channels * LATENT_BYTES
+    prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _to_encode(config, plan, start)
+    prompt = bytes_of_prompt(config)
+    per_latent = config.model.latent_channels * LATENT_BYTES  # of 8 x 8 pixels
     if config.output.place.url is None:
-        yield DiskNeed("cached pictures", cache, latents)
+        yield DiskNeed("cached pictures", cache, pixels // 64 * per_latent)
         yield DiskNeed("cached prompts", cache, prompts * prompt)
     else:
-        read = counts if plan is None else DataCounts.read_by(config, plan, start)
-        whole = read.pixels // 64 * config.model.latent_channels * LATENT_BYTES + read.prompts * prompt
+        read = counts if plan is None else DataCounts.of(config, plan, start)
+        whole = read.pixels // 64 * per_latent + read.prompts * prompt
         yield DiskNeed("local part of the cache", cache, min(config.output.place.limit, whole))
     if plan is None and isinstance(config.prior, ClassPictures):
         yield DiskNeed("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
 
 
-def _bytes_of_prompt(config: TrainConfig) -> int:
-    """Return an upper bound on the bytes of one prompt's cached embeddings."""
+def bytes_of_prompt(config: TrainConfig) -> int:
+    """Return an upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group."""
     width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
     packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
     return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
@@ -188,47 +173,28 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
 
 
 def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
-    """Return the number of prompts, and of pixels of crops, that are not cached."""
-    if not isinstance(plan, StreamPlan):
-        return _prompts_to_encode(config, plan), _pixels_to_encode(config, plan)
-    counts, lacking = DataCounts.of_stream(config, plan, start), _share_lacking(config, plan, start)
-    return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
-
-
-def _share_lacking(config: TrainConfig, plan: StreamPlan, start: int) -> float:
-    """Estimate the share of a stream's crops whose latents are not cached from a few of them."""
-    used = plan.used(start, config.steps(plan.steps_per_epoch))
-    some = used[:: max(1, len(used) // TRIED)]
-    dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
-    latents = LatentCache(config.model, dtype, config.output.place, tile)
-    pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
-    samples = plan.samples.uncaptioned()
-    keys = [crop_key(plan.view(samples[place], variant)) for place, variant in pairs]
-    return sum(key not in latents.cache for key in keys) / max(1, len(keys))
-
-
-def _pixels_to_encode(config: TrainConfig, plan: Plan) -> int:
-    """Sum the pixels of all crops whose latents are not cached."""
-    dtype, tile = config.precision.encoder_dtype(), config.memory.vae_tile
-    latents = LatentCache(config.model, dtype, config.output.place, tile)
+    """Return the number of prompts that an encoder still has to encode, and of pixels of crops that are not cached."""
+    dtype, place = config.precision.encoder_dtype(), config.output.place
+    latents = LatentCache(config.model, dtype, place, config.memory.vae_tile).cache
+    if isinstance(plan, StreamPlan):  # estimated from a few of the crops
+        used = plan.used(start, config.steps(plan.steps_per_epoch))
+        some = used[:: max(1, len(used) // TRIED)]
+        pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
+        samples = plan.samples.uncaptioned()
+        keys = [crop_key(plan.view(samples[row], variant)) for row, variant in pairs]
+        lacking = sum(key not in latents for key in keys) / max(1, len(keys))
+        counts = DataCounts.of(config, plan, start)
+        return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
     views = {crop_key(view): view for view in plan.views()}
-    return sum(math.prod(view.bucket) for key, view in views.items() if key not in latents.cache)
-
-
-def _prompts_to_encode(config: TrainConfig, plan: Plan) -> int:
-    """Count the prompts that at least one encoder still has to encode."""
-    text = TextCache(config.model, config.precision.encoder_dtype(), config.output.place, config.text)
+    pixels = sum(math.prod(view.bucket) for key, view in views.items() if key not in latents)
+    text = TextCache(config.model, dtype, place, config.text)
     prompts = set(needed_prompts(config, plan, validation_requests(config, plan)))
-    keys = {prompt: text.tokens.expanded(prompt) for prompt in prompts}
-    return sum(any(key not in cache for cache in text.caches.values()) for key in keys.values())
+    expanded = [text.tokens.expanded(prompt) for prompt in prompts]
+    return sum(any(key not in cache for cache in text.caches) for key in expanded), pixels
 
 
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
-    """Return the bytes of one checkpoint and of the result.
-
-    Args:
-        config: configuration with folders resolved.
-    """
+    """Return the bytes of one checkpoint and of the result; folders must be resolved."""
     adapter = config.adapter
     shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)

@@ -15,12 +15,11 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.auto_batch import choose_batch
 from simpletune.estimate.auto_checkpointing import resolve_checkpointing
-from simpletune.estimate.job_estimate import Estimate, estimate
+from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.terminal import as_text, comparison, comparison_chart
-from simpletune.estimate.time_text import CardRow, card_table, time_lines
-from simpletune.models.shared.buckets import Size
+from simpletune.estimate.simulate.simulate import square
+from simpletune.estimate.terminal import as_text, card_table, comparison, comparison_chart, time_lines
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
@@ -66,28 +65,31 @@ def estimate_config(
         as_json: return JSON instead of text.
         prices: file of the user's prices.
     """
-    cards = find_cards(device)
+    cards = [find_card(name) for name in (device or "").split(",") if name.strip()]
+    reserved, processes = int(reserve * GIB), simulated_processes()
     if len(cards) > 1:
-        return compare_cards(file, overrides, cards, int(reserve * GIB), as_json, prices)
+        return compare_cards(file, overrides, cards, reserved, as_json, prices)
     card = cards[0] if cards else None
-    reserved = int(reserve * GIB)
-    processes = simulated_processes()
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = resolve_auto(config, card, reserved)
     prediction = estimate(config, (card or find_card(REFERENCE)).capability)
-    timed_card = card if processes == 1 else None  # the time of communication between processes is not predicted
+    time = None
+    if card is not None and processes == 1:  # the time of communication between processes is not predicted
+        time = time_of(config, prediction, card, prices)
     if as_json:
-        timed = None if timed_card is None else time_of(config, prediction, timed_card)
-        priced = (
-            None if timed is None or card is None else timed.as_json(card_price(card, config.output.prices, prices))
-        )
         about = {"name": config.name, "processes": processes}
-        return json.dumps({**about, **prediction.as_json(card, reserved), "time": priced}, indent=2)
+        timed = None if time is None else time.as_json()
+        return json.dumps({**about, **prediction.as_json(card, reserved), "time": timed}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
-    lines = [as_text(name, prediction, card, reserved), *unfit(config, card), *needed_build(card)]
-    if card is not None and processes == 1:
-        lines += ["", *time_lines(time_of(config, prediction, card), card_price(card, config.output.prices, prices))]
+    lines = [as_text(name, prediction, card, reserved), *unfit(config, card)]
+    if card is not None and card.capability < CUDA_13_FROM:
+        lines.append(
+            f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install "
+            f"a CUDA 12.6 build ({CUDA_12_6})"
+        )
+    if time is not None:
+        lines += ["", *time_lines(time)]
     return "\n".join(lines)
 
 
@@ -105,22 +107,18 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
     return resolve_checkpointing(of_process(config, processes), size, card, reserved)
 
 
-def find_cards(device: str | None) -> list[Card]:
-    """Return the cards that ``--device`` names."""
-    return [find_card(name) for name in (device or "").split(",") if name.strip()]
-
-
-def time_of(config: TrainConfig, prediction: Estimate, card: Card) -> JobTime:
-    """Predict the time of an estimated job on a card."""
-    assert prediction.job is not None, "estimate() gives one"
-    return job_time(config, prediction.job, card, prediction.needs.counts)
+def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None) -> JobTime:
+    """Predict the time and price of an estimated job on a card; ``prices``: file of the user's prices."""
+    price = card_price(card, config.output.prices, prices)
+    return job_time(config, prediction.job, card, prediction.counts, price)
 
 
 def compare_cards(
     file: Path, overrides: Sequence[str], cards: Sequence[Card], reserved: int, as_json: bool, prices: Path | None
 ) -> str:
     """Return what ``simpletune estimate CONFIG --device A,B,C`` prints: hours and price on each card."""
-    rows: list[CardRow] = []
+    rows: list[tuple[JobTime, str]] = []
+    figures: list[dict[str, object]] = []
     with silent() if as_json else nullcontext():
         read = read_for_estimate(file, overrides)
         for card in cards:
@@ -129,16 +127,12 @@ def compare_cards(
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if unfit(config, card) else why
-            price = card_price(card, config.output.prices, prices)
-            rows.append(CardRow(time_of(config, prediction, card), price, prediction.needed(), why))
+            time = time_of(config, prediction, card, prices)
+            rows.append((time, why))
+            figures.append({**time.as_json(), "needed_mib": round(prediction.needed() / MIB), "why_not": why or None})
     if as_json:
-        return json.dumps({"name": read.name, "cards": [row.as_json() for row in rows]}, indent=2)
+        return json.dumps({"name": read.name, "cards": figures}, indent=2)
     return "\n".join(card_table(read.name, rows))
-
-
-def square(config: TrainConfig) -> Size:
-    """Return the picture size that an estimate without data assumes."""
-    return config.data.resolution, config.data.resolution
 
 
 def unfit(config: TrainConfig, card: Card | None) -> list[str]:
@@ -148,16 +142,6 @@ def unfit(config: TrainConfig, card: Card | None) -> list[str]:
     return [f"  {card.name} has no bf16: use precision.compute=auto, which is fp16 there, or fp32"]
 
 
-def needed_build(card: Card | None) -> list[str]:
-    """Name the build of torch for a card that current builds do not support."""
-    if card is None or card.capability >= CUDA_13_FROM:
-        return []
-    return [
-        f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install a "
-        f"CUDA 12.6 build ({CUDA_12_6})"
-    ]
-
-
 def compare_configs(
     files: Sequence[Path],
     overrides: Sequence[str],
@@ -165,15 +149,8 @@ def compare_configs(
     picture: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """Return what ``simpletune estimate --compare A B ...`` prints.
-
-    Args:
-        files: the configurations.
-        overrides: ``key.path=value`` overrides of all configurations.
-        device: a card by name or memory, or None.
-        picture: file to draw stacked bars into, ``.svg`` or ``.png``.
-        as_json: return JSON instead of text.
-    """
+    """Return what ``simpletune estimate --compare A B ...`` prints; draw stacked bars into ``picture``, an ``.svg`` or
+    ``.png``."""
     if picture is not None and picture.suffix not in (".svg", ".png"):
         raise UserError(f"--picture: {picture} has the suffix {picture.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None

@@ -14,9 +14,9 @@ from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
     ShapesOnlyModel,
     WholeWindowModulation,
+    accounting_of,
     empty_autoencoder,
 )
-from simpletune.estimate.simulate.simulate_text import accounting_of
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base, modulation_of
@@ -50,7 +50,7 @@ def require_memory(
     card, held = card_at_hand(device)
     prediction = known or estimate(as_simulated(config), card.capability, size)
     peaks = {"drawing": prediction.stages["validate"].bytes}
-    if encodes and prediction.job is not None:
+    if encodes:
         peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
     width, height = config.picture_size()
     for what, peak in peaks.items():
@@ -77,15 +77,8 @@ def generation_bytes(
     batch: int,
     recorder: Recorder | None = None,
 ) -> int:
-    """Return the peak memory of drawing one batch of pictures with the transformer, without decoding.
-
-    Args:
-        config: supplies the model and the memory options.
-        picture: request of one picture.
-        precision: precision of the weights.
-        batch: pictures drawn together.
-        recorder: records a few steps, for the time.
-    """
+    """Return the peak memory of drawing ``batch`` pictures together with the transformer, without decoding; record
+    ``SIMULATED`` steps, for the time."""
     model = config.model
     size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
     request = PictureRequest("", 0, "", *size, steps, picture.guidance)

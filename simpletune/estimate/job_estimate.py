@@ -8,26 +8,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from typing import NotRequired, TypedDict
+from pathlib import Path
 
 from simpletune import __version__
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
+from simpletune.data.samples import drop_rejected
+from simpletune.data.sources.multi_source import scan_sources, too_small
 from simpletune.engine.memory.attention_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.estimate.host_needs import HostNeeds, needs_of
+from simpletune.estimate.disk_needs import NOTHING, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.simulate import L4, StepReport
-from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
-from simpletune.estimate.simulate.training_stage import SimulatedTraining
+from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
+from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.sources import hub_parts
+from simpletune.models.shared.t5_layers import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
+from simpletune.stages.plan_data import make_plan
+from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.gpus import Card
-from simpletune.system.options import Json
+from simpletune.system.hub.fetch import in_cache
+from simpletune.system.options import Json, UserError
 
 VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
@@ -36,29 +43,40 @@ CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not me
 # benchmarks/results/dry-l4, and those two run on a card of exactly that size, too.
 FRAGMENTED = 0.05  # share of the peak
 LEAST_FRAGMENTED = 256 * MIB
+HOST_LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
+CUDA_LIBRARIES = 2 * 2**30  # bytes of host memory for the CUDA libraries: an allowance, not measured
 IRRELEVANT = ("name", "output", "tracking", "profile")  # sections that do not affect memory on the device
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A prediction.
+    """What a run needs, in bytes."""
 
-    Args:
-        stages: the largest snapshot of ``text``, ``latents``, ``train`` and, if the run validates, ``validate``.
-        needs: besides GPU memory.
-        size: width and height of the training pictures in pixels.
-        job: the simulation, from which the time follows.
-    """
-
-    stages: Mapping[str, MemorySnapshot]
-    needs: HostNeeds
+    job: JobReport
+    """The simulation: device memory by stage, and the work from which the time follows."""
     size: Size
-    job: JobReport | None = None
+    """Width and height of the training pictures in pixels."""
+    counts: DataCounts | None = None
+    """Counts of the data set; None: it could not be read."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Host memory at its peak, by use."""
+    shared: int = 0
+    """Part of ``host`` that all processes of a machine share."""
+    disk: Mapping[str, int] = field(default_factory=dict)
+    """What the run writes, by use."""
+    download: Mapping[str, int] = field(default_factory=dict)
+    """Missing from the hub's cache, by part of the model."""
+
+    @property
+    def stages(self) -> Mapping[str, MemorySnapshot]:
+        """The largest snapshot of ``text``, ``latents``, ``train`` and, if the run has them, ``class`` and
+        ``validate``."""
+        return self.job.stages
 
     @property
     def peak(self) -> MemorySnapshot:
         """The largest snapshot of the whole job."""
-        return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
+        return self.stages[self.peak_stage]
 
     @property
     def peak_stage(self) -> str:
@@ -70,12 +88,7 @@ class Estimate:
         return needed(self.peak.bytes)
 
     def fits(self, card: Card, reserved: int = 0) -> bool:
-        """Whether the whole job fits on a card.
-
-        Args:
-            card: card to check.
-            reserved: bytes of the card that other programs use.
-        """
+        """Whether the whole job fits on a card of which other programs use ``reserved`` bytes."""
         return self.needed() + reserved <= card.bytes
 
     def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, object]:
@@ -89,21 +102,21 @@ class Estimate:
                 "fragmentation": to_mib(fragmentation(self.peak.bytes)),
             },
             "needed_mib": to_mib(self.needed()),
-            "host_ram_gib": to_gib(sum(self.needs.host.values())),
-            "host_ram_by_use_gib": {name: to_gib(size) for name, size in self.needs.host.items()},
-            "host_ram_shared_gib": to_gib(self.needs.shared),
-            "disk_gib": to_gib(sum(self.needs.disk.values()) + sum(self.needs.download.values())),
-            "disk_by_use_gib": {name: to_gib(size) for name, size in self.needs.disk.items()},
-            "download_gib": to_gib(sum(self.needs.download.values())),
-            "download_by_part_gib": {name: to_gib(size) for name, size in self.needs.download.items()},
-            "pictures": None if self.needs.counts is None else self.needs.counts.pictures,
-            "prompts": None if self.needs.counts is None else self.needs.counts.prompts,
+            "host_ram_gib": to_gib(sum(self.host.values())),
+            "host_ram_by_use_gib": {name: to_gib(size) for name, size in self.host.items()},
+            "host_ram_shared_gib": to_gib(self.shared),
+            "disk_gib": to_gib(sum(self.disk.values()) + sum(self.download.values())),
+            "disk_by_use_gib": {name: to_gib(size) for name, size in self.disk.items()},
+            "download_gib": to_gib(sum(self.download.values())),
+            "download_by_part_gib": {name: to_gib(size) for name, size in self.download.items()},
+            "pictures": None if self.counts is None else self.counts.pictures,
+            "prompts": None if self.counts is None else self.counts.prompts,
             "size": list(self.size),
         }
         if card is not None:
-            free = card.bytes - reserved
+            left = card.bytes - reserved - self.needed()
             figures |= {"device": card.name, "device_mib": to_mib(card.bytes), "reserved_mib": to_mib(reserved)}
-            figures |= {"fits": self.fits(card, reserved), "left_mib": to_mib(free - self.needed())}
+            figures |= {"fits": self.fits(card, reserved), "left_mib": to_mib(left)}
         return figures
 
 
@@ -126,18 +139,7 @@ def largest_peak(card: Card, reserved: int = 0) -> int:
     return min(int(free / (1 + FRAGMENTED)), free - LEAST_FRAGMENTED)
 
 
-class SnapshotJson(TypedDict):
-    """A memory snapshot as JSON."""
-
-    peak_allocated_mib: float
-    by_kind: dict[str, float]
-    at: str
-    measured_mib: NotRequired[float]
-    error: NotRequired[float]
-    """Error of the prediction as a fraction of the measurement."""
-
-
-def snapshot_json(snapshot: MemorySnapshot) -> SnapshotJson:
+def snapshot_json(snapshot: MemorySnapshot) -> Json:
     """Convert a snapshot to MiB."""
     kinds = {kind: to_mib(size) for kind, size in sorted(snapshot.by_kind.items(), key=lambda item: -item[1]) if size}
     return {
@@ -171,8 +173,8 @@ def estimate(
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or (config.data.resolution, config.data.resolution)
-    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, capability, size)}.json"
+    size = size or square(config)
+    file = cache_file(config, capability, size)
     cached = read_json_or_none(file)
     if cached is None:
         job = simulate_parts(config, size, capability, trained)
@@ -180,8 +182,55 @@ def estimate(
         write_json(file, _stored(job), shared=True)
     else:
         job = _restored(cached)
-    job = with_workspaces(job, capability)  # the file serves all cards with the same attention kernel
-    return Estimate(job.stages, needs_of(config, job), size, job)
+    return needs_of(config, with_workspaces(job, capability), size)  # the file serves all cards of an attention kernel
+
+
+def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
+    """Add to a simulated job what the run needs besides GPU memory; demo names may be unresolved."""
+    counts, train = counts_of(config), job.train
+    disk = {need.what: need.bytes for need in disk_needs(config, counts=counts or NOTHING)}
+    prompts = min(CHUNK_BYTES, (counts or NOTHING).prompts * bytes_of_prompt(config))
+    in_transit = max(prompts, train.trained_bytes, train.state_bytes)
+    host = {
+        "libraries": HOST_LIBRARIES + CUDA_LIBRARIES,
+        "levers (pinned)": train.host_bytes,
+        "trained weights beside their average": train.trained_bytes * bool(config.ema or config.optimizer.averages),
+        "prompts or a checkpoint in transit": in_transit,
+    }
+    if config.memory.cache_quantised and config.precision.cacheable:  # about as large as on device and host
+        wide = config.precision.encoder_dtype().itemsize
+        text = sum(job.part_bytes[part] // 2 * wide for part in parts_in_steps(config))  # not part of the base
+        disk["quantised base"] = train.steady.by_kind.get("weights", 0) - text + train.host_bytes
+    sizes = {**job.part_bytes, config.model.denoiser: 2 * config.model.parameter_count()}  # at 2 bytes per parameter
+    missing = (part.part for part in hub_parts(config.model) if part.weights and in_cache(part) is None)
+    return Estimate(
+        job,
+        size,
+        counts,
+        {name: size for name, size in host.items() if size},
+        train.shared_bytes,
+        {name: size for name, size in disk.items() if size},
+        {part: sizes[part] for part in missing},
+    )
+
+
+def counts_of(config: TrainConfig) -> DataCounts | None:
+    """Count the pictures and prompts of the data set; None if it is missing or cannot be read."""
+    paths = [source.path for source in config.data.members]
+    try:
+        if config.data.streamed:
+            return DataCounts.of(config, stream_plan(config))
+        if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
+            return None
+        pictures = scan_sources(config.data).pictures
+        small = too_small(pictures, config.data, config.model.multiple)
+        found = DataCounts.of(config, make_plan(config, drop_rejected(pictures, small)))
+    except UserError:  # the run itself reports problems of the data
+        return None
+    if not isinstance(config.prior, ClassPictures):
+        return found
+    drawn, pixels = config.prior.count, config.data.resolution**2
+    return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
 
 
 def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
@@ -195,8 +244,7 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
     Raises:
         OutOfMemory: the step is known to take more than the limit.
     """
-    size = (config.data.resolution, config.data.resolution)
-    file = config.output.cache_folder / "estimates" / f"{estimate_key(config, L4, size)}-step.json"
+    file = cache_file(config, L4, square(config), "-step")
     cached = read_json_or_none(file) or {}
     if "peak" in cached:
         return _restored_step(cached)
@@ -219,6 +267,10 @@ def _stored(job: JobReport) -> Json:
     return {**plain, "train": _stored_step(job.train), "work": work}
 
 
+def _stored_step(train: StepReport) -> Json:
+    return {**asdict(replace(train, sections=())), "sections": [section.as_json() for section in train.sections]}
+
+
 def _restored(data: Json) -> JobReport:
     """Rebuild the report from ``_stored``."""
     stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
@@ -226,21 +278,20 @@ def _restored(data: Json) -> JobReport:
     return JobReport(stages, _restored_step(data["train"]), data["part_bytes"], work)
 
 
-def _stored_step(train: StepReport) -> Json:
-    return {**asdict(replace(train, sections=())), "sections": [section.as_json() for section in train.sections]}
-
-
 def _restored_step(train: Json) -> StepReport:
-    names = ("host_bytes", "shared_bytes", "trained_bytes", "state_bytes", "average_bytes", "seconds")
-    sizes = {name: train[name] for name in names}
-    return StepReport(
-        peak=MemorySnapshot(**train["peak"]),
-        phases={name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
-        steady=MemorySnapshot(**train["steady"]),
-        trained={name: tuple(shape) for name, shape in train["trained"].items()},
-        sections=[StreamWork.from_json(each) for each in train["sections"]],
-        **sizes,
-    )
+    built = {
+        "peak": MemorySnapshot(**train["peak"]),
+        "phases": {name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
+        "steady": MemorySnapshot(**train["steady"]),
+        "trained": {name: tuple(shape) for name, shape in train["trained"].items()},
+        "sections": [StreamWork.from_json(each) for each in train["sections"]],
+    }
+    return StepReport(**{**train, **built})
+
+
+def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kind: str = "") -> Path:
+    """Name the file of a cached prediction; ``kind`` distinguishes predictions of parts of the job."""
+    return config.output.cache_folder / "estimates" / f"{estimate_key(config, capability, size)}{kind}.json"
 
 
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:

@@ -11,16 +11,15 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
-from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
-from simpletune.estimate.simulate.simulate_text import parts_in_steps
-from simpletune.estimate.timing.constants import FOLDER, Constants, read_constants
+from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport, parts_in_steps
+from simpletune.estimate.timing.constants import FOLDER, read_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.prompts import BATCH
-from simpletune.system.gpus import Card
+from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 
 # Intervals, as factors on the prediction. That of a calibrated device covers 23 of the 24 rows of
@@ -34,36 +33,33 @@ READ_BYTE = 5e-10  # per byte of a weight file: assumes a disk of 2 GB/s
 
 @dataclass(frozen=True)
 class JobTime:
-    """The predicted time of a job on one card.
-
-    Args:
-        card: the card.
-        step: time of a training step.
-        steps: number of steps.
-        per_epoch: steps per epoch; None: the data set was not read.
-        stages: seconds of text, latents, load, train, save, and if the run has them, class and validate.
-        interval: lower and upper factor of the expected time.
-        source: origin of the speeds.
-    """
+    """The predicted time and price of a job on one card."""
 
     card: Card
     step: StepSeconds
     steps: int
     per_epoch: int | None
+    """Steps per epoch; None: the data set was not read."""
     stages: dict[str, float]
+    """Seconds of text, latents, load, train, save, and if the run has them, class and validate."""
     interval: tuple[float, float]
+    """Lower and upper factor of the expected time."""
     source: str
+    """Origin of the speeds."""
+    price: Price | None = None
+    """Price per hour, if it is known."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole job, without start-up and downloads."""
         return sum(self.stages.values())
 
-    def cost(self, price: Price | None) -> float | None:
-        """Return the price of the whole job, in the price's currency; None without a price."""
-        return None if price is None else self.seconds / 3600 * price.per_hour
+    @property
+    def cost(self) -> float | None:
+        """The price of the whole job, in the price's currency; None without a price."""
+        return None if self.price is None else self.seconds / 3600 * self.price.per_hour
 
-    def as_json(self, price: Price | None = None) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Return what ``estimate --json`` prints for one card."""
         low, high = self.interval
         found: dict[str, object] = {
@@ -79,75 +75,60 @@ class JobTime:
             "host_seconds_of_step": round(self.step.host, 5),
             "speeds": self.source,
         }
-        if price is not None:
-            found |= {"cost": round(self.cost(price) or 0.0, 4), "price": price.model_dump()}
+        if self.price is not None:
+            found |= {"cost": round(self.cost or 0.0, 4), "price": self.price.model_dump()}
         return found
 
 
 def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str]:
-    """Find the known speeds of a card.
-
-    Args:
-        card: the card.
-        cache: folder of the cache, with calibrations of this machine.
-
-    Returns:
-        Its speeds, the interval for predictions with them, and their origin.
+    """Return a card's speeds, the interval for predictions with them, and their origin: a calibration of this machine
+    in the cache's folder, or the card's data sheet.
 
     Raises:
         UserError: a calibration cannot be read.
     """
     for file in sorted((cache / FOLDER).glob("*.json")):
         constants = read_constants(file)
-        if constants.kind == "cuda" and measured_on(card, constants):
-            return CalibratedSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
+        named = card in cards_like(constants.device) or card.name == constants.device
+        if constants.kind == "cuda" and named:
+            there = card_named_by_driver(constants.device, constants.memory_bytes or 0, (0, 0))
+            if abs(there.gib - card.gib * card.found) / there.gib < 0.1:  # cards of one name differ in memory
+                return CalibratedSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
     stated = DatasheetSpeeds(card)
     if not stated.is_known:
         return stated, STATED, "no figures are known for this card: using those of an L4"
     return stated, STATED, "by its data sheet, not calibrated"
 
 
-def measured_on(card: Card, constants: Constants) -> bool:
-    """Whether constants were measured on a card of this name and memory."""
-    from simpletune.system.gpus import card_named_by_driver, cards_like
-
-    like = cards_like(constants.device)
-    if card not in like and card.name != constants.device:
-        return False
-    there = card_named_by_driver(constants.device, constants.memory_bytes or 0, (0, 0))
-    return abs(there.gib - card.gib * card.found) / there.gib < 0.1
-
-
-def job_time(config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None) -> JobTime:
-    """Predict the time of a job; only what ``counts`` leaves out is taken to be cached.
-
-    Args:
-        config: configuration of the run.
-        job: simulation of the run.
-        card: card that the job runs on.
-        counts: counts of the data set; None: it was not read, and its stages are left out.
-    """
+def job_time(
+    config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None, price: Price | None = None
+) -> JobTime:
+    """Predict the time of a job on a card; only what ``counts`` leaves out is taken to be cached. None: the data set
+    was not read, and its stages are left out."""
     speeds, interval, source = speeds_of(card, config.output.cache_folder)
     step = step_seconds(job.train.sections, speeds)
-    batch = config.train.micro_batch * config.train.accumulation
+    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
     base = 2 * config.model.parameter_count() * bring
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
-    stages = {
-        "text": _text(config, job, counts, speeds, bring),
-        **_class(config, job, speeds, base + vae),
-        "latents": _latents(config, job, counts, speeds, vae),
-        "load": base + beside,
-        "train": steps * step.seconds,
-        **_validation(config, job, speeds, steps, vae),
-    }
-    one, result = checkpoint_bytes(config)
-    saved = times_due(config.checkpoint.every, steps) * one + result
+    stages = {"text": _text(config, job, counts, speeds, bring)}
+    if isinstance(prior, ClassPictures):
+        one = _drawing(job.work["class"], speeds, prior.steps, (side, side))
+        stages["class"] = base + vae + prior.count * one
+    stages["latents"] = 0.0
+    if counts is not None and counts.pixels:
+        read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
+        stages["latents"] = vae + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
+    stages |= {"load": base + beside, "train": steps * step.seconds}
+    if validate := _validation(config, job, speeds, steps, vae):
+        stages["validate"] = validate
+    checkpoint, result = checkpoint_bytes(config)
+    saved = times_due(config.checkpoint.every, steps) * checkpoint + result
     stages["save"] = saved * speeds.rate("write_byte", WRITE_BYTE)
-    return JobTime(card, step, steps, per_epoch, stages, interval, source)
+    return JobTime(card, step, steps, per_epoch, stages, interval, source, price)
 
 
 def times_due(every: int | None, steps: int) -> int:
@@ -159,9 +140,9 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
     """Predict the seconds of loading the text encoders and encoding all prompts, also those of drawing and drift."""
     if counts is not None and not counts.prompts:
         return 0.0  # all are cached
-    prior, drawn = config.prior, config.validation.prompts
+    drawn = config.validation.prompts
     prompts = (counts.prompts if counts else 0) + (1 if drawn is None else len(drawn)) + 1  # and the negative prompt
-    prompts += len(drift_prompts(config.validation)) + isinstance(prior, ClassPictures)
+    prompts += len(drift_prompts(config.validation)) + isinstance(config.prior, ClassPictures)
     return sum(
         job.part_bytes.get(name.removeprefix("text."), 0) * bring + prompts / (2 * BATCH) * alone(sections, speeds)
         for name, sections in job.work.items()
@@ -169,39 +150,14 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
     )
 
 
-def _class(config: TrainConfig, job: JobReport, speeds: Speeds, load: float) -> dict[str, float]:
-    """Predict the seconds of drawing all class pictures with the base."""
-    prior = config.prior
-    if not isinstance(prior, ClassPictures):
-        return {}
-    side = config.data.resolution
-    return {"class": load + prior.count * _drawing(job.work["class"], speeds, prior.steps, (side, side))}
-
-
-def _latents(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, load: float) -> float:
-    """Predict the seconds of reading and encoding all crops."""
-    if counts is None or not counts.pixels:
-        return 0.0
-    side = config.data.resolution
-    read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
-    return load + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
-
-
 def _drawing(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
-    """Predict the seconds of drawing one picture and writing it.
-
-    Args:
-        sections: sections recorded for ``SIMULATED`` of its steps.
-        speeds: speeds of the device.
-        steps: number of sampling steps.
-        size: width and height in pixels.
-    """
+    """Predict the seconds of drawing one picture and writing it; ``SIMULATED`` of its steps were recorded."""
     sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
     png = math.prod(size) * speeds.rate("write_png", WRITE_PNG)
     return sample / min(SIMULATED, steps) * steps + decode + png
 
 
-def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> dict[str, float]:
+def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> float:
     """Predict the seconds of drawing, including before training, with the autoencoder loaded each time, and of
     evaluating the loss and each group's drift from the base."""
     option = config.validation
@@ -214,7 +170,7 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps
         seconds += passes * alone(job.work["evaluate"], speeds)
-    return {"validate": seconds} if seconds else {}
+    return seconds
 
 
 def alone(sections: Sequence[StreamWork], speeds: Speeds) -> float:

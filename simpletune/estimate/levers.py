@@ -18,15 +18,12 @@ from simpletune.system.options import ConfigError
 
 @dataclass(frozen=True)
 class Lever:
-    """A change that saves memory.
-
-    Args:
-        overrides: as on the command line.
-        costs: what the change costs, in a few words.
-    """
+    """A change that saves memory."""
 
     overrides: tuple[str, ...]
+    """As on the command line."""
     costs: str
+    """What the change costs, in a few words."""
 
 
 LEVERS = (
@@ -47,26 +44,26 @@ LEVERS = (
     Lever(("data.resolution=768",), "smaller pictures"),
     Lever(("data.resolution=512",), "smaller pictures"),
 )
-MAY_COST = (
-    "precision.weights", "adapter.dtype", "optimizer.name", "train.clip", "train.gradient_accumulation",
-    "memory.vae_tile",
-)  # fmt: skip
+# What the changes that may cost quality do.
+IN_WORDS = {
+    "precision.weights": "the frozen weights are rounded to {new} instead of {old}",
+    "adapter.dtype": "the adapter's own weights are kept in {new} instead of {old}, rounded stochastically",
+    "optimizer.name": "the optimizer is {new} instead of {old}",
+    "train.clip": "gradients are clipped {new} instead of {old}",
+    "train.gradient_accumulation": "an update follows {new} instead of {old} micro-batches: noisier, but more of them",
+    "memory.vae_tile": "pictures are encoded and decoded in overlapping tiles ({new} instead of {old})",
+}
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What a change would save for a configuration.
-
-    Args:
-        lever: the change.
-        config: configuration with the change.
-        peak_bytes: peak of the training stage with the change.
-        saved_bytes: saving against the unchanged configuration.
-    """
+    """What a change would save for a configuration."""
 
     lever: Lever
     config: TrainConfig
+    """With the change."""
     peak_bytes: int
+    """Peak of the training stage with the change."""
     saved_bytes: int
 
 
@@ -86,11 +83,7 @@ def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None
 
 
 def savings(config: TrainConfig) -> list[Saving]:
-    """Predict what each lever would save, largest first.
-
-    Args:
-        config: configuration with demo names resolved.
-    """
+    """Predict what each lever would save, largest first; demo names must be resolved."""
     before = simulate(config).peak.bytes
     result = []
     for lever in LEVERS:
@@ -110,37 +103,17 @@ def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -
     return [text for text, path in paths.items() if _at(before, path) != _at(after, path)]
 
 
-def what_may_cost(config: TrainConfig, new: TrainConfig) -> list[str]:
-    """List the changes that may cost quality, as ``path: old -> new``; weights with at least as many bits do not."""
+def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
+    """Describe what the changes that may cost quality do; weights with at least as many bits are no such change."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
     fewer_bits = new.precision.bytes_per_weight < config.precision.bytes_per_weight
-    paths = [path for path in MAY_COST if fewer_bits or path != "precision.weights"]
-    values = {path: (_at(before, path), _at(after, path)) for path in paths}
-    return [f"{path}: {_shown(old)} -> {_shown(new)}" for path, (old, new) in values.items() if old != new]
-
-
-IN_WORDS = {
-    "precision.weights": "the frozen weights are rounded to {new} instead of {old}",
-    "adapter.dtype": "the adapter's own weights are kept in {new} instead of {old}, rounded stochastically",
-    "optimizer.name": "the optimizer is {new} instead of {old}",
-    "train.clip": "gradients are clipped {new} instead of {old}",
-    "train.gradient_accumulation": "an update follows {new} instead of {old} micro-batches: noisier, but more of them",
-    "memory.vae_tile": "pictures are encoded and decoded in overlapping tiles ({new} instead of {old})",
-}
-
-
-def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
-    """Describe what the changes that may cost quality do; empty if there are none."""
     found = []
-    for text in what_may_cost(config, new):
-        path, _, values = text.partition(": ")
-        old, _, after = values.partition(" -> ")
-        found.append(f"{IN_WORDS[path].format(old=old, new=after)} ({path})")
+    for path, words in IN_WORDS.items():
+        values = [_at(data, path) for data in (before, after)]
+        if values[0] != values[1] and (fewer_bits or path != "precision.weights"):
+            old, now = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            found.append(f"{words.format(old=old, new=now)} ({path})")
     return found
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _at(data: Mapping[str, object], path: str) -> object:

@@ -1,4 +1,5 @@
-"""``simpletune plan``: print and write the best settings for a card; list the largest batches by card."""
+"""``simpletune plan``: print and write the best settings for a card, or for the card on which the job is cheapest or
+finishes first; list the largest batches by card."""
 
 from __future__ import annotations
 
@@ -7,25 +8,24 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.best_card import GOALS, describe_settings, plan_on, table
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job_estimate import MIB
-from simpletune.estimate.levers import differing
+from simpletune.estimate.job_time import job_time
+from simpletune.estimate.levers import changes_of_quality, differing
 from simpletune.estimate.planning import PlanResult, Search, batch_table
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
 from simpletune.system.gpus import CARDS, Card, find_card
-from simpletune.system.options import UserError
-from simpletune.system.prices import of_cards
+from simpletune.system.options import UserError, plural
+from simpletune.system.prices import Price, of_cards
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
@@ -33,26 +33,19 @@ RESOLUTIONS = (512, 768, 1024)
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Arguments of ``plan``.
-
-    Args:
-        file: the configuration.
-        overrides: ``key.path=value`` overrides.
-        cards: cards to plan for.
-        goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
-        reserve: GiB of the card that other programs use.
-        prices: file of the user's prices.
-        out: file to write; None: beside the configuration, named after it and the card.
-        as_json: return JSON instead of text.
-    """
+    """Arguments of ``plan``."""
 
     file: Path
     overrides: Sequence[str]
     cards: Sequence[Card]
     goal: str = "fastest"
+    """``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``."""
     reserve: float = 0.0
+    """GiB of the card that other programs use."""
     prices: Path | None = None
+    """File of the user's prices."""
     out: Path | None = None
+    """File to write; None: beside the configuration, named after it and the card."""
     as_json: bool = False
 
 
@@ -100,7 +93,16 @@ def _of_card(asked: PlanArguments, config: TrainConfig) -> str:
     seconds, best = time.perf_counter() - clock, results[0]
     out = _written(asked, config, card, best)
     if asked.as_json:
-        plans = [plan_json(each, config) for each in results]
+        plans = [
+            {
+                "about": each.choice.about,
+                "settings": differing(config, each.choice.config, each.choice.overrides),
+                "needed_mib": round(each.estimate.needed() / MIB, 1),
+                "seconds_per_step": each.step_time.seconds,
+                "costs": list(describe_settings(config, each)),
+            }
+            for each in results
+        ]
         return json.dumps({"device": card.name, "plans": plans, "written": str(out)}, indent=2)
     lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
     for number, each in enumerate(results, 1):
@@ -110,26 +112,112 @@ def _of_card(asked: PlanArguments, config: TrainConfig) -> str:
 
 def _of_cards(asked: PlanArguments, config: TrainConfig) -> str:
     """Report the card on which the job is cheapest or finishes first; compares cards by their fastest settings."""
-    if asked.goal not in GOALS:
+    if asked.goal not in ("fastest", "cheapest"):
         raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
-    prices, plans = of_cards(asked.prices, config.output.prices), []
+    prices, plans = of_cards(asked.prices, config.output.prices), list[CardPlan]()
     with counting("plan    search", "predictions") as count:
         for card in asked.cards:
-            settled = settle_compute(config, card.capability)
-            here = partial(_with_card, count, card)
-            plans.append(plan_on(settled, card, prices.get(card.name.lower()), int(asked.reserve * GIB), here))
-    best = GOALS[asked.goal](plans)
-    assert best.result is not None
-    out = _written(asked, config, best.card, best.result)
+            settled, price = settle_compute(config, card.capability), prices.get(card.name.lower())
+
+            def here(last: str, card: Card = card) -> None:
+                count(f"{last} on {card.name}")
+
+            try:
+                plans.append((card, plan_on(settled, card, price, int(asked.reserve * GIB), here)))
+            except UserError as error:
+                plans.append((card, str(error)))
+    card, best = choose_card(plans, asked.goal)
+    out = _written(asked, config, card, best)
     if asked.as_json:
-        rows = [each.as_json() for each in plans]
-        return json.dumps({"goal": asked.goal, "chosen": best.card.name, "cards": rows, "written": str(out)}, indent=2)
-    lines = [*table(config.name, plans, best), "", *_described(1, best.result, best.result, config)]
+        rows = [plan_json(*each) for each in plans]
+        return json.dumps({"goal": asked.goal, "chosen": card.name, "cards": rows, "written": str(out)}, indent=2)
+    lines = [*table(config.name, plans, best), "", *_described(1, best, best, config)]
     return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
 
 
-def _with_card(count: Callable[[str], None], card: Card, last: str) -> None:
-    count(f"{last} on {card.name}")
+CardPlan = tuple[Card, PlanResult | str]  # the fastest settings on a card, or why none fit
+
+
+def plan_on(
+    config: TrainConfig,
+    card: Card,
+    price: Price | None,
+    reserved: int = 0,
+    count: Callable[[str], object] = lambda last: None,
+) -> PlanResult:
+    """Find the fastest settings on one card, and the time and price of the job with them; demo names must be resolved.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    result = Search(config, card, reserved, count).fastest()[0]
+    chosen, estimate = result.choice.config, result.estimate
+    before, time = (job_time(each, estimate.job, card, estimate.counts, price) for each in (config, chosen))
+    seen, wanted = (each.train.micro_batch * each.train.accumulation for each in (chosen, config))  # samples of a step
+    return replace(result, time=time, samples=time.steps * seen / (before.steps * wanted))
+
+
+def choose_card(plans: Sequence[CardPlan], goal: str) -> tuple[Card, PlanResult]:
+    """Return the card and the plan that finishes first (``fastest``) or costs least (``cheapest``).
+
+    Raises:
+        UserError: the job fits on no card, or no price is known for those where it does.
+    """
+    able = [(card, plan) for card, plan in plans if isinstance(plan, PlanResult)]
+    if not able:
+        raise UserError("\n".join(f"{card.name}: {why}" for card, why in plans))
+    if goal == "fastest":
+        return min(able, key=lambda each: each[1].seconds)
+    priced = [(card, plan) for card, plan in able if plan.cost is not None]
+    if not priced:
+        names = ", ".join(card.name for card, _ in able)
+        raise UserError(f'--goal cheapest: no price is known for {names}. Give one with --prices: {{"CARD": {{...}}}}')
+    return min(priced, key=lambda each: (each[1].cost, each[1].seconds))
+
+
+def plan_json(card: Card, plan: PlanResult | str) -> dict[str, object]:
+    """Return a card's plan as plain values."""
+    if isinstance(plan, str):
+        return {"device": card.name, "why_not": plan}
+    price = plan.time.price if plan.time else None
+    return {
+        "device": card.name,
+        "why_not": None,
+        "settings": list(plan.choice.overrides),
+        "about": plan.choice.about,
+        "needed_bytes": plan.estimate.needed(),
+        "seconds_per_step": plan.step_time.seconds,
+        "seconds": plan.seconds,
+        "cost": plan.cost,
+        "price": None if price is None else price.model_dump(),
+    }
+
+
+def table(name: str, plans: Sequence[CardPlan], best: PlanResult) -> Iterator[str]:
+    """Tabulate time and price of the job on each card with its fastest settings."""
+    _, done_first = choose_card(plans, "fastest")
+    yield f"{name}: predicted, with the fastest settings on each card"
+    yield f"  {'card':<14}{'s/step':>9}{'hours':>8}{'price':>12}  settings"
+    notes, scaled = [], False
+    for card, plan in plans:
+        if isinstance(plan, str):
+            yield f"  {card.name:<14}{'':>29}  nothing fits"
+            continue
+        assert plan.time is not None
+        price = plan.time.price
+        money = "unknown" if price is None else f"{plan.cost:.2f} {price.currency or ''}".rstrip()
+        marks = [word for word, is_it in (("fastest", plan is done_first), ("chosen", plan is best)) if is_it]
+        note = f" ({', '.join(marks)})" if marks else ""
+        yield (
+            f"  {card.name:<14}{plan.step_time.seconds:>9.3f}{plan.seconds / 3600:>8.2f}{money:>12}"
+            f"  {plan.choice.about}{note}"
+        )
+        words = "; no price is known: give one with --prices" if price is None else f"; {price.words}"
+        notes.append(f"  {card.name}: speeds {plan.time.source}{words}")
+        scaled |= abs(plan.samples - 1) > 1e-6
+    if scaled:
+        yield "  hours and prices are for as many samples as the configuration asks for"
+    yield from notes
 
 
 def _written(asked: PlanArguments, config: TrainConfig, card: Card, best: PlanResult) -> Path:
@@ -142,29 +230,43 @@ def _written(asked: PlanArguments, config: TrainConfig, card: Card, best: PlanRe
     return out
 
 
-def plan_json(result: PlanResult, config: TrainConfig) -> dict[str, object]:
-    """Return one choice as plain values."""
-    return {
-        "about": result.choice.about,
-        "settings": differing(config, result.choice.config, result.choice.overrides),
-        "needed_mib": round(result.estimate.needed() / MIB, 1),
-        "seconds_per_step": result.step_time.seconds,
-        "costs": list(describe_settings(config, result)),
-    }
-
-
 def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """Describe a choice in a few lines."""
     estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
     job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
-    yield f"   host memory about {sum(estimate.needs.host.values()) / GIB:.1f} GiB"
+    yield f"   host memory about {sum(estimate.host.values()) / GIB:.1f} GiB"
     why = _why(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
     yield from (f"   {line}" for line in describe_settings(config, result))
     for text in differing(config, choice.config, choice.overrides):
         yield f"   {text}"
+
+
+def describe_settings(config: TrainConfig, result: PlanResult) -> Iterator[str]:
+    """Describe what settings cost in time and quality, compared with the configuration before the changes."""
+    step, memory = result.step_time, result.choice.config.memory
+    blocks = config.model.blocks()
+    recomputed, keeping = memory.checkpointing, memory.keeping_attention(blocks)
+    if recomputed == "feed_forward":
+        what = "feed-forward networks"
+    else:
+        what = plural(recomputed, "block") if isinstance(recomputed, int) else f"all {blocks} blocks"
+        some = f" in {keeping} of them" if keeping < memory.checkpointed(blocks) else ""
+        what += f" but for attention{some}" if keeping else ""
+    parts = [
+        (step.phases.get("recompute", 0.0), f"{what} computed a second time in the backward pass"),
+        (step.device.get("copies", 0.0) + step.waits, "waiting for copies from and to host memory"),
+        (step.device.get("unpacking", 0.0), f"unpacking {result.choice.config.precision.weights} weights"),
+    ]
+    costly = [(seconds, what) for seconds, what in parts if seconds > 0.01 * step.seconds]
+    if not costly:
+        yield "time: nothing is computed twice, copied or unpacked to save memory"
+    for seconds, what in costly:
+        yield f"time: {seconds / step.seconds:.0%} of a step for {what}"
+    for change in changes_of_quality(config, result.choice.config):
+        yield f"quality: {change}"
 
 
 def _why(step_time: StepSeconds, best: StepSeconds) -> str:
@@ -181,14 +283,8 @@ def _why(step_time: StepSeconds, best: StepSeconds) -> str:
 
 
 def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
-    """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution.
-
-    Args:
-        file: the configuration; its other settings are used as they are.
-        overrides: ``key.path=value`` overrides.
-        devices: cards by name or memory; empty: a list of common cards.
-        as_json: return JSON instead of text.
-    """
+    """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution, for the named
+    cards or else a list of common ones; the configuration's other settings are used as they are."""
     with silent() if as_json else nullcontext():
         config = _read(file, overrides)
     cards = [find_card(name) for name in devices or SHOWN_CARDS]
@@ -201,9 +297,6 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     for card in cards:
         why = "has no bf16" if unfit(config, card) else "does not fit"
         cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])
-        lines.append(f"| {_named(card)} | " + " | ".join(cells) + " |")
+        named = f"{card.name}, {card.gib:g} GiB" if card in CARDS else card.name
+        lines.append(f"| {named} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "Largest batch of the training step, predicted, allowances included."])
-
-
-def _named(card: Card) -> str:
-    return f"{card.name}, {card.gib:g} GiB" if card in CARDS else card.name

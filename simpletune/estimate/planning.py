@@ -8,119 +8,77 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
-from simpletune.estimate.block_options import block_options, may_keep_attention
-from simpletune.estimate.first_that_fits import first_that_fits, likely_first
 from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
-from simpletune.estimate.job_time import speeds_of
+from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.simulate.simulate import L4, StepReport, simulate
-from simpletune.estimate.simulate.training_stage import SimulatedTraining, train
+from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, simulate, train
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.system.gpus import Card
-from simpletune.system.options import UserError
+from simpletune.system.options import UserError, plural
 from simpletune.system.startup import without_collection
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
+FEED_FORWARD_TILE = 1024  # tokens
 SHOWN = 2
 RESOLUTIONS = tuple(range(512, 2049, 128))
 MOST = 64  # samples in a batch
+GRADIENT = 2  # bytes per trained weight: bf16, if gradients outlive the backward pass
+ACTIVATIONS = 1.05  # factor on what stays in memory: the least that a step adds; only to begin the search with
 
 
 @dataclass(frozen=True)
 class SettingChanges:
-    """Settings as changes to a configuration.
-
-    Args:
-        overrides: as on the command line.
-        config: with the overrides applied.
-        about: description of the settings.
-        lossy: number of settings that may cost quality.
-        last_resort: try these only if nothing else fits.
-    """
+    """Settings as changes to a configuration."""
 
     overrides: tuple[str, ...]
+    """As on the command line."""
     config: TrainConfig
+    """With the overrides applied."""
     about: str
     lossy: int
+    """Number of settings that may cost quality."""
     last_resort: bool = False
+    """Whether to try these only if nothing else fits."""
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Settings that fit.
-
-    Args:
-        choice: the settings.
-        estimate: prediction of the whole job.
-        step_time: predicted time of a step.
-    """
+    """Settings that fit a card, and what the job needs with them."""
 
     choice: SettingChanges
     estimate: Estimate
     step_time: StepSeconds
+    time: JobTime | None = None
+    """Time and price of the whole job, where cards are compared by them."""
+    samples: float = 1.0
+    """Factor on the samples that the job would see if its number of steps stayed the same."""
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of the job for as many samples as the configuration asks for."""
+        assert self.time is not None
+        return self.time.seconds + (1 / self.samples - 1) * self.time.stages["train"]
 
-def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingChanges]]:
-    """Yield a list of ``block_options`` for each combination of weight precision, optimizer and time of the update."""
-    own = config.precision
-    compute = "bf16" if card.has_bf16 else "fp16"
-    precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
-    if config.adapter.trains_base and not card.has_bf16:
-        precisions = ["fp32"]  # fp16 cannot hold small updates
-    always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
-    ways = block_options(config.model.blocks(), may_recompute_alone(config), may_keep_attention(config))
-    for weights in precisions:
-        fewer_bits = int(own.bytes_per_weight > bytes_per_weight(config, weights))
-        precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
-        for about, small, lossy in (("", [], 0), *_smaller_states(config)):
-            candidates = []
-            for where, changes in ways:
-                overrides = (*always, *precision, *small, *changes, "memory.modulation=plan")
-                new = with_changes(config, overrides)
-                if new is None:  # trained modulation weights must stay on the device
-                    overrides = overrides[:-1]
-                    new = with_changes(config, overrides)
-                if new is not None:
-                    words = ", ".join(word for word in (f"{weights} weights", about, where) if word)
-                    last_resort = bool(lossy) and not config.adapter.trains_base
-                    candidates.append(SettingChanges(overrides, new, words, fewer_bits + lossy, last_resort))
-            if candidates:
-                yield candidates
-
-
-def bytes_per_weight(config: TrainConfig, weights: str) -> float:
-    """Return the bytes per weight of a precision."""
-    new = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
-    return config.precision.bytes_per_weight if new is None else new.precision.bytes_per_weight
-
-
-def _smaller_states(config: TrainConfig) -> Iterator[tuple[str, list[str], int]]:
-    """Yield ways to shrink adapter, gradients and states: (description, overrides, number that may cost quality)."""
-    eight = "optimizer.name=adamw8bit"
-    in_backward = ["memory.optimizer_in_backward=true", "train.clip=per_parameter", "train.gradient_accumulation=1"]
-    if not config.adapter.trains_base:
-        yield "bf16 adapter with 8-bit states", ["adapter.dtype=bf16", eight], 2
-        return
-    other = config.optimizer.name != "adamw8bit"
-    yield "updates in the backward pass", in_backward, 1
-    if other:
-        yield "8-bit states", [eight], 1
-        yield "8-bit states, updates in the backward pass", [eight, *in_backward], 2
+    @property
+    def cost(self) -> float | None:
+        """Price of these seconds; None without a price."""
+        assert self.time is not None
+        return None if self.time.price is None else self.seconds / 3600 * self.time.price.per_hour
 
 
 class Search:
-    """Find settings for a card.
+    """Finds settings for a card.
 
     Args:
         config: configuration with the model's demo name resolved.
@@ -137,9 +95,7 @@ class Search:
         self._limit = largest_peak(card, reserved) - cublas_workspace(card.capability) + MIB  # nothing above it fits
         self._known: dict[str, StepReport] = {}
         self._too_large: set[str] = set()
-        self._trained: dict[
-            str, SimulatedTraining
-        ] = {}  # simulated training stages that fit, for predictions of the whole job
+        self._trained: dict[str, SimulatedTraining] = {}  # stages that fit, for predictions of the whole job
 
     def fastest(self) -> list[PlanResult]:
         """Return the settings that fit and should be fastest, and the second best.
@@ -184,22 +140,14 @@ class Search:
 
     def largest_batch(self) -> list[PlanResult]:
         """Like ``fastest``, with the largest batch that fits at this precision under any setting."""
-        batch = self._largest(range(1, MOST + 1), "train.batch_size")
-        return self._with(f"train.batch_size={batch}")
+        return self._with_largest("train.batch_size", range(1, MOST + 1))
 
     def highest_resolution(self) -> list[PlanResult]:
         """Like ``fastest``, with the highest resolution that fits at this precision under any setting."""
-        return self._with(f"data.resolution={self._largest(RESOLUTIONS, 'data.resolution')}")
+        return self._with_largest("data.resolution", RESOLUTIONS)
 
-    def _with(self, override: str) -> list[PlanResult]:
-        config = with_changes(self.config, [override])
-        assert config is not None
-        results = Search(config, self.card, self.reserved, self.count).fastest()
-        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
-        return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
-
-    def _largest(self, values: Sequence[int], path: str) -> int:
-        """Bisect for the largest value that fits with the lossless candidate that saves most.
+    def _with_largest(self, path: str, values: Sequence[int]) -> list[PlanResult]:
+        """Bisect for the largest value that fits with the lossless candidate that saves most; search with it.
 
         Raises:
             UserError: not even the smallest value fits.
@@ -216,15 +164,15 @@ class Search:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
-        return values[low]
+        override = f"{path}={values[low]}"
+        config = with_changes(self.config, [override])
+        assert config is not None
+        results = Search(config, self.card, self.reserved, self.count).fastest()
+        more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
+        return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
     def _first_that_fits(self, candidates: list[SettingChanges], bound: int | None) -> int | None:
-        """Bisect for the index of the fastest candidate that fits; None if none does.
-
-        Args:
-            candidates: candidates by decreasing memory.
-            bound: an index that is known to fit, if any.
-        """
+        """Bisect for the index of the fastest candidate that fits, given a ``bound`` that does; None if none does."""
         configs = [each.config for each in candidates]
         likely = likely_first(configs, self._limit)
         return first_that_fits(len(configs), lambda number: self.fits(configs[number]), likely, bound)
@@ -265,42 +213,173 @@ class Search:
         return step_seconds(self.report(config).sections, self.speeds)
 
     def report(self, config: TrainConfig, limit: int | None = None) -> StepReport:
-        """Predict the training stage, once per configuration.
-
-        Args:
-            config: configuration of the run.
-            limit: live bytes above which the step counts as too large; None: no limit.
+        """Predict the training stage as on an L4, once per configuration.
 
         Raises:
-            OutOfMemory: the stage takes more than the limit.
+            OutOfMemory: the stage takes more live bytes than the limit.
         """
         key = config.model_dump_json()
+
+        def simulated() -> StepReport:
+            with fake_tensors(), without_collection():
+                trained = train(config, recorder=Recorder(cuda=True), limit=limit)
+            alike = attention_of(config, self.card.capability) == attention_of(config, L4)
+            if alike and self._has_room(trained.report):
+                self._trained[key] = trained  # the simulation of a whole job on this card can continue from it
+            return trained.report
+
         if key not in self._known:
-            self._known[key] = kept_step(config, partial(self._simulated, config, limit), limit)
+            self._known[key] = kept_step(config, simulated, limit)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 
-    def _simulated(self, config: TrainConfig, limit: int | None) -> StepReport:
-        """Simulate the training stage as on an L4, and keep it if the simulation of a whole job on this card can
-        continue from it."""
-        with fake_tensors(), without_collection():
-            size = config.data.resolution, config.data.resolution
-            trained = train(config, size, recorder=Recorder(cuda=True), limit=limit)
-        alike = attention_of(config, self.card.capability) == attention_of(config, L4)
-        if alike and self._has_room(trained.report):
-            self._trained[config.model_dump_json()] = trained
-        return trained.report
+
+def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingChanges]]:
+    """Yield a list of ``block_options`` for each combination of weight precision, optimizer and time of the update."""
+    own = config.precision
+    compute = "bf16" if card.has_bf16 else "fp16"
+    precisions = ["bf16"] if config.adapter.trains_base else ["bf16", "int8", "nf4"]
+    if config.adapter.trains_base and not card.has_bf16:
+        precisions = ["fp32"]  # fp16 cannot hold small updates
+    always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
+    ways = block_options(config.model.blocks(), may_recompute_alone(config), may_keep_attention(config))
+    for weights in precisions:
+        plain = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
+        fewer_bits = int(plain is not None and own.bytes_per_weight > plain.precision.bytes_per_weight)
+        precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
+        for about, small, lossy in (("", [], 0), *_smaller_states(config)):
+            candidates = []
+            for where, changes in ways:
+                overrides = (*always, *precision, *small, *changes, "memory.modulation=plan")
+                new = with_changes(config, overrides)
+                if new is None:  # trained modulation weights must stay on the device
+                    overrides = overrides[:-1]
+                    new = with_changes(config, overrides)
+                if new is not None:
+                    words = ", ".join(word for word in (f"{weights} weights", about, where) if word)
+                    last_resort = bool(lossy) and not config.adapter.trains_base
+                    candidates.append(SettingChanges(overrides, new, words, fewer_bits + lossy, last_resort))
+            if candidates:
+                yield candidates
+
+
+def _smaller_states(config: TrainConfig) -> Iterator[tuple[str, list[str], int]]:
+    """Yield ways to shrink adapter, gradients and states: (description, overrides, number that may cost quality)."""
+    eight = "optimizer.name=adamw8bit"
+    in_backward = ["memory.optimizer_in_backward=true", "train.clip=per_parameter", "train.gradient_accumulation=1"]
+    if not config.adapter.trains_base:
+        yield "bf16 adapter with 8-bit states", ["adapter.dtype=bf16", eight], 2
+        return
+    other = config.optimizer.name != "adamw8bit"
+    yield "updates in the backward pass", in_backward, 1
+    if other:
+        yield "8-bit states", [eight], 1
+        yield "8-bit states, updates in the backward pass", [eight, *in_backward], 2
+
+
+def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[tuple[str, tuple[str, ...]]]:
+    """List the ways to checkpoint and offload blocks, as (description, overrides), by decreasing memory.
+
+    Args:
+        blocks: number of blocks.
+        alone: whether recomputing feed-forward networks separately saves time.
+        keeps: whether checkpointed blocks may keep attention's output.
+    """
+    half = max(1, blocks // 2)
+    some, every = f"{half} of {plural(blocks, 'block')} checkpointed", "every block checkpointed"
+    some_offloaded, every_offloaded = f"{blocks - half} of {plural(blocks, 'block')} offloaded", "every block offloaded"
+    network = "alone" if alone else "auto"
+
+    def option(
+        about: str, checkpointing: str | int, resident: str | int = "null", host: bool = False, keep: bool = keeps
+    ) -> tuple[str, tuple[str, ...]]:
+        return about, (
+            f"memory.checkpointing={checkpointing}",
+            f"memory.keep_attention={'all' if keep else 'auto'}",
+            f"memory.feed_forward={'auto' if checkpointing == 'none' else network}",
+            f"memory.resident_blocks={resident}",
+            f"memory.offload_checkpoint_inputs={str(host).lower()}",
+        )
+
+    kept = option("all activations kept", "none", keep=False)
+    if not keeps:
+        return [
+            kept,
+            option(some, half),
+            option(every, "all"),
+            option(f"{every}, their inputs on the host", "all", host=True),
+            option(some_offloaded, "all", half),
+            option(every_offloaded, "all", 0),
+            option(f"{every_offloaded}, checkpoint inputs on the host", "all", 0, host=True),
+        ]
+    # Keeping attention's output in host memory costs less time than recomputing it: only the last way recomputes it.
+    with_host = "inputs and attention's outputs on the host"
+    about, tiled = option(f"{every_offloaded}, inputs on the host", "all", 0, host=True, keep=False)
+    if alone:
+        about += ", feed-forward in tiles"
+        tiled = tuple(each.replace("feed_forward=alone", f"feed_forward={FEED_FORWARD_TILE}") for each in tiled)
+    return [
+        kept,
+        option(f"{some}, attention kept", half),
+        option(f"{every}, attention kept", "all"),
+        option(f"{every}, {with_host}", "all", host=True),
+        option(f"{some_offloaded}, {with_host}", "all", half, host=True),
+        option(f"{every_offloaded}, {with_host}", "all", 0, host=True),
+        (about, tiled),
+    ]
+
+
+def may_keep_attention(config: TrainConfig) -> bool:
+    """Whether checkpointed blocks may keep the output of attention."""
+    return config.speed.attention != "math" and not config.speed.compile
+
+
+def first_that_fits(count: int, fits: Callable[[int], bool], likely: int = 0, known: int | None = None) -> int | None:
+    """Bisect for the first of several settings that fits; None if none does.
+
+    Each setting takes less memory than the one before. Predicting a setting that almost fits takes as long as one that
+    fits, so the search begins at the likely answer.
+
+    Args:
+        count: number of settings.
+        fits: predicts whether a setting fits; called at most once for each.
+        likely: the likely answer; ``count`` or more: probably none fits.
+        known: a setting that is known to fit, if any.
+    """
+    low, high = 0, count if known is None else known  # none below low fits; high does, or equals count
+    asked = min(likely, high - 1)
+    while low < high:
+        if fits(asked):
+            high = asked
+            asked = asked - 1 if asked == likely else (low + high) // 2
+        else:
+            low = asked + 1
+            asked = count - 1 if high == count else (low + high) // 2
+    return low if low < count else None
+
+
+def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
+    """Return the index of the first configuration, by decreasing memory, whose weights, states and gradients leave
+    room for a step in ``room`` bytes, or their number."""
+    return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting(config) <= room), len(configs))
+
+
+def lasting(config: TrainConfig) -> float:
+    """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
+    model, trains = config.model, config.adapter.trains_base
+    on_host, found = config.memory.on_host(model.units()), 0.0
+    for name, shape in model.known_shapes().items():
+        if not on_host(name):
+            found += math.prod(shape) * config.precision.bytes_per_weight
+            found += math.prod(shape) * config.optimizer.bytes_per_parameter * trains
+            found += math.prod(shape) * GRADIENT * (trains and not config.memory.optimizer_in_backward)
+    return found
 
 
 def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequence[int]) -> dict[str, list[int]]:
     """Return the largest batch of the training step by card and resolution; 0: not even one sample fits.
 
     The peak is assumed linear in the batch; its slope comes from predictions for one and two samples.
-
-    Args:
-        config: configuration with the model's demo name resolved.
-        cards: cards to list.
-        resolutions: resolutions to list, in pixels.
     """
     auto = config.memory.checkpointing == "auto"
     every = ["memory.checkpointing=all", "memory.budget_gib=null"] if auto else []  # auto ends at all

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypedDict
+from dataclasses import replace
 
 import torch
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, SnapshotJson, estimate, snapshot_json
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, snapshot_json
 from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
 from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.terminal import place
-from simpletune.estimate.time_text import format_duration
+from simpletune.estimate.terminal import format_duration, place
 from simpletune.estimate.timing.constants import constants_file, read_constants
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -33,50 +32,36 @@ Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, print the prediction, and refuse a run that does not fit on the device.
+    """Predict a run, print the prediction, and refuse a run that does not fit on the device (``force``: warn).
 
     Args:
         config: with folders resolved.
         device: where it will run; a run on the CPU is never refused.
         size: width and height in pixels of its largest bucket.
-        force: warn instead of refusing.
 
     Raises:
         UserError: the run does not fit on the device.
     """
-    if device.type != "cuda":
-        prediction = estimate(config, WITHOUT_GPU, size)
-        _print(prediction, None)
+    card, held = card_at_hand(device) if device.type == "cuda" else (None, 0)
+    prediction = estimate(config, WITHOUT_GPU if card is None else card.capability, size)
+    needed, peak = prediction.needed(), prediction.peak
+    on = "" if card is None else f", {needed / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
+    say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
+    if card is None or prediction.fits(card, held):
         return prediction
-    card, held = card_at_hand(device)
-    prediction = estimate(config, card.capability, size)
-    _print(prediction, card)
-    if prediction.fits(card, held):
-        return prediction
-    lacking = (prediction.needed() + held - card.bytes) / MIB
-    if force:
-        say(f"memory  {lacking:,.0f} MiB are missing: the run may run out of memory (--force)")
-        return prediction
-    raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
+    if not force:
+        raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
+    say(f"memory  {(needed + held - card.bytes) / MIB:,.0f} MiB are missing: the run may run out of memory (--force)")
+    return prediction
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:
     """Return the CUDA device as a card, and the bytes of it that other programs use."""
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    held = max(0, total - free - torch.cuda.memory_reserved(device) - _own_context())
+    own_context = CONTEXT if torch.cuda.is_initialized() else 0  # the allowances include it
+    held = max(0, total - free - torch.cuda.memory_reserved(device) - own_context)
     return card_named_by_driver(properties.name, total, (properties.major, properties.minor)), held
-
-
-def _own_context() -> int:
-    """Return the bytes that this process's own CUDA context takes already; the allowances include them."""
-    return CONTEXT if torch.cuda.is_initialized() else 0
-
-
-def _print(prediction: Estimate, card: Card | None) -> None:
-    on = "" if card is None else f", {prediction.needed() / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
-    peak = prediction.peak
-    say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
 
 
 def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
@@ -131,33 +116,29 @@ def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.devic
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is
         printed.
     """
-    card = None
+    card: Card | None = None
     try:
         if device.type == "cuda":
-            assert prediction.job is not None, "estimate() gives one"
             card, _ = card_at_hand(device)
             time = job_time(config, prediction.job, card, DataCounts.to_prepare(config, plan))
-        else:
-            found = steps_on_cpu(config, plan)
-            if found is None:
-                return None
+        elif (found := steps_on_cpu(config, plan)) is not None:
             time = found
+        else:
+            return None
     except UserError as error:  # a run does not need its time
         say(f"warning the time is not predicted: {error}")
         return None
-    price = None
     try:
-        price = None if card is None else card_price(card, config.output.prices)
+        time = time if card is None else replace(time, price=card_price(card, config.output.prices))
     except UserError as error:
         say(f"warning the price is not predicted: {error}")
     low, high = time.interval
-    cost = time.cost(price)
-    money = "" if cost is None or price is None else f", {cost:.2f} at {price.words}"
+    money = "" if time.price is None else f", {time.cost:.2f} at {time.price.words}"
     say(
         f"time    predicted {format_duration(time.step.seconds)} a step ({format_duration(time.step.seconds * low)} to "
         f"{format_duration(time.step.seconds * high)}, {time.source}), {format_duration(time.seconds)} the job{money}"
     )
-    return time.as_json(price)
+    return time.as_json()
 
 
 def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
@@ -175,20 +156,10 @@ def steps_on_cpu(config: TrainConfig, plan: Plan) -> JobTime | None:
     return JobTime(Card(name, 0, (0, 0)), step, steps, plan.steps_per_epoch, stages, CALIBRATED, source)
 
 
-class PeakComparison(TypedDict):
-    """A prediction beside the measurement, as in the run's summary."""
+def compare_with_measured(estimate: Estimate, measured: Measured) -> Json:
+    """Return the prediction and the measurement, by stage, in the form of the run's summary.
 
-    stages: dict[str, SnapshotJson]
-    peak_allocated_mib: float
-
-
-def compare_with_measured(estimate: Estimate, measured: Measured) -> PeakComparison:
-    """Return the prediction and the measurement in the form of the run's summary.
-
-    Args:
-        estimate: the prediction.
-        measured: figures by stage, with ``peak_allocated_gib``, which is None without CUDA. A stage that allocated
-            nothing (0.0), because everything was cached, is not compared.
+    A stage without a measured ``peak_allocated_gib`` (None without CUDA, 0.0 if everything was cached) is not compared.
     """
     stages = {name: snapshot_json(snapshot) for name, snapshot in estimate.stages.items()}
     for name, stage in stages.items():
@@ -199,7 +170,7 @@ def compare_with_measured(estimate: Estimate, measured: Measured) -> PeakCompari
     return {"stages": stages, "peak_allocated_mib": round(estimate.peak.bytes / MIB, 1)}
 
 
-def print_comparison(predicted: PeakComparison) -> None:
+def print_comparison(predicted: Json) -> None:
     """Print predicted and measured memory for every stage that was measured."""
     rows = [(name, stage) for name, stage in predicted["stages"].items() if "measured_mib" in stage]
     if rows:

@@ -1,11 +1,12 @@
-"""Format estimates: bars by stage and kind, the memory that a card must have, and comparisons as a table or chart."""
+"""Format estimates: bars by stage and kind, the memory that a card must have, time and price, comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from simpletune.engine.memory.snapshot import KINDS, MemorySnapshot
 from simpletune.estimate.job_estimate import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
+from simpletune.estimate.job_time import JobTime
 from simpletune.runs.report.charts import KIND_COLOURS, stacked, text_bar
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, plural
@@ -16,19 +17,11 @@ GB = 10**9
 
 
 def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> str:
-    """Return what ``simpletune estimate`` prints.
-
-    Args:
-        name: name of the run.
-        estimate: estimate of the run.
-        card: card that the run should fit on; None: no card was named.
-        reserved: bytes of the card that other programs use.
-    """
+    """Return what ``simpletune estimate`` prints about memory and disk; ``card``: that the run should fit on, if one
+    was named."""
     width, height = estimate.size
     lines = [f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded", ""]
-    lines += bars(estimate.stages)
-    lines += ["", *_verdict(estimate, card, reserved)]
-    lines += ["", *_needs(estimate)]
+    lines += [*bars(estimate.stages), "", *_verdict(estimate, card, reserved), "", *_needs(estimate)]
     return "\n".join(lines)
 
 
@@ -69,19 +62,18 @@ def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[s
 
 
 def _needs(estimate: Estimate) -> Iterator[str]:
-    needs = estimate.needs
-    host, disk, download = (sum(part.values()) for part in (needs.host, needs.disk, needs.download))
-    yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(needs.host, 2**30)})"
-    if needs.shared >= 2**30 / 20:
+    host, disk, download = (sum(part.values()) for part in (estimate.host, estimate.disk, estimate.download))
+    yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(estimate.host, 2**30)})"
+    if estimate.shared >= 2**30 / 20:
         yield (
-            f"  each further process on a machine about {(host - needs.shared) / 2**30:.1f} GiB: they share "
-            f"{needs.shared / 2**30:.1f} GiB of frozen weights"
+            f"  each further process on a machine about {(host - estimate.shared) / 2**30:.1f} GiB: they share "
+            f"{estimate.shared / 2**30:.1f} GiB of frozen weights"
         )
-    yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **needs.disk}, GB)})"
+    yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **estimate.disk}, GB)})"
     if download:
-        yield f"  to download {download / GB:.1f} GB ({_listed(needs.download, GB)})"
-    if needs.counts is not None:
-        pictures, prompts = plural(needs.counts.pictures, "picture"), plural(needs.counts.prompts, "prompt")
+        yield f"  to download {download / GB:.1f} GB ({_listed(estimate.download, GB)})"
+    if estimate.counts is not None:
+        pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
         yield f"  {pictures} to encode with {prompts}, limited by data.variants"
     else:
         yield "  the data set was not read, so its cache on disk is not counted"
@@ -122,3 +114,59 @@ def comparison_chart(estimates: Mapping[str, Estimate], card: Card | None) -> Js
     limit = None if card is None else (f"{card.name}: {card.bytes / GB:.1f} GB", card.bytes / GB)
     spec = stacked(rows, "predicted peak memory, GB", KIND_COLOURS, ".2f", totals=True, limit=limit)
     return {"title": {"text": "Peak memory of the whole job", "offset": 12}, "width": 480, **spec}
+
+
+def time_lines(time: JobTime) -> Iterator[str]:
+    """Describe the time and price of a job on one card."""
+    (low, high), step = time.interval, time.step
+    uses = sorted(step.by_use.items(), key=lambda item: -item[1])
+    large = (f"{name} {format_duration(seconds)}" for name, seconds in uses if seconds > 0.01 * step.seconds)
+    yield f"  predicted time on {time.card.name} ({time.source})"
+    yield (
+        f"    a step {format_duration(step.seconds)} "
+        f"({format_duration(step.seconds * low)} to {format_duration(step.seconds * high)}), "
+        f"bound by {step.bound}: {', '.join(large)}"
+    )
+    if time.per_epoch is not None:
+        yield f"    an epoch of {time.per_epoch} steps {format_duration(time.per_epoch * step.seconds)}"
+    stages = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in time.stages.items() if seconds)
+    yield f"    the job of {time.steps} steps {format_duration(time.seconds)} ({stages})"
+    if time.price is not None and (cost := time.cost) is not None:
+        yield f"    costs {cost:.2f} ({cost * low:.2f} to {cost * high:.2f}) at {time.price.words}"
+    if time.per_epoch is None:
+        yield "    the data set was not read, so preparing it is not counted"
+
+
+def card_table(name: str, rows: Sequence[tuple[JobTime, str]]) -> Iterator[str]:
+    """Tabulate hours and price of a job on several cards, each with why it cannot run the job (empty if it can); mark
+    the fastest and the cheapest."""
+    able = [time for time, why in rows if not why]
+    fastest = min(able, key=lambda time: time.seconds, default=None)
+    priced = [time for time in able if time.price is not None]
+    cheapest = min(priced, key=lambda time: time.cost or 0.0, default=None)
+    yield f"{name}: predicted time and price"
+    yield f"  {'card':<14}{'s/step':>9}  {'bound by':<10}{'hours':>8}{'from':>8}{'to':>8}{'price':>10}  note"
+    for time, why in rows:
+        (low, high), hours = time.interval, time.seconds / 3600
+        marks = [word for word, best in (("fastest", fastest), ("cheapest", cheapest)) if time is best]
+        notes = [why] if why else marks
+        if time.price is None:
+            notes.append("no price known: give one with --prices")
+        money = "" if time.price is None else f"{time.cost:.2f} {time.price.currency or ''}".rstrip()
+        yield (
+            f"  {time.card.name:<14}{time.step.seconds:>9.3f}  {time.step.bound:<10}{hours:>8.2f}{hours * low:>8.2f}"
+            f"{hours * high:>8.2f}{money:>10}  {', '.join(notes)}".rstrip()
+        )
+    yield ""
+    for time, _ in rows:
+        price = "" if time.price is None else f"; {time.price.words}"
+        yield f"  {time.card.name}: speeds {time.source}{price}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration with a suitable unit."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -11,11 +11,10 @@ import torch
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.quant import int8_tuning
 from simpletune.engine.quant.int8_products import why_not
-from simpletune.engine.quant.int8_tuning import Tuning
+from simpletune.estimate.simulate.simulate import square
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import say
@@ -25,10 +24,6 @@ from simpletune.system.options import UserError, plural
 def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     """Tune the kernels for every product of a run, in Triton's cache folder.
 
-    Args:
-        file: the run's configuration.
-        overrides: ``key.path=value`` overrides.
-
     Raises:
         UserError: the run has no int8 products, or the machine has no card for them.
     """
@@ -37,7 +32,11 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
         raise UserError("CONFIG: kernels are tuned on the card that will run them, and torch finds no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
     config = settle_compute(config, torch.cuda.get_device_capability(device))
-    shapes = tunings_of(config)
+    with fake_tensors():
+        size, batch = square(config), config.train.micro_batch
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
+        rows = [batch * config.model.image_tokens(size)]
+        shapes = int8_tuning.tunings(denoiser, rows, batch * config.model.text_tokens)
     if not shapes:
         raise UserError(
             f"CONFIG: {config.name} does not multiply in int8, so there is nothing to tune. Use "
@@ -49,13 +48,3 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     started = time.perf_counter()
     int8_tuning.tune(shapes, device, config.precision.compute_dtype())
     say(f"tuned   {plural(len(shapes), 'product')} of {config.name} in {time.perf_counter() - started:.0f} s")
-
-
-def tunings_of(config: TrainConfig) -> set[Tuning]:
-    """List the int8 products of a run whose pictures have the area of ``data.resolution``; empty if there are none."""
-    with fake_tensors():
-        size = (config.data.resolution, config.data.resolution)
-        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
-        batch = config.train.micro_batch
-        rows = [batch * config.model.image_tokens(size)]
-        return int8_tuning.tunings(denoiser, rows, batch * config.model.text_tokens)

@@ -196,7 +196,7 @@ def print_data(prepared: PreparedData) -> None:
     listed = join_names([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
     say(f"data    {plural(plan.pictures(), 'picture')}, {an_epoch}")
-    for line in source_lines(prepared.sources()):
+    for line in source_lines(plan.shares()):
         say(f"        {line}")
     if plan.held_out:
         say(f"        {plural(len(plan.held_out), 'picture')} held out from training for the validation loss")

@@ -8,13 +8,11 @@ from pathlib import Path
 from simpletune.config.output import Output
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
-from simpletune.data.sources.masks import mask_key, masked
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace
 from simpletune.stages.encode import needed_prompts
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.masks import MaskCache
 from simpletune.stages.prepared import validation_requests
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import progress, say
@@ -24,22 +22,8 @@ from simpletune.system.signals import poll
 TOGETHER = 64  # samples claimed together
 
 
-def cache_places(source: str) -> list[CachePlace]:
-    """Where a cache's samples may be: in an object store, or in a folder in either form.
-
-    Raises:
-        UserError: the folder does not exist.
-    """
-    output = Output(cache=source)
-    if output.place.url is not None:
-        return [output.place]
-    if not Path(source).is_dir():
-        raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
-    return [output.place, Output(cache=source, cache_form="shards").place]
-
-
 def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = ALONE) -> int:
-    """Copy the prompt embeddings, latents and masks that a run lacks.
+    """Copy the prompt embeddings, and the latents with their masks, that a run lacks.
 
     Args:
         config: the configuration, folders resolved.
@@ -58,7 +42,12 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
             "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
             "output.cache at the other cache itself"
         )
-    copied, others = 0, [list(_parts(config, plan, place)) for place in cache_places(source)]
+    places = [Output(cache=source).place]
+    if places[0].url is None:
+        if not Path(source).is_dir():
+            raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
+        places.append(Output(cache=source, cache_form="shards").place)  # a folder may have either form
+    copied, others = 0, [list(_parts(config, plan, place)) for place in places]
     for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
         donors = [parts[number][0] for parts in others]
         lacking = cache.lacking(keys, share)
@@ -78,8 +67,7 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     dtype = config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, place, config.text)
     prompts = needed_prompts(config, plan, validation_requests(config, plan))
-    for cache in text.caches.values():
+    for cache in text.caches:
         yield cache, map(text.tokens.expanded, prompts)
     latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
     yield latents.cache, map(crop_key, plan.views())
-    yield MaskCache(place).cache, map(mask_key, masked(plan.views()))

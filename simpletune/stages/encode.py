@@ -44,7 +44,8 @@ def encode(
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, drop_rejected(data.usable, rejected))
-    return caches.prepared(plan, requests, data.captions, [*data.left_out, *rejected])
+    left_out = [*data.left_out, *rejected]
+    return PreparedData(plan, caches.text, caches.latents, requests, data.captions, left_out)
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> PreparedData:

@@ -1,15 +1,19 @@
-"""The cache of latents: encode each picture's crop once with the frozen autoencoder."""
+"""The cache of latents: encode each picture's crop once with the frozen autoencoder, and store its mask beside it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.data.samples import Crop
+from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.storage.cache import crop_key
@@ -17,25 +21,27 @@ from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.system.console import progress
+from simpletune.system.options import UserError
 from simpletune.system.signals import poll
 
 PICTURES = 16  # claimed together
 
 
 class LatentCache:
-    """Latents by picture and crop.
+    """Latents by picture and crop: ``z_0`` [c, h, w] in fp32, and for a picture with a mask ``mask`` [1, h, w] with one
+    byte for each place, so that one read brings both.
 
     Args:
         model: the model, with folders resolved.
         dtype: the type in which the autoencoder runs.
-        cache: the cache's place; a path: a folder of single files.
+        place: of the cache; a path: a folder of single files.
         tile: ``memory.vae_tile``.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, cache: CachePlace | Path, tile: int | None = None):
+    def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
         name = f"{model.part('vae').fingerprint()}-{str(dtype).removeprefix('torch.')}"
-        self.cache = open_cache(cache, "latents", name if tile is None else f"{name}-tile{tile}")
+        self.cache = open_cache(place, "latents", name if tile is None else f"{name}-tile{tile}")
 
     def fill(
         self, views: Sequence[Crop], device: torch.device, share: KeyRange = ALONE
@@ -49,7 +55,8 @@ class LatentCache:
                 but the rejected ones.
 
         Returns:
-            The number of crops that this process has encoded, and the pictures that could not be decoded.
+            The number of crops that this process has stored, and the pictures that cannot be decoded, or whose masks
+            are unusable.
         """
         by_key: dict[str, list[Crop]] = {}
         for view in views:
@@ -60,12 +67,11 @@ class LatentCache:
     def _encode(
         self, missing: Mapping[str, list[Crop]], device: torch.device, share: KeyRange
     ) -> tuple[int, list[RejectedEntry]]:
-        """Encode crops by key. Rejects pictures that cannot be decoded or whose latents are not finite."""
+        """Encode crops by key. Rejects unusable pictures and masks, and pictures whose latents are not finite."""
         encoded, rejected = 0, list[RejectedEntry]()
-        vae: nn.Module | None = None  # loaded only by a process that has something to encode
+        vae = cache(lambda: self.model.load_vae(device, self.dtype, self.tile))  # if there is something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
             for keys in self.cache.claimed(missing, share, PICTURES):
-                vae = self.model.load_vae(device, self.dtype, self.tile) if vae is None else vae
                 for view in (view for key in keys for view in missing[key]):
                     try:
                         encoded += self._encode_one(view, vae, device)
@@ -77,42 +83,42 @@ class LatentCache:
         free_memory(device)
         return encoded, rejected
 
-    def _encode_one(self, view: Crop, vae: nn.Module, device: torch.device) -> int:
-        """Encode a crop unless it is cached, and return the number of new files.
+    def _encode_one(self, view: Crop, vae: Callable[[], nn.Module], device: torch.device) -> int:
+        """Encode a crop unless it is cached, and return the number of new samples.
 
         Raises:
-            UnusablePicture: it cannot be decoded, or its latents are not finite.
+            UnusablePicture: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
         """
-        pixels = _pixels(view)
-        if crop_key(view) in self.cache:  # an identical file under another name has been encoded
-            return 0
-        z_0 = self.model.encode_pictures(vae, pixels[None].to(device))[0]
-        if not all_finite([z_0]):
-            raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
-        self.cache.save(crop_key(view), {"z_0": z_0})
+        key, mask, tensors = crop_key(view), view.picture.mask, dict[str, Tensor]()
+        if mask is not None:
+            tensors["mask"] = torch.from_numpy(latent_mask(view))
+            without = crop_key(replace(view, picture=replace(view.picture, mask=None)))
+            if without in self.cache:  # the data had no masks before
+                with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
+                    tensors |= self.cache.load(without)
+        if "z_0" not in tensors:
+            try:
+                data = view.picture.read_same()
+            except OSError as error:
+                raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
+            pixels = torch.from_numpy(crop_to_bucket(decode(data), view.bucket, view.offset, view.flip))
+            if key in self.cache:  # an identical file under another name has been encoded
+                return 0
+            tensors["z_0"] = self.model.encode_pictures(vae(), pixels[None].to(device))[0]
+            if not all_finite([tensors["z_0"]]):
+                raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
+        self.cache.save(key, tensors)
         return 1
 
-    def load(self, view: Crop) -> Tensor:
-        """Load z_0 [c, h, w] in fp32."""
-        return self.cache.load(crop_key(view))["z_0"]
+    def load(self, view: Crop) -> tuple[Tensor, Tensor]:
+        """Load z_0 [c, h, w] and the mask [1, h, w], 0 to 1, in fp32; without a mask, 1 everywhere as [1, 1, 1]."""
+        found = self.cache.load(crop_key(view))
+        return found["z_0"], found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no floating-point tensor contains NaN or infinity."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
-
-
-def _pixels(view: Crop) -> Tensor:
-    """Read and crop a picture to [3, h, w] in -1..1.
-
-    Raises:
-        UnusablePicture: it cannot be read or decoded.
-    """
-    try:
-        data = view.picture.read_same()
-    except OSError as error:
-        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
-    return torch.from_numpy(crop_to_bucket(decode(data), view.bucket, view.offset, view.flip))
 
 
 def free_memory(device: torch.device) -> None:

@@ -39,24 +39,21 @@ class PlannedData:
 def plan_data(config: TrainConfig) -> PlannedData:
     """Scan the data and plan the run.
 
-    Args:
-        config: the configuration, with folders resolved.
-
-    Raises:
-        UserError: entries are unusable and ``data.on_error`` is ``stop``, or no pictures are left.
-    """
-    return plan_stream(config) if config.data.streamed else plan_sources(config)
-
-
-def plan_sources(config: TrainConfig) -> PlannedData:
-    """Scan the data and plan the run over everything usable.
+    A data set in shards is planned by its index, without reading a row.
 
     Args:
         config: the configuration, with folders resolved.
 
     Raises:
-        UserError: see ``plan_data``.
+        UserError: entries are unusable and ``data.on_error`` is ``stop``, no pictures are left, or a data set in shards
+            is missing or damaged.
     """
+    if config.data.streamed:
+        streamed = stream_plan(config)
+        for note in [*streamed.samples.rows.notes(), *source_notes(config.data)]:
+            say(f"data    {note}")
+        require_positions(config, streamed)
+        return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
@@ -95,22 +92,6 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
         GlobalBatch(config.train.micro_batch, config.train.accumulation),
         make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
     )
-
-
-def plan_stream(config: TrainConfig) -> PlannedData:
-    """Plan the run over a data set in shards by its index, without reading a row.
-
-    Args:
-        config: the configuration, with folders resolved.
-
-    Raises:
-        UserError: the data set is missing or damaged.
-    """
-    plan = stream_plan(config)
-    for note in [*plan.samples.rows.notes(), *source_notes(config.data)]:
-        say(f"data    {note}")
-    require_positions(config, plan)
-    return PlannedData(plan, [], plan.samples.source.captions_from, [])
 
 
 def hint_at_shares(plan: Plan) -> None:
@@ -174,7 +155,11 @@ def report_rejected(rejected: Sequence[RejectedEntry], data: Data) -> None:
         return
     fatal = stopping(data, rejected)
     shown = fatal or rejected
-    listed = [f"  {printable_name(each.name)}{_of_source(each, data)}: {each.reason}" for each in shown[:20]]
+    several = len(data.members) > 1
+    listed = []
+    for each in shown[:20]:
+        source = f" in {printable_name(data.members[each.source].path)}" if several else ""
+        listed.append(f"  {printable_name(each.name)}{source}: {each.reason}")
     if len(shown) > len(listed):
         listed.append(f"  and {len(shown) - len(listed)} more (simpletune data CONFIG lists all)")
     kinds = ", ".join(plural(count, kind) for kind, count in Counter(each.kind for each in shown).items())
@@ -182,8 +167,3 @@ def report_rejected(rejected: Sequence[RejectedEntry], data: Data) -> None:
         remedy = "Fix or remove them, or set data.on_error=skip to skip them"
         raise UserError("\n".join([f"data.path: {kinds} cannot be used:", *listed, remedy]))
     say("\n".join([f"skipped {kinds} (data.on_error=skip):", *listed]))
-
-
-def _of_source(each: RejectedEntry, data: Data) -> str:
-    """Name an entry's source, if there are several."""
-    return "" if len(data.members) == 1 else f" in {printable_name(data.members[each.source].path)}"

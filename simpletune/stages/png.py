@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -90,17 +89,10 @@ def generation_parameters(file: Path) -> Json:
     """
     with Image.open(file) as image:
         text: dict[str, str] = dict(getattr(image, "text", {}))
-    if CHUNK not in text:
-        return dict(_of_version_0_1(text))
+    if CHUNK not in text:  # version 0.1 used a chunk for each value
+        prompt = {"prompt": text["prompt"]} if "prompt" in text else {}
+        return prompt | ({"seed": int(text["seed"])} if text.get("seed", "").isdecimal() else {})
     how = json.loads(text[CHUNK])
     if not isinstance(how, dict):
         raise ValueError(f"{file}: the chunk {CHUNK} is not a JSON object")
     return how
-
-
-def _of_version_0_1(text: dict[str, str]) -> Iterator[tuple[str, str | int]]:
-    """The prompt and seed of a picture written by version 0.1, which used a chunk for each."""
-    if "prompt" in text:
-        yield "prompt", text["prompt"]
-    if text.get("seed", "").isdecimal():
-        yield "seed", int(text["seed"])

@@ -13,13 +13,11 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
-from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.masks import MaskCache
 from simpletune.stages.sample import PictureRequest
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
@@ -32,8 +30,7 @@ class PreparedData:
     Args:
         plan: the run's plan.
         text: the cached prompt embeddings.
-        latents: the cached latents of the pictures.
-        masks: their cached masks.
+        latents: the cached latents of the pictures, with their masks.
         requests: the validation pictures to draw.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
@@ -43,7 +40,6 @@ class PreparedData:
     plan: Plan
     text: TextCache
     latents: LatentCache
-    masks: MaskCache
     requests: list[PictureRequest]
     captions: str
     left_out: list[RejectedEntry] = field(default_factory=list)
@@ -51,25 +47,19 @@ class PreparedData:
 
     def data(self) -> dict[str, Any]:
         """The training data and the skipped entries, for the run's folder."""
-        left_out = [asdict(each) for each in self.left_out]
         rows = self.plan.manifest()
         return {
             "captions": self.captions,
-            "sources": [asdict(share) for share in self.sources()],
+            "sources": [asdict(share) for share in self.plan.shares()],
             "samples": [row for row in rows if not row.get("held_out")],
             "held_out": [row for row in rows if row.get("held_out")],
-            "left_out": left_out,
+            "left_out": [asdict(each) for each in self.left_out],
         }
-
-    def sources(self) -> list[SourceShare]:
-        """What each data source contributes to an epoch."""
-        return self.plan.shares()
 
     @property
     def remote(self) -> list[Cache]:
         """The caches in an object store."""
-        caches = [self.latents.cache, self.masks.cache, *self.text.caches.values()]
-        return [cache for cache in caches if cache.remote]
+        return [cache for cache in (self.latents.cache, *self.text.caches) if cache.remote]
 
     def sizes(self) -> set[Size]:
         """(width, height) in pixels of every picture that the transformer will see."""
@@ -88,7 +78,7 @@ class Caches:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stages: StageTimer):
         place, dtype = config.output.place, config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, place, config.text)
-        self.latents, self.masks = LatentCache(config.model, dtype, place, config.memory.vae_tile), MaskCache(place)
+        self.latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
         self._share = KeyRange(accelerator.process_index, accelerator.num_processes)
         self._accelerator, self._stages = accelerator, stages
 
@@ -107,14 +97,7 @@ class Caches:
         with self._stages.stage("latents"):
             for views in parts:
                 found += self.latents.fill(views, self._accelerator.device, self._share)[1]
-                found += self.masks.fill(views, self._share)
             return agree_on_rejected(found, [view for views in parts for view in views], self._accelerator)
-
-    def prepared(
-        self, plan: Plan, requests: list[PictureRequest], captions: str, left_out: list[RejectedEntry]
-    ) -> PreparedData:
-        """The result, once the caches are full."""
-        return PreparedData(plan, self.text, self.latents, self.masks, requests, captions, left_out)
 
 
 def agree_on_rejected(

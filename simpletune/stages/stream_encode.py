@@ -42,9 +42,8 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     if planned:  # modulations are computed for whole windows of steps
         window = config.memory.modulation_window
         filling.steps(start - start % window, steps + -steps % window, pictures=False)
-    prepared = caches.prepared(filling.plan, requests, plan.samples.source.captions_from, filling.rejected)
-    prepared.notes.extend(filling.notes)
-    return prepared
+    captions = plan.samples.source.captions_from
+    return PreparedData(filling.plan, caches.text, caches.latents, requests, captions, filling.rejected, filling.notes)
 
 
 class StreamEncoder:

@@ -86,7 +86,7 @@ def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) ->
             places = slots[0] >= 0
             numbers = slots[0][places]
             if len(numbers):
-                hidden = cache.part(tokens.encoders[name], caption)["hidden"][places]
+                hidden = cache.parts(caption)[name]["hidden"][places]
                 sums[name].index_add_(0, numbers, hidden.double())
                 counts[name].index_add_(0, numbers, torch.ones(len(numbers), 1, dtype=torch.float64))
     return {name: (total / counts[name].clamp_min(1)).float() for name, total in sums.items()}

@@ -155,7 +155,7 @@ class NonFiniteGuard:
         """Rename non-finite cached latents and embeddings, so that the next start encodes them again."""
         draws = self._draws(step)
         places: list[tuple[Cache, str]] = [(self.batches.latents.cache, crop_key(draw.view)) for draw in draws]
-        places += [(cache, draw.caption) for draw in draws for cache in self.batches.text.caches.values()]
+        places += [place for draw in draws for place in self.batches.text.places(draw.caption)]
         for cache, key in dict.fromkeys(places):
             if nonfinite_names([("", cache.load(key).values())]):
                 yield f"Set aside, to be encoded again: {cache.quarantine(key)}"

@@ -53,6 +53,6 @@ def traces_of(
 
 def add_memory(traces: EpochTraces, core: TrainStep, plan: Plan) -> None:
     """Add a step's predicted memory to the trace summaries, if any; takes a few seconds."""
-    from simpletune.estimate.simulate.step_memory import snapshots_of_step
+    from simpletune.estimate.simulate.simulate import snapshots_of_step
 
     traces.add_memory(lambda: snapshots_of_step(core.config, plan.largest(), capability_of(core.device)))

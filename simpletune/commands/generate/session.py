@@ -26,8 +26,8 @@ from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import Weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.prompt_store import PromptStore
 from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
+from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer

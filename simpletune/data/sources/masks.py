@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +13,7 @@ from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, pictur
 from simpletune.data.sources.source import Mask, UnusablePicture, same_bytes
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
-from simpletune.system.options import plural
+from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,14 +112,8 @@ def latent_mask(view: Crop) -> np.ndarray:
     return np.asarray(places.round()[None], dtype=np.uint8)
 
 
-def mask_key(view: Crop) -> str:
-    """Everything that a crop's mask depends on."""
+def mask_identity(view: Crop) -> Json:
+    """Return everything that a crop's mask depends on beside the crop itself."""
     mask = view.picture.mask
     assert mask is not None
-    cut_as = {"bucket": view.bucket, "offset": view.offset, "flip": view.flip, "size": view.picture.size}
-    return json.dumps({"mask": mask.digest, "kind": mask.kind, **cut_as, "version": VERSION}, sort_keys=True)
-
-
-def masked(views: Iterable[Crop]) -> list[Crop]:
-    """The crops of pictures with a mask."""
-    return [view for view in views if view.picture.mask is not None]
+    return {"digest": mask.digest, "kind": mask.kind, "size": view.picture.size, "version": VERSION}

@@ -1,7 +1,8 @@
-"""Encoded samples (latents, prompt embeddings, masks) by key: the interface of a cache, and its simplest form.
+"""Encoded samples by key: the interface of a cache, and its simplest form.
 
-In a ``FileCache`` each sample is a safetensors file, whose name is a hash of everything that its content depends on: a
-changed caption or picture gets a new file, and a picture is never paired with another picture's caption. Files are
+A sample is what one read brings: a picture's latents with their mask, or a prompt's embeddings by all encoders. In a
+``FileCache`` each is a safetensors file, whose name is a hash of everything that its content depends on: a changed
+caption, picture or mask gets a new file, and a picture is never paired with another picture's caption. Files are
 written atomically, so a killed run leaves no partial file. Each stores the CRC-32 of its content to detect later
 damage; a damaged file is renamed and encoded again. ``shard_cache.py`` has the form for many samples.
 """
@@ -10,20 +11,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.data.samples import Crop
+from simpletune.data.sources.masks import mask_identity
 from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange, place_of
 from simpletune.system.atomic import quarantine, remove
 from simpletune.system.console import say
 from simpletune.system.locks import Ranges
 from simpletune.system.options import UserError
-from simpletune.system.safetensors_file import read_header, write_safetensors
+from simpletune.system.safetensors_file import TYPES, read_header, write_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +36,10 @@ if TYPE_CHECKING:
 LATENTS_VERSION = 2  # increment when the crop of a picture or its encoding changes
 READ_WHOLE = 4 * 2**30  # bytes; if a run's samples exceed this, only headers are checked when it starts
 REMEMBERED = 2**16  # keys whose checksum a process verifies once; it verifies others each time
+
+TensorPlace = tuple[str, str, tuple[int, ...], int]
+"""A tensor of a sample: its name, safetensors type, shape, and offset in bytes from the sample's start."""
+Layout = tuple[TensorPlace, ...]
 
 
 class DamagedSample(Exception):
@@ -88,8 +97,12 @@ class Cache(ABC):
             UserError: the disk is full; no partial file remains.
         """
 
-    def load(self, key: str) -> dict[str, Tensor]:
+    def load(self, key: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Load a key's tensors; their checksum is verified once per process, and whenever they come from a store.
+
+        Args:
+            key: the key.
+            only: the names of the tensors to return; reads no others once the checksum is verified. None: all.
 
         Raises:
             FileNotFoundError: they were never stored, or have been deleted.
@@ -97,14 +110,14 @@ class Cache(ABC):
             UserError: the sample is damaged and has been set aside, or an object store does not answer.
         """
         try:
-            return self._load(key)
+            return self._load(key, only)
         except DamagedSample as reason:
             raise UserError(
                 f"{reason}: {self._set_aside(key)}. Restart, or continue with --resume latest, to encode it again"
             ) from None
 
     @abstractmethod
-    def _load(self, key: str) -> dict[str, Tensor]:
+    def _load(self, key: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Load a key's tensors as ``load`` does; raise ``DamagedSample`` if they are damaged."""
 
     @abstractmethod
@@ -133,10 +146,11 @@ class FileCache(KeyedFolder, Cache):
 
     Args:
         folder: the folder; its name identifies the encoder.
+        lock: file by which processes lock ranges of keys; None: the folder's own.
     """
 
-    def __init__(self, folder: Path):
-        super().__init__(folder)
+    def __init__(self, folder: Path, lock: Path | None = None):
+        super().__init__(folder, lock)
         self.sound: set[str] = set()
         """Keys whose checksum this process has verified."""
 
@@ -191,28 +205,31 @@ class FileCache(KeyedFolder, Cache):
     def _set_aside(self, key: str) -> str:
         return f"renamed to {Path(self.quarantine(key)).name}"
 
-    def _load(self, key: str) -> dict[str, Tensor]:
-        from safetensors import SafetensorError, safe_open
-
-        file = self.file(key)
+    def _load(self, key: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        file, whole = self.file(key), only is None or key not in self.sound
         try:
-            with safe_open(file, framework="pt") as handle:
-                about = handle.metadata() or {}
-                if about.get("key") != key:
-                    raise ValueError(f"{file} was written for another key. Delete it and restart")
-                tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-        except (SafetensorError, OSError, RuntimeError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            if isinstance(error, RuntimeError):  # torch's, which opens the file a second time
-                if file.exists():
-                    raise
-                raise FileNotFoundError(f"{file} was removed while it was opened") from None
+            with open(file, "rb", buffering=0) as handle:
+                size = os.fstat(handle.fileno()).st_size
+                content = _read(handle, 0, size if whole else 8)
+                if not whole:
+                    content = _read(handle, 0, min(size, 8 + int.from_bytes(content, "little")))
+                about, start, layout = _parsed(content, size)
+                if not whole:
+                    layout = tuple(place for place in layout if place[0] in (only or ()))
+                    first, end = span(layout)
+                    content, start = _read(handle, start + first, start + end), -first
+                tensors = sample_tensors(content, layout, start)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DamagedSample(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
-        if key not in self.sound and about.get("crc32") != checksum(tensors):
-            raise DamagedSample(f"{file} is damaged (its checksum does not match)")
-        self.note_sound(key)
-        return tensors
+        if about.get("key") != key:
+            raise ValueError(f"{file} was written for another key. Delete it and restart")
+        if key not in self.sound:
+            if about.get("crc32") != checksum(tensors):
+                raise DamagedSample(f"{file} is damaged (its checksum does not match)")
+            self.note_sound(key)
+        return tensors if only is None else {name: tensors[name] for name in only if name in tensors}
 
     def note_sound(self, key: str) -> None:
         """Remember that a key's checksum was verified."""
@@ -237,7 +254,82 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{value:08x}"
 
 
+def _read(handle: FileIO, start: int, end: int) -> bytearray:
+    """Read a file's bytes from ``start`` up to ``end``, exclusively.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    content = bytearray(end - start)
+    handle.seek(start)
+    done = 0
+    while done < len(content):  # one call reads 2 GiB at most
+        got = handle.readinto(memoryview(content)[done:])
+        if not got:
+            raise ValueError("it is truncated")
+        done += got
+    return content
+
+
+def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]:
+    """The strings of a safetensors header, the first byte after it, and its tensors.
+
+    Args:
+        content: the first bytes of the file, with its whole header.
+        size: the size of the file in bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the header is damaged, or the file is truncated.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    if start > len(content):
+        raise ValueError("its header is truncated")
+    header = json.loads(content[8:start])
+    about = header.pop("__metadata__", None) or {}
+    layout = tuple((name, e["dtype"], tuple(e["shape"]), e["data_offsets"][0]) for name, e in header.items())
+    if start + span(layout)[1] != size:
+        raise ValueError("its size is not its header's")
+    return about, start, layout
+
+
+def span(layout: Layout) -> tuple[int, int]:
+    """The first byte of some tensors, and the one after the last.
+
+    Raises:
+        KeyError: a type is unknown.
+    """
+    ends = [offset + TYPES[kind].bytes * math.prod(shape) for _, kind, shape, offset in layout]
+    return min((offset for *_, offset in layout), default=0), max(ends, default=0)
+
+
+def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[str, Tensor]:
+    """A sample's tensors, which share the memory of ``content``.
+
+    Args:
+        content: bytes of the sample.
+        layout: the tensors.
+        start: where their offsets begin in ``content``.
+
+    Raises:
+        ValueError: there are too few bytes, or a type is unknown.
+    """
+    import torch
+
+    found = {}
+    for name, kind, shape, offset in layout:
+        if kind not in TYPES:
+            raise ValueError(f"unknown type {kind}")
+        dtype, count = getattr(torch, TYPES[kind].torch), math.prod(shape)
+        if count:
+            flat = torch.frombuffer(content, dtype=dtype, count=count, offset=start + offset)
+        else:
+            flat = torch.empty(0, dtype=dtype)
+        found[name] = flat.view(shape)
+    return found
+
+
 def crop_key(crop: Crop) -> str:
-    """Return everything that a picture's latents depend on, apart from the autoencoder."""
+    """Return everything that a picture's latents and their mask depend on, apart from the autoencoder."""
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
-    return json.dumps({"sha256": crop.picture.digest, **cut}, sort_keys=True)
+    mask = {} if crop.picture.mask is None else {"mask": mask_identity(crop)}
+    return json.dumps({"sha256": crop.picture.digest, **cut, **mask}, sort_keys=True)

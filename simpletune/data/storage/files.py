@@ -48,7 +48,9 @@ class DataFiles:
                 )
             self._store = FolderStore(folder)
         if isinstance(self._store, FolderStore) and pattern:  # where * does not match a slash, and may match a link
-            known = matching_files(self._store.folder, pattern)
+            folder = self._store.folder
+            names = (name for name in glob.iglob(pattern, root_dir=folder, recursive=True) if (folder / name).is_file())
+            known = {Path(name).as_posix(): ((folder / name).stat().st_size, "") for name in names}  # versions unknown
         else:
             with self._errors():
                 known = self._store.versions()
@@ -127,12 +129,6 @@ class DataFiles:
             else:
                 remedy, code = "It is truncated, or has changed: fetch or write it again", 2
             raise UserError(f"data.path: {error}. {remedy}", code=code) from None
-
-
-def matching_files(folder: Path, pattern: str) -> dict[str, tuple[int, str]]:
-    """The sizes of a folder's files whose names match a pattern, and their unknown versions, by name."""
-    names = glob.iglob(pattern, root_dir=folder, recursive=True)
-    return {Path(name).as_posix(): ((folder / name).stat().st_size, "") for name in names if (folder / name).is_file()}
 
 
 def split_path(path: Path) -> tuple[Path, str]:

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from simpletune.data.storage.cache import READ_WHOLE, Cache, DamagedSample, FileCache, checksum, name_of
+from simpletune.data.storage.cache import (
+    READ_WHOLE,
+    Cache,
+    DamagedSample,
+    FileCache,
+    checksum,
+    name_of,
+    sample_tensors,
+    span,
+)
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.copies import LocalCopies
 from simpletune.data.storage.shard_index import ShardIndex
@@ -26,13 +35,13 @@ from simpletune.data.storage.shards import (
     ShardStore,
     parse_header,
     sample_locations,
-    sample_tensors,
     write_shard,
 )
 from simpletune.system.atomic import remove
 from simpletune.system.console import say
 from simpletune.system.locks import Ranges
 from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import read_header
 from simpletune.system.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -81,17 +90,14 @@ class ShardCache(Cache):
         """Where a sample is; None if it is in no shard."""
         return self.index.samples.find(name_of(key))
 
-    def _holds(self, key: str) -> bool:
-        return name_of(key) in self.index.samples or key in self.staged
-
     def __contains__(self, key: str) -> bool:
         with _store_errors():
-            if self._holds(key):
+            if name_of(key) in self.index.samples or key in self.staged:
                 return True
             if not self.index.is_stale():
                 return False
             self.index.refresh()  # another process may have made a shard of it between the two looks
-            return self._holds(key)
+            return name_of(key) in self.index.samples or key in self.staged
 
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         """Return the keys that still have to be encoded. First joins what a killed process has left into shards."""
@@ -137,18 +143,18 @@ class ShardCache(Cache):
             with _store_errors():
                 self._writer.join(everything=False, wait=False)
 
-    def _load(self, key: str) -> dict[str, Tensor]:
+    def _load(self, key: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         with _store_errors():
             at = self.location(key)
             if at is None:
                 try:
-                    return self.staged.load(key)
+                    return self.staged.load(key, only)
                 except FileNotFoundError:
                     self.index.refresh()  # another process may have made a shard of it
                     at = self.location(key)
                     if at is None:
                         raise
-            return self._read(key, at)
+            return self._read(key, at, only)
 
     def size_of(self, key: str) -> int:
         """Return the size in bytes of a sample in a remote shard; 0 if it is in none."""
@@ -164,30 +170,42 @@ class ShardCache(Cache):
             if self._copy(at) not in self.copies:
                 self._fetched(key, at, self.copies)
 
-    def _read(self, key: str, at: SampleLocation) -> dict[str, Tensor]:
-        """Read a sample.
+    def _read(self, key: str, at: SampleLocation, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Read a sample, or only some of its tensors.
 
         Raises:
             DamagedSample: its checksum did not match in any attempt.
             StoreError: the store does not answer.
         """
         if self.copies is None:
+            layout = at.layout
+            if only is not None and key in self.staged.sound:
+                layout = tuple(place for place in layout if place[0] in only)
+            first, end = (0, at.size) if layout == at.layout else span(layout)
             try:
-                content = self.shards.read(at.shard, at.start, at.start + at.size)
+                content = self.shards.read(at.shard, at.start + first, at.start + end)
             except StoreError as error:  # in a folder: the shard is gone or truncated
                 raise DamagedSample(str(error)) from None
-            return self._checked(key, at, content)
-        copy = self.copies.get(self._copy(at))
+            tensors = (
+                self._checked(key, at, content) if layout == at.layout else sample_tensors(content, layout, -first)
+            )
+        else:
+            tensors = self._read_remote(key, at, self.copies)
+        return tensors if only is None else {name: tensors[name] for name in only if name in tensors}
+
+    def _read_remote(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
+        """Read a sample from its local copy, or fetch it; raises as ``_read`` does."""
+        copy = copies.get(self._copy(at))
         if copy is not None:
             try:
                 return self._checked(key, at, copy)
             except DamagedSample:  # damaged on this machine; the store may have an intact copy
-                self.copies.remove(self._copy(at))
+                copies.remove(self._copy(at))
         began = time.perf_counter()
         try:
             with self._alone(at):
-                copy = self.copies.get(self._copy(at))
-                return self._fetched(key, at, self.copies) if copy is None else self._checked(key, at, copy)
+                copy = copies.get(self._copy(at))
+                return self._fetched(key, at, copies) if copy is None else self._checked(key, at, copy)
         finally:
             self.waited += time.perf_counter() - began
 
@@ -325,10 +343,7 @@ class ShardWriter:
         Raises:
             UserError: it is damaged, and was renamed.
         """
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as handle:
-            key = str((handle.metadata() or {}).get("key"))
+        key = str((read_header(file).get("__metadata__") or {}).get("key"))
         if key not in self.staged.sound:
             self.staged.load(key)
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from simpletune.data.storage.shards import INDEX, Layout, SampleLocation, ShardStore, parse_header, sample_locations
+from simpletune.data.storage.cache import Layout
+from simpletune.data.storage.shards import INDEX, SampleLocation, ShardStore, parse_header, sample_locations
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.stores.store import READS, ObjectChanged, StoreError, send_with_retries

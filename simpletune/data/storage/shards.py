@@ -15,28 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from simpletune.data.storage.cache import Layout
 from simpletune.system.atomic import atomic_file, write_text
 from simpletune.system.options import UserError
-from simpletune.system.safetensors_file import TYPES, read_header
+from simpletune.system.safetensors_file import read_header
 from simpletune.system.stores.store import ObjectChanged, Store, send_with_retries
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SUFFIX = ".safetensors"
 SHARDS, INDEX, DAMAGED = "shards", "index.parquet", "damaged"
 ALIGNED = 8  # bytes; the largest type of a tensor
 PADDING = "-"  # name of the padding after a sample whose size is not a multiple of ALIGNED
 HEADER_BYTES = 2**27  # at most
-
-TensorPlace = tuple[str, str, tuple[int, ...], int]
-"""A tensor of a sample: its name, safetensors type, shape, and offset in bytes from the sample's start."""
-Layout = tuple[TensorPlace, ...]
 
 
 @dataclass(frozen=True)
@@ -164,26 +157,6 @@ def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | 
     except ValueError:
         raise UserError(f"the shard {shard} is damaged: its header is not JSON. Remove it") from None
     return header, 8 + length
-
-
-def sample_tensors(content: bytearray, layout: Iterable[TensorPlace]) -> dict[str, Tensor]:
-    """A sample's tensors, which share the memory of ``content``.
-
-    Raises:
-        ValueError: there are too few bytes, or the type is unknown.
-    """
-    import torch
-
-    found = {}
-    for name, kind, shape, offset in layout:
-        if kind not in TYPES:
-            raise ValueError(f"unknown type {kind}")
-        dtype, count = getattr(torch, TYPES[kind].torch), 1
-        for side in shape:
-            count *= side
-        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset) if count else torch.empty(0).to(dtype)
-        found[name] = flat.view(shape)
-    return found
 
 
 class ShardStore:

@@ -24,31 +24,25 @@ from simpletune.engine.optim.state import State
 
 
 class Update(NamedTuple):
-    """What an update did.
-
-    Args:
-        outputs: the tensors of the state that it left.
-        allocated: bytes by kind at its peak, from those at its beginning.
-        work: what the accounting's observer saw.
-        names: the names of all the state's values, in order; offloaded states are copied in this order.
-        shared: tensors that existed before, which are tables that all states share.
-        plain: the values that are not tensors.
-    """
+    """What an update did."""
 
     outputs: CallResult
+    """The tensors of the state that it left."""
     allocated: Mapping[str, int]
+    """Bytes by kind at its peak, from those at its beginning."""
     work: object
+    """What the accounting's observer saw."""
     names: list[str]
+    """Of all the state's values, in order; offloaded states are copied in this order."""
     shared: list[FakeTensor]
+    """Tensors that existed before, which are tables that all states share."""
     plain: State
+    """The values that are not tensors."""
 
 
 def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
-    """In an accounting of fake tensors, run the update of one of several equal parameters, and count the others alike.
-
-    Args:
-        optimizer: changed in place, if it updates parameters one by one and independently of each other.
-    """
+    """In an accounting of fake tensors, run the update of one of several equal parameters, and count the others alike;
+    changes an optimizer that updates parameters one by one and independently of each other."""
     if isinstance(optimizer, RoundedOptimizer) and optimizer.independent:
         optimizer.update = _Counted(optimizer)  # type: ignore[method-assign]
 
@@ -98,13 +92,8 @@ class _Counted:
     def _watch(
         self, counting: Accounting, parameter: nn.Parameter, before: list[weakref.ref[FakeTensor]]
     ) -> Update | None:
-        """Run an update, and return what it did; None if it has left more behind than the state.
-
-        Args:
-            counting: the accounting that watches it.
-            parameter: the parameter to update.
-            before: the tensors given to the update.
-        """
+        """Run an update of a parameter, given the tensors before it; return what it did, or None if it has left more
+        than the state."""
         existed, begin, on_host = counting.storages(), counting.current, counting.host_bytes
         seen = None if counting.observer is None else counting.observer.begin()
         with counting.apart() as peaks:
@@ -125,8 +114,11 @@ class _Counted:
         results, given = list(values.values()), [*given, *shared]
         outputs = several_of(results, given)
         left = end.bytes - begin.bytes + counting.host_bytes - on_host
+        old = {tensor.untyped_storage()._cdata for tensor in given}
+        storages = [each.untyped_storage() for each in results]
+        made = {s._cdata: round_to_block(s.nbytes()) for s in storages if s._cdata not in old}
         unseen = counting.observer is not None and work is None
-        if outputs is None or unseen or left != _new_bytes(results, given):
+        if outputs is None or unseen or left != sum(made.values()):
             return None
         kinds = {*top.by_kind, *begin.by_kind} if top.bytes else ()
         allocated = {kind: top.by_kind.get(kind, 0) - begin.by_kind.get(kind, 0) for kind in kinds}
@@ -152,13 +144,6 @@ class _Counted:
             (*self._optimizer.kind_of(parameter), torch.is_grad_enabled()),
             tuple((name, _plain_value(value)) for name, value in state.items() if name not in values),
         )
-
-
-def _new_bytes(outputs: Sequence[FakeTensor], given: Sequence[FakeTensor]) -> int:
-    """Bytes of the storages that an update has made for its outputs."""
-    old = {tensor.untyped_storage()._cdata for tensor in given}
-    storages = [each.untyped_storage() for each in outputs]
-    return sum({s._cdata: round_to_block(s.nbytes()) for s in storages if s._cdata not in old}.values())
 
 
 def _plain_value(value: object) -> object:

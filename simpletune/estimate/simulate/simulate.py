@@ -8,22 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.speed import Kernel
+from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import attention_kernel, cuda_layouts
 from simpletune.engine.memory.cuda_autocast import autocast_like_cuda
-from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.fake import Fake, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
+from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.tensors import all_tensors, trained_parameters
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
-from simpletune.estimate.simulate.optimizer_states import host_counters, make_states, states, take_cuda_paths
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.shared.buckets import Size
@@ -35,13 +37,14 @@ from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.startup import without_collection
 
+L4 = (8, 9)  # whose kernels are counted if no device is named
+
 
 @dataclass(frozen=True)
 class StepReport:
     """Device memory of training, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
 
     peak: MemorySnapshot
-    """The largest snapshot."""
     phases: Mapping[str, MemorySnapshot]
     """The largest snapshot of each phase."""
     steady: MemorySnapshot
@@ -53,7 +56,6 @@ class StepReport:
     trained: Mapping[str, Shape]
     """Names and shapes of the trained parameters."""
     trained_bytes: int
-    """Size of the trained parameters."""
     state_bytes: int
     """Size of the optimizer state, on device and host."""
     average_bytes: int
@@ -64,27 +66,36 @@ class StepReport:
     """The step's work on host and device, in order; empty if nothing recorded it."""
 
 
-L4 = (8, 9)  # whose kernels are counted if no device is named
-
-
 @dataclass(frozen=True)
-class SimulatedRun:
-    """A run after its steps on fake tensors.
+class SimulatedTraining:
+    """A run after its simulated steps, from which the simulation of drawing and evaluating can continue with the
+    training state still allocated. Continuing changes it, so it can be used only once."""
 
-    Args:
-        core: the assembled step core.
-        batches: its micro-batches.
-        average: EMA of the trained parameters, if the run has one.
-    """
-
+    report: StepReport
+    """Without the libraries' workspaces."""
     core: TrainStep
     batches: SyntheticBatches
     average: Average | None
+    denoiser: Denoiser
+    accounting: Accounting
+    mode: Fake | None
+    """The mode that makes its tensors fake; None: they are real."""
+
+    @contextmanager
+    def counting(self, config: TrainConfig) -> Iterator[Accounting]:
+        """Continue counting; call within ``fake_tensors(mode)``."""
+        with autocast_like_cuda() if config.precision.autocast else nullcontext(), self.accounting as accounting:
+            yield accounting
+
+
+def square(config: TrainConfig) -> Size:
+    """The picture size that a prediction without data assumes."""
+    return config.data.resolution, config.data.resolution
 
 
 def simulate(
     config: TrainConfig,
-    size: tuple[int, int] | None = None,
+    size: Size | None = None,
     capability: tuple[int, int] | None = None,
     recorder: Recorder | None = None,
 ) -> StepReport:
@@ -102,58 +113,64 @@ def simulate(
     """
     started = time.perf_counter()
     with fake_tensors(), without_collection():
-        sizes = [size or (config.data.resolution, config.data.resolution), config.picture_size()]
-        denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
-        report = account(config, denoiser, size, capability, recorder or Recorder(cuda=True))
+        report = train(config, size, capability, recorder or Recorder(cuda=True)).report
     extra = 0 if capability is None else cublas_workspace(capability)
-    return StepReport(
+    return replace(
+        report,
         peak=with_workspace(report.peak, extra),
         phases={name: with_workspace(snapshot, extra) for name, snapshot in report.phases.items()},
         steady=with_workspace(report.steady, extra),
-        host_bytes=report.host_bytes,
-        shared_bytes=report.shared_bytes,
-        trained=report.trained,
-        trained_bytes=report.trained_bytes,
-        state_bytes=report.state_bytes,
-        average_bytes=report.average_bytes,
         seconds=time.perf_counter() - started,
-        sections=report.sections,
     )
 
 
-def account(
+def train(
     config: TrainConfig,
-    denoiser: Denoiser,
-    size: tuple[int, int] | None = None,
+    size: Size | None = None,
     capability: tuple[int, int] | None = None,
     recorder: Recorder | None = None,
-) -> StepReport:
-    """Assemble the run around a loaded transformer, take a step, and count every byte, real or fake.
+    limit: int | None = None,
+    denoiser: Denoiser | None = None,
+) -> SimulatedTraining:
+    """Simulate the training stage; call within ``fake_tensors``, unless real tensors are to be counted.
 
     Args:
-        config: the run's configuration.
-        denoiser: the result of the model's ``load_denoiser`` or ``empty_denoiser``.
-        size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: see ``simulate``.
-        recorder: see ``simulate``.
+        config: see ``simulate``; likewise the next three.
+        limit: live bytes above which the simulation ends; None: no limit.
+        denoiser: a loaded model without its adapter; None: an empty one.
+
+    Raises:
+        OutOfMemory: the step takes more than the limit.
+        UserError: the model's configuration cannot be read.
     """
+    size = size or square(config)
+    if denoiser is None:
+        sizes = [size, config.picture_size()]
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
     on_cpu = recorder is not None and not recorder.cuda
     with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
-        report, _ = take_steps(accounting, config, denoiser, size, recorder)
-    return report
+        return take_steps(accounting, config, denoiser, size, recorder, limit)
+
+
+def snapshots_of_step(
+    config: TrainConfig, size: Size, capability: tuple[int, int] | None = None
+) -> list[MemorySnapshot]:
+    """Record device memory after every allocation of a step with optimizer states, for the summaries beside a run's
+    traces. Excludes the CUDA libraries' workspaces. ``capability``: of the device's attention; None: an L4's."""
+    # Counting every allocation would slow a real step many times over.
+    with fake_tensors(), without_collection():
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+        with accounting_like_cuda(config, capability, keep=True) as accounting:
+            take_steps(accounting, config, denoiser, size)
+    return accounting.snapshots or []
 
 
 @contextmanager
 def accounting_like_cuda(
     config: TrainConfig, capability: tuple[int, int] | None = None, keep: bool = False
 ) -> Iterator[Accounting]:
-    """Count bytes as a CUDA device would use them, with its attention, its autocast and its kernels' temporaries.
-
-    Args:
-        config: the run's configuration.
-        capability: the device's compute capability; None: an L4's.
-        keep: see ``Accounting``.
-    """
+    """Count bytes as a CUDA device would use them, with its attention, autocast and kernels' temporaries; None:
+    an L4."""
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
     with autocast, Accounting(temporaries(kernel), keep, cuda_layouts(kernel)) as accounting:
@@ -164,26 +181,11 @@ def take_steps(
     accounting: Accounting,
     config: TrainConfig,
     denoiser: Denoiser,
-    size: Size | None = None,
+    size: Size,
     recorder: Recorder | None = None,
     limit: int | None = None,
-) -> tuple[StepReport, SimulatedRun]:
-    """Like ``account``, within an accounting that the caller opened and may continue.
-
-    Args:
-        accounting: the accounting that counts.
-        config: see ``account``; likewise the next three.
-        denoiser: the loaded model.
-        size: the pictures' size.
-        recorder: the step's recorder.
-        limit: the number of live bytes above which the simulation ends; None: no limit.
-
-    Returns:
-        The report and the simulated run.
-
-    Raises:
-        OutOfMemory: the step takes more than the limit.
-    """
+) -> SimulatedTraining:
+    """Like ``train``, around a loaded model and within an accounting that the caller opened and may continue."""
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
@@ -191,7 +193,10 @@ def take_steps(
         core = assemble_step(accounting, config, denoiser)
     on_host = 0 if config.adapter.trains_base else accounting.host_bytes
     if recorder is None or recorder.cuda:
-        take_cuda_paths(core.optimizer)
+        for group in core.optimizer.param_groups:
+            if group.get("foreach", True) is None and not group.get("fused"):
+                # torch's default on CUDA: it needs temporaries as large as all parameters together.
+                group["foreach"] = True
     count_equal_updates(core.optimizer)
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
@@ -199,8 +204,16 @@ def take_steps(
     accounting.limit = limit  # only from here on: creating the states takes more than any step
     accounting.forget_peak()
     denoiser.train()
-    run = SimulatedRun(core, SyntheticBatches(config, core, size), average)
-    take_watched_step(accounting, run, denoiser, recorder)
+    batches = SyntheticBatches(config, core, size)
+    hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(places(denoiser))
+    watching = recorder.watching(accounting) if recorder else nullcontext()
+    with watching, nullcontext() if core.fsdp is None else counting_gathered():
+        accounting.forget_snapshots()
+        take_step(accounting, core, batches, recorder)
+        if average is not None:
+            average.update()
+    for hook in hooks:
+        hook.remove()
     accounting.limit = None
     report = StepReport(
         peak=accounting.peak,
@@ -215,70 +228,79 @@ def take_steps(
         seconds=time.perf_counter() - started,
         sections=recorder.sections if recorder else (),
     )
-    return report, run
-
-
-def take_watched_step(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser, recorder: Recorder | None) -> None:
-    """Take one step of a simulated run while watching its modules, gradients and work."""
-    hooks = accounting.watch_gradients(run.core.parameters) + accounting.phases.watch_modules(places(denoiser))
-    watching = recorder.watching(accounting) if recorder else nullcontext()
-    with watching, nullcontext() if run.core.fsdp is None else counting_gathered():
-        accounting.forget_snapshots()
-        if recorder is not None:
-            recorder.begin_step()
-        take_step(accounting, run, recorder)
-    for hook in hooks:
-        hook.remove()
+    return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active())
 
 
 def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:
-    """Assemble one process's step core, and register what it holds."""
+    """Assemble one process's step core, and register what it holds: what the model gains counts as ``adapter``."""
     processes = simulated_processes() if config.train.uses_fsdp(simulated_processes()) else 1
     text = empty_text_side(config, CPU)
-    base = [*all_tensors(denoiser), *frozen_tensors(text)]
+    base = list(all_tensors(denoiser))
+    if text is not None:
+        base += [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
     accounting.register(base, "weights")
     with accounting.allocating("optimizer"), nullcontext() if processes == 1 else fake_processes(processes):
         core = assemble(config, denoiser, SingleProcess(CPU, processes), text=text)
     if core.fsdp is None:
-        register_trained(accounting, denoiser, base)
+        known = {id(tensor) for tensor in base}
+        accounting.register([tensor for tensor in all_tensors(denoiser) if id(tensor) not in known], "adapter")
     else:  # the whole weights are gone once nothing refers to them
         base.clear()
         accounting.register(all_tensors(denoiser), "weights")
     return core
 
 
-def take_step(accounting: Accounting, run: SimulatedRun, recorder: Recorder | None) -> None:
-    """Take one step of a simulated run."""
-    modulation = run.core.modulation
+def make_states(accounting: Accounting, core: TrainStep) -> None:
+    """Create the optimizer states as a first update would, so that one simulated step includes them; offloaded weights'
+    states go to host memory."""
+    optimizer = core.optimizer
+    with accounting.allocating("optimizer"):
+        for parameter in core.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(optimizer, RoundedOptimizer) and optimizer.independent:
+            for parameter in core.parameters:  # leaves states like a step's, and simulates equal ones once
+                optimizer.update(parameter)
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if isinstance(optimizer, RoundedOptimizer) and optimizer.offloading is not None:
+            for parameter in core.parameters:
+                optimizer.offloading.keep_state(parameter, optimizer.state[parameter])
+    accounting.register(host_counters(optimizer), HOST)
+
+
+def take_step(accounting: Accounting, core: TrainStep, batches: SyntheticBatches, recorder: Recorder | None) -> None:
+    """Make a step's micro-batches, and take the step."""
+    modulation = core.modulation
     with recorder.shared_by(modulation.window) if recorder and modulation else nullcontext():
-        batches = run.batches.step(0)
-    tensors = [tensor for batch in batches for tensor in batch_tensors(batch)]
+        step = batches.step(0)
+    tensors = [tensor for batch in step for tensor in batch_tensors(batch)]
     if recorder is not None:
         recorder.begin_work(tensors)
     accounting.register(tensors, "activations")
     del tensors
-    run.core.step(batches)
-    del batches
-    accounting.register(host_counters(run.core.optimizer), HOST)
-    if run.average is not None:
-        run.average.update()
+    core.step(step)
+    del step
+    accounting.register(host_counters(core.optimizer), HOST)
+
+
+def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield step counters that are tensors: torch keeps them in host memory unless the update is fused."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return iter(())
+    counters = (state.get("step") for state in optimizer.state.values())
+    return (counter for counter in counters if isinstance(counter, Tensor))
+
+
+def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return (value for value in values if isinstance(value, Tensor))
 
 
 def simulated_attention(config: TrainConfig) -> Kernel:
     """The kernel to run instead of the configured one: all but math use as much memory as flash."""
     return "math" if config.speed.attention == "math" else "auto"
-
-
-def frozen_tensors(text: nn.Module | None) -> list[Tensor]:
-    """The text side's frozen tensors."""
-    return [] if text is None else [tensor for tensor in all_tensors(text) if not tensor.requires_grad]
-
-
-def register_trained(accounting: Accounting, denoiser: Denoiser, base: list[Tensor]) -> None:
-    """Register every tensor that the model has gained since it was loaded as ``adapter``."""
-    known = {id(tensor) for tensor in base}
-    gained = [tensor for tensor in all_tensors(denoiser) if id(tensor) not in known]
-    accounting.register(gained, "adapter")
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,11 +7,12 @@ the algorithm that cuDNN chooses on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +20,30 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.attention_workspace import cuda_layouts
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.kernel_workspace import cublas_workspace, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate import (
-    SimulatedRun,
+    SimulatedTraining,
     StepReport,
     accounting_like_cuda,
     simulated_attention,
+    square,
+    train,
     with_workspace,
 )
-from simpletune.estimate.simulate.simulate_text import (
-    Recorders,
-    accounting_of,
-    bytes_in_16_bit,
-    largest,
-    parts_in_steps,
-    text_snapshots,
-    texts_of,
-)
-from simpletune.estimate.simulate.training_stage import SimulatedTraining, train
-from simpletune.estimate.simulate.value_stand_ins import ShapesOnlyModel, WholeWindowModulation
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.models.families import Model
+from simpletune.models.objectives.flow import Euler
+from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
-from simpletune.models.shared.parts import use_tiles
+from simpletune.models.shared.parts import TextEncoder, use_tiles
+from simpletune.models.shared.prompts import BATCH, clip_outputs, empty_clip
+from simpletune.models.shared.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
 from simpletune.stages.load import empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.stages.sample import PictureRequest, Sampler
@@ -58,11 +55,12 @@ from simpletune.system.startup import without_collection
 
 STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
+TextReport = tuple[str, int, MemorySnapshot]  # a text encoder's part, its size at 2 bytes per parameter, its peak
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """Memory of the whole job."""
+    """Memory of the whole job, and its work."""
 
     stages: Mapping[str, MemorySnapshot]
     """The largest snapshot of each stage: ``text``, ``latents``, ``train``, ``class`` if the run draws class pictures,
@@ -70,17 +68,22 @@ class JobReport:
     every training step, and names the encoder as module; empty if there is none. The phase of ``validate`` is
     ``sample``, ``decode`` or ``evaluate``."""
     train: StepReport
-    """The training stage."""
     part_bytes: Mapping[str, int]
     """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
     work: Mapping[str, Sequence[StreamWork]] = field(default_factory=dict)
     """The job's work on host and device, by part: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for one
     picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
-    @property
-    def peak(self) -> MemorySnapshot:
-        """The largest snapshot of all stages."""
-        return max(self.stages.values(), key=lambda snapshot: snapshot.bytes)
+
+class Recorders(dict[str, Recorder]):
+    """Recorders for the parts of a job, by name, on a GPU or a CPU."""
+
+    def __init__(self, cuda: bool = True):
+        super().__init__()
+        self.cuda = cuda
+
+    def __missing__(self, name: str) -> Recorder:
+        return self.setdefault(name, Recorder(self.cuda))
 
 
 def simulate_parts(
@@ -95,13 +98,13 @@ def simulate_parts(
     Args:
         config: the run's configuration, demo names resolved.
         size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
-        capability: the CUDA device's compute capability, see ``simulate``.
+        capability: see ``simulate``.
         trained: the training stage of the same run, if it was simulated before; can be used only once.
 
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or (config.data.resolution, config.data.resolution)
+    size = size or square(config)
     recorders = Recorders()
     with fake_tensors(trained.mode if trained else None), without_collection(), silent():
         vae = empty_autoencoder(config)
@@ -111,24 +114,18 @@ def simulate_parts(
         work = {name: sections for name, sections in work.items() if name.removeprefix("text.") not in resident}
         trained = trained or train(config, size, capability, Recorder(cuda=True))
         validate = validation(config, trained, recorders)
-        snapshots = {
-            "text": largest([each for each in texts if each[0] not in resident]),
-            **(
-                {"class": simulate_class_pictures(config, capability, recorders)}
-                if isinstance(config.prior, ClassPictures)
-                else {}
-            ),
-            "latents": simulate_encoding(config.model, vae, size, recorders),
-            "train": trained.report.peak,
-            **({} if validate is None else {"validate": validate}),
-        }
+        snapshots = {"text": largest([each for each in texts if each[0] not in resident])}
+        if isinstance(config.prior, ClassPictures):
+            snapshots["class"] = simulate_class_pictures(config, capability, recorders)
+        snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
+        snapshots["train"] = trained.report.peak
+        if validate is not None:
+            snapshots["validate"] = validate
     return JobReport(snapshots, trained.report, parts, work | {name: each.sections for name, each in recorders.items()})
 
 
-def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobReport:
-    """Add the workspaces of a CUDA device's libraries to every stage; None: there are none."""
-    if capability is None:
-        return job
+def with_workspaces(job: JobReport, capability: tuple[int, int]) -> JobReport:
+    """Add the workspaces of a CUDA device's libraries to every stage."""
     extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in job.stages}
     return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
 
@@ -136,27 +133,103 @@ def with_workspaces(job: JobReport, capability: tuple[int, int] | None) -> JobRe
 def simulate_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
-    """Predict one of the stages besides training, for the square picture of ``data.resolution``.
-
-    Args:
-        config: the run's configuration.
-        stage: ``text``, ``class``, ``latents`` or ``validate``.
-        capability: see ``simulate``.
-        recorders: recorders of the parts of ``text``.
-    """
-    size = config.data.resolution, config.data.resolution
+    """Predict ``text``, ``class``, ``latents`` or ``validate`` for the square picture of ``data.resolution``;
+    ``recorders`` record the parts of ``text``."""
     with fake_tensors(), without_collection(), silent():
         if stage == "text":
             snapshot = largest(text_snapshots(config, recorders))
         elif stage == "class":
             snapshot = simulate_class_pictures(config, capability)
         elif stage == "latents":
-            snapshot = simulate_encoding(config.model, empty_autoencoder(config), size)
+            snapshot = simulate_encoding(config.model, empty_autoencoder(config), square(config))
         else:
-            found = validation(config, train(config, size, capability))
+            found = validation(config, train(config, capability=capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
     return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
+
+
+@contextmanager
+def accounting_of(weights: Iterable[Tensor], recorder: Recorder | None = None) -> Iterator[Accounting]:
+    """Make the accounting of a stage without training, where everything allocated counts as activations."""
+    layouts = cuda_layouts("flash")
+    with Accounting(temporaries(), layouts=layouts) as accounting, accounting.allocating("activations"):
+        accounting.register(weights, "weights")
+        with recorder.watching(accounting) if recorder else nullcontext():
+            yield accounting
+
+
+def recording(accounting: Accounting, recorders: Recorders | None, name: str) -> AbstractContextManager[None]:
+    """Record what an accounting sees, under a name."""
+    return nullcontext() if recorders is None else recorders[name].watching(accounting)
+
+
+def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
+    """Return the size of a model's parameters at 2 bytes each, ``without`` a tied one that files do not repeat."""
+    return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
+
+
+def parts_in_steps(config: TrainConfig) -> set[str]:
+    """The parts of the text encoders that run in every training step, instead of once before."""
+    resident = config.text.resident(config.model.clip_encoders)
+    return {config.model.text_regions()[name].part for name in resident} if resident else set()
+
+
+_TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}
+
+
+def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[StreamWork]]]:
+    """The text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
+    model = config.model
+    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.encoders()]
+    about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
+    key = json.dumps(about, sort_keys=True, default=str)
+    if key not in _TEXTS:
+        recorders = Recorders()
+        texts = list(text_snapshots(config, recorders))
+        _TEXTS[key] = texts, {name: each.sections for name, each in recorders.items()}
+    return _TEXTS[key]
+
+
+def text_snapshots(config: TrainConfig, recorders: Recorders | None = None) -> Iterator[TextReport]:
+    """Run every text encoder over two batches of prompts."""
+    dtype = config.precision.encoder_dtype()
+    for encoder in config.model.encoders():
+        recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
+        part = config.model.known_part(encoder.model)
+        if encoder.is_t5:
+            t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
+            t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
+            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0, recorder)
+        else:
+            clip = empty_clip(encoder, part.config()).eval().to(dtype)
+            size, snapshot = bytes_in_16_bit(clip), of_clip(encoder, clip, recorder)
+        yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
+
+
+def of_clip(encoder: TextEncoder, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
+    """Run a CLIP encoder over two batches of prompts; the first batch's outputs live until the second's exist."""
+    with accounting_of(all_tensors(clip), recorder) as accounting:
+        ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
+        for _ in clip_outputs(encoder, clip, ids, CPU, BATCH):
+            pass
+    return accounting.peak
+
+
+def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
+    """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
+    with accounting_of((), recorder) as accounting:
+        ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
+        accounting.register([ids], HOST)
+        for _ in t5.encode(ids, BATCH):
+            pass
+    return accounting.peak
+
+
+def largest(texts: Iterable[TextReport]) -> MemorySnapshot:
+    """Return the largest snapshot of ``text_snapshots``; an empty one without any."""
+    nothing = MemorySnapshot(phase="text")
+    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes, default=nothing)
 
 
 def empty_autoencoder(config: TrainConfig) -> nn.Module:
@@ -186,35 +259,29 @@ def validation(
     config: TrainConfig, trained: SimulatedTraining, recorders: Recorders | None = None
 ) -> MemorySnapshot | None:
     """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
-    vae, run, denoiser = empty_autoencoder(config), trained.run, trained.denoiser
-    with trained.counting(config) as accounting, accounting.allocating(HOST), use_average(run.average):
+    vae, core, denoiser = empty_autoencoder(config), trained.core, trained.denoiser
+    with trained.counting(config) as accounting, accounting.allocating(HOST), use_average(trained.average):
         denoiser.eval()
         snapshots = []
         if config.validation.loss_samples:
-            with recording(accounting, recorders, "evaluate"):
-                snapshots.append(simulate_validation_loss(accounting, run, denoiser))
+            accounting.forget_peak()
+            with (
+                recording(accounting, recorders, "evaluate"),
+                accounting.allocating("activations"),
+                torch.no_grad(),
+                phase("evaluate"),
+            ):
+                core.loss(denoiser, trained.batches.one_by_one())
+            snapshots.append(accounting.peak)
         if config.validation.prompts != []:
             option, (width, height) = config.validation, config.picture_size()
             request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
-            batch = run.batches.batch(1)
-            models = GenerationModels(denoiser, vae, run.core.modulation)
+            batch = trained.batches.batch(1)
             text = batch.prompt_embeds[0], batch.pooled[0]
             with recording(accounting, recorders, "draw"):
-                snapshots.append(simulate_generation(accounting, config, request, models, text))
+                drawn = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
+                snapshots.append(drawn)
     return max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
-
-
-def recording(accounting: Accounting, recorders: Recorders | None, name: str) -> AbstractContextManager[None]:
-    """Record what an accounting sees, under a name."""
-    return nullcontext() if recorders is None else recorders[name].watching(accounting)
-
-
-def simulate_validation_loss(accounting: Accounting, run: SimulatedRun, denoiser: Denoiser) -> MemorySnapshot:
-    """Compute the validation loss: one sample at a time, forward only."""
-    accounting.forget_peak()
-    with accounting.allocating("activations"), torch.no_grad(), phase("evaluate"):
-        run.core.loss(denoiser, run.batches.one_by_one())
-    return accounting.peak
 
 
 def simulate_class_pictures(
@@ -236,29 +303,21 @@ def simulate_class_pictures(
         request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)
         embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
         text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
-        models = GenerationModels(denoiser.eval(), vae, modulation)
         with recording(accounting, recorders, "class"):
-            return simulate_generation(accounting, config, request, models, text, pictures)
-
-
-class GenerationModels(NamedTuple):
-    """The models that draw a picture."""
-
-    denoiser: Denoiser
-    vae: nn.Module
-    modulation: ModulationSource | None
+            return simulate_generation(accounting, config, request, denoiser.eval(), vae, modulation, text, pictures)
 
 
 def simulate_generation(
     accounting: Accounting,
     config: TrainConfig,
     request: PictureRequest,
-    models: GenerationModels,
-    text: tuple[Tensor, Tensor],
+    denoiser: Denoiser,
+    vae: nn.Module,
+    modulation: ModulationSource | None,
+    text: tuple[Tensor, Tensor],  # prompt_embeds, pooled
     pictures: int = 1,
 ) -> MemorySnapshot:
     """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
-    denoiser, vae, modulation = models
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
@@ -273,3 +332,27 @@ def simulate_generation(
             for one in z.split(1):
                 config.model.decode_latents(vae, one)
     return accounting.peak
+
+
+class ShapesOnlyModel:
+    """A family for sampling whose noise levels have no values."""
+
+    def __init__(self, family: Model):
+        self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
+
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
+        """Return a solver whose levels have no values; a real one keeps at most two more latents."""
+        return Euler(torch.zeros(steps + 1 - skipped))
+
+
+class WholeWindowModulation:
+    """Compute the modulation of the whole window of a picture of ``steps`` sampling steps, and return the part for the
+    few simulated ones."""
+
+    def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
+        self.modulation, self.window = modulation, modulation.window
+        self.ratio = min(self.window, steps) / min(self.window, simulated)
+
+    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
+        rows = round(len(sigma) * self.ratio)
+        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]

@@ -11,12 +11,18 @@ from pathlib import Path
 import torch
 
 from simpletune.estimate.timing.composite import composites
-from simpletune.estimate.timing.constants import VERSION, Composite, Constants, constants_file, write_constants
-from simpletune.estimate.timing.grid import Grid, points
-from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds
-from simpletune.estimate.timing.machine_probes import machine_rates
+from simpletune.estimate.timing.constants import (
+    VERSION,
+    Composite,
+    Constants,
+    Grid,
+    constants_file,
+    points,
+    write_constants,
+)
+from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds, machine_rates
 from simpletune.estimate.timing.probes import TimingProbe, probes_of
-from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, stopwatch_of
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch, stopwatch_of
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name, describe_machine
 from simpletune.system.options import UserError
@@ -27,16 +33,9 @@ LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shape
 
 
 def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECONDS) -> Path:
-    """Measure the device, write its constants, and print a few of them.
+    """Measure the device (cuda or cpu), write its constants to ``out`` or into the cache's ``folder``, and print a few.
 
-    Args:
-        device: cuda or cpu.
-        out: file to write; None: the device's own in the cache.
-        folder: the cache's folder.
-        budget: seconds after which nothing further is begun.
-
-    Returns:
-        The file.
+    Begins nothing further after ``budget`` seconds.
 
     Raises:
         UserError: the device does not exist, or something could not be measured; the rest is written.
@@ -62,14 +61,8 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     return file
 
 
-def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[TimingProbe], budget: float) -> Constants:
-    """Measure everything that a device can do.
-
-    Args:
-        watch: the device's watch.
-        probes: what to time.
-        budget: seconds after which nothing further is begun.
-    """
+def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> Constants:
+    """Measure everything that a device can do; begin nothing further after ``budget`` seconds."""
     grids: dict[str, Grid] = {}
     failed: dict[str, str] = {}
     started = time.perf_counter()
@@ -111,7 +104,7 @@ def measure(watch: CpuStopwatch | CudaStopwatch, probes: Iterable[TimingProbe], 
     )
 
 
-def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: TimingProbe) -> Grid:
+def grid_of(watch: Stopwatch, probe: TimingProbe) -> Grid:
     """Time the points of a grid, except those that would take too long judging by their smaller neighbours."""
     found: dict[tuple[int, ...], float] = {}
     skipped: list[tuple[int, ...]] = []
@@ -121,8 +114,8 @@ def grid_of(watch: CpuStopwatch | CudaStopwatch, probe: TimingProbe) -> Grid:
         if longest > LONGEST or any(_is_within(before, point) for before in skipped):
             skipped.append(point)
             continue
-        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(point)))
-        found[point] = watch.device_seconds([probe.build(point) for _ in range(copies)], probe.name)
+        copies = min(watch.most_copies, max(1, watch.beyond_caches // probe.size(*point)))
+        found[point] = watch.device_seconds([probe.build(*point) for _ in range(copies)], probe.name)
     return Grid(axes=probe.axes, seconds=[found.get(point) for point in points(probe.axes)])
 
 
@@ -131,7 +124,7 @@ def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
-def describe_device(watch: CpuStopwatch | CudaStopwatch) -> Constants:
+def describe_device(watch: Stopwatch) -> Constants:
     """Describe the device and the versions measured with."""
     cuda = watch.device.type == "cuda"
     properties = torch.cuda.get_device_properties(watch.device) if cuda else None

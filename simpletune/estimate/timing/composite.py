@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.estimate.timing.constants import Composite
 from simpletune.estimate.timing.recorder import Recorder
-from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch
+from simpletune.estimate.timing.stopwatch import CudaStopwatch, Stopwatch
 from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.phases import phase
 
 HEAD = 64
-Watch = CpuStopwatch | CudaStopwatch
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,8 @@ ON_CUDA = tuple(
 )
 
 
-def composites(watch: Watch, sizes: Sequence[CompositeModel] | None = None) -> list[Composite]:
-    """Time whole steps, the smallest model's first.
-
-    Args:
-        watch: the device's watch.
-        sizes: the other models' sizes; None: the sizes for the device's kind.
-    """
+def composites(watch: Stopwatch, sizes: Sequence[CompositeModel] | None = None) -> list[Composite]:
+    """Time whole steps, the smallest model's first; None: of the other sizes for the device's kind."""
     if sizes is None:
         sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
     with torch.enable_grad():
@@ -82,7 +76,7 @@ def _model(size: CompositeModel, device: torch.device) -> tuple[nn.Module, Calla
     return model, forward
 
 
-def _timed(watch: Watch, model: nn.Module, forward: Callable[[], Tensor]) -> Composite:
+def _timed(watch: Stopwatch, model: nn.Module, forward: Callable[[], Tensor]) -> Composite:
     """Time a model's forward and backward pass, and count their operations."""
 
     def step() -> None:

@@ -55,19 +55,14 @@ def current_cpu_speeds() -> CurrentCpuSpeeds:
 
 
 def time_operation(probe: TimingProbe, point: tuple[int, ...]) -> float:
-    """Time an operation; times a part of a large one and scales the result.
-
-    Args:
-        probe: the operation's probe.
-        point: its extents.
-    """
+    """Time an operation of these extents; times a part of a large one and scales the result."""
     parts, kept = 1.0, [max(1, extent) for extent in point]
-    while probe.size(tuple(kept)) > LARGEST or (len(kept) > 1 and math.prod(kept) > MOST_PRODUCTS):
+    while probe.size(*kept) > LARGEST or (len(kept) > 1 and math.prod(kept) > MOST_PRODUCTS):
         longest = kept.index(max(kept))
         parts, kept[longest] = parts * kept[longest] / (kept[longest] // 2), kept[longest] // 2
-    copies = min(COPIES, max(1, LARGEST // max(1, probe.size(tuple(kept)))))
+    copies = min(COPIES, max(1, LARGEST // max(1, probe.size(*kept))))
     with torch.no_grad():
-        calls = [probe.build(tuple(kept)) for _ in range(copies)]
+        calls = [probe.build(*kept) for _ in range(copies)]
         return parts * _seconds(calls)
 
 

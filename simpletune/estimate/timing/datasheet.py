@@ -52,11 +52,7 @@ TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.
 
 
 class DatasheetSpeeds:
-    """Speeds of a card by its data sheet.
-
-    Args:
-        card: a card of the table, or one of which only the memory is known; then an L4's figures are used.
-    """
+    """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
     cuda = True
 
@@ -85,9 +81,17 @@ class DatasheetSpeeds:
             count, size = extents
             return max(1, round(count / SCALES)) * KERNEL + size / self._bandwidth
         if kind.startswith(("product", "int8_product", "int8_gradient")):
-            return self._product(kind, dtype, extents)
+            m, n, k = extents
+            is_int8 = kind.startswith("int8")
+            rate = self._rate * INT8 if is_int8 else self._of(dtype)
+            moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
+            filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
+            return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
-            return self._attention(kind, dtype, extents)
+            heads, queries, keys, width = extents
+            products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
+            operations = products * 2 * heads * queries * keys * max(width, 32)
+            return KERNEL + operations / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
@@ -95,20 +99,6 @@ class DatasheetSpeeds:
             work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
             return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
-
-    def _product(self, kind: str, dtype: str, extents: Extents) -> float:
-        m, n, k = extents
-        is_int8 = kind.startswith("int8")
-        rate = self._rate * INT8 if is_int8 else self._of(dtype)
-        moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
-        filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
-        return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
-
-    def _attention(self, kind: str, dtype: str, extents: Extents) -> float:
-        heads, queries, keys, width = extents
-        products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
-        work = products * 2 * heads * queries * keys * max(width, 32)
-        return KERNEL + work / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
 
     def _of(self, dtype: str) -> float:
         """Operations per second of products in a type."""

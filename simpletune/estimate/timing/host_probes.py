@@ -1,23 +1,28 @@
-"""Measure the host's overhead for queueing or running an operation, and how copies and products slow each other down.
-
-Measured with tensors of one element, so that the device has nothing to do. On a CPU the operation itself is subtracted.
-"""
+"""Measure the host's overhead for queueing or running an operation, how copies and products slow each other down, and
+what the machine does besides: read and write pictures, draw noise, write files."""
 
 from __future__ import annotations
 
+import io
+import os
 import statistics
+import tempfile
+import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
+from simpletune.estimate.timing.stopwatch import Call, CudaStopwatch, Stopwatch
+from simpletune.system.rng import stream
 
 CHAIN = 50
 SUSTAINED = 2.0  # seconds
-Watch = CpuStopwatch | CudaStopwatch
+SIDE = 1024  # pixels
+WRITTEN = 2**26  # bytes
 
 
 class _Through(torch.autograd.Function):
@@ -33,12 +38,7 @@ class _Through(torch.autograd.Function):
         return grads[0]
 
 
-class _Same(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def host_seconds(watch: Watch) -> dict[str, float]:
+def host_seconds(watch: Stopwatch) -> dict[str, float]:
     """The host's seconds for each task that a training step does many times.
 
     Returns:
@@ -47,9 +47,10 @@ def host_seconds(watch: Watch) -> dict[str, float]:
             calling a module; ``function``, ``function_backward``: a custom autograd function; ``recomputed``: extra
             time for a recorded operation in a checkpoint, besides running it again.
     """
+    # With tensors of one element, so that the device has nothing to do. On a CPU the operation itself is subtracted.
     x = torch.ones(1, device=watch.device)
     w = torch.ones(1, device=watch.device, requires_grad=True)
-    same = _Same()
+    same = nn.Identity()
 
     def seconds(call: Callable[[Tensor], Tensor], start: Tensor = x) -> float:
         def chain() -> Tensor:
@@ -66,7 +67,7 @@ def host_seconds(watch: Watch) -> dict[str, float]:
         function = seconds(_Through.apply, w)
         both = watch.host_seconds(_backward_of(lambda y: y * x, w)) / CHAIN
         through = watch.host_seconds(_backward_of(_Through.apply, w)) / CHAIN
-        again = watch.host_seconds(_recomputed(lambda y: y * w, w)) / CHAIN
+        again = watch.host_seconds(_backward_of(lambda y: y * w, w, in_checkpoint=True)) / CHAIN
         plain = watch.host_seconds(_backward_of(lambda y: y * w, w)) / CHAIN
     return {
         "operation": operation,
@@ -80,8 +81,8 @@ def host_seconds(watch: Watch) -> dict[str, float]:
     }
 
 
-def _recomputed(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:
-    """A chain that a checkpoint runs twice."""
+def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint: bool = False) -> Call:
+    """A chain and its backward pass; in a checkpoint, the chain runs twice."""
 
     def chain(y: Tensor) -> Tensor:
         for _ in range(CHAIN):
@@ -89,19 +90,9 @@ def _recomputed(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:
         return y
 
     def both() -> None:
-        result = checkpoint(chain, start, use_reentrant=False)
+        result = checkpoint(chain, start, use_reentrant=False) if in_checkpoint else chain(start)
         assert isinstance(result, Tensor)
         torch.autograd.grad(result, start)
-
-    return both
-
-
-def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor) -> Call:
-    def both() -> None:
-        y = start
-        for _ in range(CHAIN):
-            y = call(y)
-        torch.autograd.grad(y, start)
 
     return both
 
@@ -155,14 +146,53 @@ def _of_streams(watch: CudaStopwatch, works: list[tuple[Call, int]]) -> list[flo
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in works]
     torch.cuda.synchronize(watch.device)
     most = max(count for _, count in works)
-    for stream, (begin, _) in zip(streams, events, strict=True):
-        begin.record(stream)
+    for queue, (begin, _) in zip(streams, events, strict=True):
+        begin.record(queue)
     for number in range(most):
-        for (call, count), stream in zip(works, streams, strict=True):
+        for (call, count), queue in zip(works, streams, strict=True):
             if number < count:
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(queue):
                     call()
-    for stream, (_, end) in zip(streams, events, strict=True):
-        end.record(stream)
+    for queue, (_, end) in zip(streams, events, strict=True):
+        end.record(queue)
     torch.cuda.synchronize(watch.device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+
+def machine_rates() -> dict[str, float]:
+    """Seconds per pixel of reading a JPEG (``read_jpeg``) and writing a PNG (``write_png``), per number of noise drawn
+    on the host (``noise``), and per byte written to the temporary folder's disk (``write_byte``)."""
+    from PIL import Image
+
+    values = (stream(0, "calibrate").random((SIDE // 8, SIDE // 8, 3)) * 255).astype(np.uint8)
+    picture = Image.fromarray(values).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    jpeg = io.BytesIO()
+    picture.save(jpeg, "JPEG", quality=92)
+
+    def read() -> None:
+        np.asarray(Image.open(io.BytesIO(jpeg.getvalue())).convert("RGB").resize((SIDE // 2, SIDE // 2)))
+
+    pixels = SIDE**2
+    return {
+        "read_jpeg": _seconds(read) / pixels,
+        "write_png": _seconds(lambda: picture.save(io.BytesIO(), "PNG")) / pixels,
+        "noise": _seconds(lambda: stream(0, "noise").standard_normal(2**18, dtype=np.float32)) / 2**18,
+        "write_byte": _seconds(_written) / WRITTEN,
+    }
+
+
+def _written() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"\1" * WRITTEN)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Seconds of a call: the least of three."""
+    best = float("inf")
+    for _ in range(3):
+        clock = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - clock)
+    return best

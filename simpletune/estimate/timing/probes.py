@@ -9,46 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from simpletune.engine.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu_rows
-from simpletune.engine.quant.int8_products import int8_product, int8_rows, why_not
-from simpletune.estimate.timing.probe_calls import (
-    ROW,
-    gather_rows,
-    group_norm_gradient,
-    norm_gradient,
-    random_tensor,
-    unpacked_int8,
-    unpacked_nf4,
-    updated_in_8_bits,
-)
+from simpletune.engine.quant.int8_products import dequantise_weight, int8_product, int8_rows, why_not
 from simpletune.estimate.timing.stopwatch import Call
 
 Axes = dict[str, list[int]]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 64  # width of rows in "strided": a head's
+ROW = 1024  # width of rows that norms and reductions work on
+BLOCK = 64  # nf4's weights per scale
 
 
 @dataclass(frozen=True)
 class TimingProbe:
-    """A kind of operation to time at the points of a grid.
-
-    Args:
-        name: the grid's name.
-        axes: extents by name.
-        build: makes the operation of a point, with its own tensors on a device.
-        size: bytes of its operands and results, roughly.
-    """
+    """A kind of operation to time at the points of a grid."""
 
     name: str
+    """The grid's."""
     axes: Axes
-    build: Callable[[tuple[int, ...]], Call]
-    size: Callable[[tuple[int, ...]], int]
+    """Extents by name."""
+    build: Callable[..., Call]
+    """Makes the operation of a point from its extents, with its own tensors on a device."""
+    size: Callable[..., int]
+    """Bytes of its operands and results, roughly, from the extents."""
 
 
 def probes_of(device: torch.device) -> Iterator[TimingProbe]:
@@ -83,28 +72,18 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Ti
     def matrix(rows: int, columns: int) -> Tensor:
         return random_tensor((rows, columns), dtype, device)
 
-    def tn(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(m, k), matrix(n, k).t())
+    def build(layout: str, m: int, n: int, k: int) -> Call:
+        a = matrix(k, m).t() if layout == "nt" else matrix(m, k)
+        return partial(torch.mm, a, matrix(n, k).t() if layout == "tn" else matrix(k, n))
 
-    def nn(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(m, k), matrix(k, n))
-
-    def nt(point: tuple[int, ...]) -> Call:
-        m, n, k = point
-        return partial(torch.mm, matrix(k, m).t(), matrix(k, n))
-
-    def size(point: tuple[int, ...]) -> int:
-        m, n, k = point
+    def size(m: int, n: int, k: int) -> int:
         return dtype.itemsize * (m * k + n * k + m * n)
 
     axes = {"rows": rows, "outputs": widths, "sum": widths}
-    yield TimingProbe(f"product.{name}", axes, tn, size)
+    yield TimingProbe(f"product.{name}", axes, partial(build, "tn"), size)
     small = {"rows": coarse, "outputs": coarse, "sum": coarse}
-    yield TimingProbe(f"product_tn.{name}", small, tn, size)
-    yield TimingProbe(f"product_nn.{name}", small, nn, size)
-    yield TimingProbe(f"product_nt.{name}", small, nt, size)
+    for layout in ("tn", "nn", "nt"):
+        yield TimingProbe(f"product_{layout}.{name}", small, partial(build, layout), size)
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -114,32 +93,24 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
     axes = {"heads": [2, 24] if cuda else [1, 8], "queries": tokens, "keys": tokens}
     axes["width"] = [64, 128] if cuda else [16, 64]
 
-    def tensors(point: tuple[int, ...], grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-        heads, queries, keys, width = point
-        q = random_tensor((1, heads, queries, width), dtype, device)
-        k, v = (random_tensor((1, heads, keys, width), dtype, device) for _ in range(2))
-        return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
+    def build(backward: bool, heads: int, queries: int, keys: int, width: int) -> Call:
+        shapes = [(1, heads, tokens, width) for tokens in (queries, keys, keys)]
+        q, k, v = (random_tensor(shape, dtype, device).requires_grad_(backward) for shape in shapes)
+        if not backward:
+            return partial(F.scaled_dot_product_attention, q, k, v)
+        grad = torch.ones_like(q)
 
-    def forward(point: tuple[int, ...]) -> Call:
-        q, k, v = tensors(point, grad=False)
-        return lambda: F.scaled_dot_product_attention(q, k, v)
-
-    def both(point: tuple[int, ...]) -> Call:
-        inputs = tensors(point, grad=True)
-        grad = torch.ones_like(inputs[0])
-
-        def call() -> None:
+        def both() -> None:
             with torch.enable_grad():
-                torch.autograd.grad(F.scaled_dot_product_attention(*inputs), inputs, grad)
+                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
 
-        return call
+        return both
 
-    def size(point: tuple[int, ...]) -> int:
-        heads, queries, keys, width = point
+    def size(heads: int, queries: int, keys: int, width: int) -> int:
         return 2 * heads * (queries + keys) * width * dtype.itemsize
 
-    yield TimingProbe(f"attention.{name}", axes, forward, size)
-    yield TimingProbe(f"attention_both.{name}", axes, both, size)
+    yield TimingProbe(f"attention.{name}", axes, partial(build, False), size)
+    yield TimingProbe(f"attention_both.{name}", axes, partial(build, True), size)
 
 
 def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -149,36 +120,23 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
     pixels = [64, 1024, 4096, 16384, 262144] if cuda else [64, 1024, 4096]
     axes = {"pixels": pixels, "inputs": channels, "outputs": channels}
 
-    def tensors(point: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        side, inputs, outputs = math.isqrt(point[0]), point[1], point[2]
+    def build(mask: list[bool] | None, pixels: int, inputs: int, outputs: int) -> Call:
+        side = math.isqrt(pixels)
         weight = random_tensor((outputs, inputs, 3, 3), dtype, device)
-        return (
-            random_tensor((1, inputs, side, side), dtype, device),
-            weight,
-            random_tensor((1, outputs, side, side), dtype, device),
-        )
+        x = random_tensor((1, inputs, side, side), dtype, device)
+        if mask is None:
+            return partial(F.conv2d, x, weight, padding=1)
+        grad, one, zero = random_tensor((1, outputs, side, side), dtype, device), [1, 1], [0, 0]
+        backward = torch.ops.aten.convolution_backward.default
+        return partial(backward, grad, x, weight, None, one, one, one, False, zero, 1, mask)
 
-    def forward(point: tuple[int, ...]) -> Call:
-        x, weight, _ = tensors(point)
-        return lambda: F.conv2d(x, weight, padding=1)
-
-    def gradient(of_input: bool) -> Callable[[tuple[int, ...]], Call]:
-        def build(point: tuple[int, ...]) -> Call:
-            x, weight, grad = tensors(point)
-            mask, one, zero = [of_input, not of_input, False], [1, 1], [0, 0]
-            backward = torch.ops.aten.convolution_backward.default
-            return lambda: backward(grad, x, weight, None, one, one, one, False, zero, 1, mask)
-
-        return build
-
-    def size(point: tuple[int, ...]) -> int:
-        pixels, inputs, outputs = point
+    def size(pixels: int, inputs: int, outputs: int) -> int:
         return dtype.itemsize * (pixels * (inputs + outputs) + 9 * inputs * outputs)
 
-    yield TimingProbe(f"convolution.{name}", axes, forward, size)
+    yield TimingProbe(f"convolution.{name}", axes, partial(build, None), size)
     few = {**axes, "pixels": [size for size in pixels if size <= 16384]}
-    yield TimingProbe(f"convolution_input.{name}", few, gradient(True), size)
-    yield TimingProbe(f"convolution_weight.{name}", few, gradient(False), size)
+    yield TimingProbe(f"convolution_input.{name}", few, partial(build, [True, False, False]), size)
+    yield TimingProbe(f"convolution_weight.{name}", few, partial(build, [False, True, False]), size)
 
 
 def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
@@ -191,11 +149,10 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
         """Make a probe. ``moved``: bytes per element; ``build`` gets the number of elements, a multiple of ROW if
         possible."""
 
-        def at(point: tuple[int, ...]) -> Call:
-            count = int(point[0] / moved)
-            return build(max(ROW, count // ROW * ROW))
+        def at(total: int) -> Call:
+            return build(max(ROW, int(total / moved) // ROW * ROW))
 
-        return TimingProbe(f"{kind}.{name}", axes, at, lambda point: point[0])
+        return TimingProbe(f"{kind}.{name}", axes, at, int)
 
     def flat(count: int) -> Tensor:
         return random_tensor((count,), dtype, device)
@@ -204,11 +161,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
         return random_tensor((count // ROW, ROW), dtype, device)
 
     def with_(make: Callable[[int], Tensor], call: Callable[[Tensor], object]) -> Callable[[int], Call]:
-        def build(count: int) -> Call:
-            x = make(count)
-            return lambda: call(x)
-
-        return build
+        return lambda count: partial(call, make(count))
 
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     weight = torch.ones(ROW, device=device, dtype=dtype)
@@ -226,7 +179,7 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
     yield probe("group_norm", 2 * size, with_(rows, lambda x: F.group_norm(x.view(1, 32, -1), 32)))
     yield probe("group_norm_backward", 3 * size, with_(rows, group_norm_gradient))
     yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
-    yield probe("gather", 2 * size, with_(rows, gather_rows))
+    yield probe("gather", 2 * size, with_(rows, lambda x: x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]))
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
     yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
@@ -242,17 +195,14 @@ def copies(device: torch.device) -> Iterator[TimingProbe]:
     """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
     axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
 
-    def build(back: bool) -> Callable[[tuple[int, ...]], Call]:
-        def at(point: tuple[int, ...]) -> Call:
-            host = torch.empty(point[0], dtype=torch.uint8, pin_memory=True)
-            there = torch.empty(point[0], dtype=torch.uint8, device=device)
-            target, source = (host, there) if back else (there, host)
-            return lambda: target.copy_(source, non_blocking=True)
+    def build(back: bool, size: int) -> Call:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        target, source = (host, there) if back else (there, host)
+        return partial(target.copy_, source, non_blocking=True)
 
-        return at
-
-    yield TimingProbe("to_device.bytes", axes, build(False), lambda point: point[0])
-    yield TimingProbe("to_host.bytes", axes, build(True), lambda point: point[0])
+    yield TimingProbe("to_device.bytes", axes, partial(build, False), int)
+    yield TimingProbe("to_host.bytes", axes, partial(build, True), int)
 
 
 def int8_products(device: torch.device) -> Iterator[TimingProbe]:
@@ -262,22 +212,80 @@ def int8_products(device: torch.device) -> Iterator[TimingProbe]:
     widths = [320, 1536, 6144] if cuda else [64, 256, 1024]
     axes = {"rows": [256, 1024, 4096, 16384] if cuda else [64, 256, 1024], "outputs": widths, "sum": widths}
 
-    def build(transposed: bool) -> Callable[[tuple[int, ...]], Call]:
-        def at(point: tuple[int, ...]) -> Call:
-            m, n, k = point
-            x, weight = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
-            scale, columns = torch.ones(m, device=device), torch.ones(n, device=device)
-            if transposed:
-                weight = weight.t().contiguous().t()
-                return lambda: int8_product(x, scale, weight, None, None, dtype)
-            return lambda: int8_product(x, scale, weight, columns, None, dtype)
+    def build(transposed: bool, m: int, n: int, k: int) -> Call:
+        x, weight = (torch.ones(shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+        scale, columns = torch.ones(m, device=device), torch.ones(n, device=device)
+        if transposed:
+            return partial(int8_product, x, scale, weight.t().contiguous().t(), None, None, dtype)
+        return partial(int8_product, x, scale, weight, columns, None, dtype)
 
-        return at
-
-    def size(point: tuple[int, ...]) -> int:
-        m, n, k = point
+    def size(m: int, n: int, k: int) -> int:
         return m * k + n * k + 2 * m * n
 
-    yield TimingProbe("int8_product.bf16", axes, build(False), size)
+    yield TimingProbe("int8_product.bf16", axes, partial(build, False), size)
     few = {**axes, "rows": axes["rows"][1:3], "outputs": widths[1:], "sum": widths[1:]}
-    yield TimingProbe("int8_gradient.bf16", few, build(True), size)
+    yield TimingProbe("int8_gradient.bf16", few, partial(build, True), size)
+
+
+# The single operations and their operands
+
+
+def norm_gradient(x: Tensor) -> object:
+    """The gradient of layer norm's input."""
+    mean = x.new_zeros((len(x), 1), dtype=torch.float32)
+    mean = mean if x.device.type == "cuda" else mean.to(x.dtype)
+    return torch.ops.aten.native_layer_norm_backward(x, x, [ROW], mean, mean, None, None, [True, False, False])
+
+
+def group_norm_gradient(x: Tensor) -> object:
+    """The gradient of group norm's input."""
+    means, area = x.new_zeros((1, 32)), x.numel() // 32
+    grad = x.view(1, 32, area)
+    return torch.ops.aten.native_group_norm_backward(
+        grad, grad, means, means, None, 1, 32, area, 32, [True] + [False] * 2
+    )
+
+
+def unpacked_int8(x: Tensor) -> Call:
+    """Dequantise an int8 weight as the frozen int8 layers do."""
+    q, scale = torch.ones_like(x, dtype=torch.int8), torch.ones(len(x), device=x.device)
+    return lambda: dequantise_weight(q, scale, x.dtype)
+
+
+def unpacked_nf4(x: Tensor) -> Call:
+    """Dequantise an nf4 weight."""
+    import bitsandbytes  # noqa: F401 registers the kernels
+
+    packed = torch.zeros((x.numel() // 2, 1), dtype=torch.uint8, device=x.device)
+    scales = torch.ones(x.numel() // BLOCK, device=x.device)
+    unpack = torch.ops.bitsandbytes.dequantize_4bit.default
+    return lambda: unpack(packed, scales, BLOCK, "nf4", tuple(x.shape), x.dtype)
+
+
+def updated_in_8_bits(x: Tensor) -> Call:
+    """An update by bitsandbytes' Adam with 8-bit state."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]
+    maps = [create_dynamic_map(signed).to(x.device) for signed in (True, False)]
+    scales = [torch.ones(-(-x.numel() // 256), device=x.device) for _ in range(2)]
+    update, numbers = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default, (0.9, 0.999, 0.0, 0.0, 1e-8)
+    return lambda: update("adam", x, x, *states, *numbers, 1, 1e-4, *maps, *scales, 0.0, 1.0, False)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fill a tensor with random values: a power-limited card multiplies zeros faster."""
+    count = math.prod(shape)
+    pool = _pool(device, dtype)
+    values = pool.repeat(-(-count // len(pool)))[:count] if count > len(pool) else pool[:count].clone()
+    return values.view(shape)
+
+
+def forget_values() -> None:
+    """Free the values that ``random_tensor`` repeats."""
+    _pool.cache_clear()
+
+
+@cache
+def _pool(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(2**24, device=device).mul_(0.1).to(dtype)

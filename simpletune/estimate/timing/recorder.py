@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple, cast
+from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,25 +33,21 @@ BACKWARD = ("backward", "recompute")
 
 @dataclass
 class StreamWork:
-    """Work of one stream without waits in between.
-
-    Args:
-        stream: ``compute`` or a queue of copies.
-        phase: the phase of the step.
-        module: the running block or other child of the model.
-        share: the fraction of the work that belongs to one step: a plan's window serves several steps.
-        after: events that must complete before it begins.
-        host_after: events that the host waits for first.
-        event: the event that completes at its end, if anything waits for it.
-    """
+    """Work of one stream without waits in between."""
 
     stream: str
+    """``compute`` or a queue of copies."""
     phase: str
     module: str
+    """The running block or other child of the model."""
     share: float = 1.0
+    """The fraction of the work that belongs to one step: a plan's window serves several steps."""
     after: list[int] = field(default_factory=list)
+    """Events that must complete before it begins."""
     host_after: list[int] = field(default_factory=list)
+    """Events that the host waits for first."""
     event: int | None = None
+    """The event that completes at its end, if anything waits for it."""
     work: Counter[KernelWork] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
 
@@ -66,53 +63,24 @@ class StreamWork:
         return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
 
 
-class OpFacts(NamedTuple):
-    """Facts about an operation that the recorder needs often, cached because reading its schema is slow.
-
-    Args:
-        name: its name without namespace and overload.
-        counts: whether the host runs it.
-        moves: whether it may move data.
-    """
-
-    name: str
-    counts: bool
-    moves: bool
-
-
-_ABOUT: dict[int, tuple[OpFacts, OpOverload]] = {}  # keeps the operations, so that ids stay unique
-
-
-def about_op(op: OpOverload) -> OpFacts:
-    """Look up the facts about an operation."""
-    known = _ABOUT.get(id(op))
-    if known is not None:
-        return known[0]
+@cache
+def about_op(op: OpOverload) -> tuple[str, bool, bool]:
+    """An operation's name without namespace and overload, whether the host runs it, and whether it may move data."""
     name = op._schema.name.partition("::")[2]
-    about = OpFacts(name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING)
-    _ABOUT[id(op)] = about, op
-    return about
+    return name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING
 
 
 class Recorder:
-    """Records the sections of a step.
-
-    Args:
-        cuda: whether the step would run on a GPU; a CPU has no queues of copies.
-    """
+    """Records the sections of a step."""
 
     def __init__(self, cuda: bool):
-        self.cuda = cuda
+        self.cuda = cuda  # whether the step would run on a GPU; a CPU has no queues of copies
         self.sections: list[StreamWork] = []
         self._accounting: Accounting | None = None
         self._known: dict[object, list[KernelWork]] = {}
         self._events = self._queues = 0
         self._share = 1.0
         self._stream = COMPUTE
-
-    def begin_step(self) -> None:
-        """Forget earlier steps."""
-        self.sections = []
 
     @contextmanager
     def shared_by(self, steps: int) -> Iterator[None]:
@@ -123,11 +91,9 @@ class Recorder:
         finally:
             self._share = 1.0
 
-    @contextmanager
-    def queues(self) -> Iterator[None]:
+    def queues(self) -> AbstractContextManager[None]:
         """Make levers that are built in this context report their copies."""
-        with replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext():
-            yield
+        return replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext()
 
     def begin_work(self, batch: Iterable[Tensor]) -> None:
         """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
@@ -138,8 +104,8 @@ class Recorder:
 
     @contextmanager
     def watching(self, accounting: Accounting) -> Iterator[None]:
-        """Within this context, record everything that an accounting sees."""
-        self._accounting = accounting
+        """Within this context, record everything that an accounting sees; forgets what was recorded before."""
+        self._accounting, self.sections = accounting, []
         function = torch.autograd.Function
         original = function.__dict__["apply"]
 
@@ -180,29 +146,29 @@ class Recorder:
     def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
         """Record one operation."""
         assert self._accounting is not None
-        found = self._works(op, args, kwargs, output)
-        section, tensors, about = self._section(), tensors_in((args, kwargs)), about_op(op)
-        self._count_host(section, about, found, tensors)
-        if self.cuda and about.moves and (moved := self._over_the_link(about.name, tensors)):
+        key = self._accounting.last_key  # of a fake operation: its work is cached by its layouts
+        found = None if key is None else self._known.get(key)
+        if found is None:
+            found = list(works_of(op, args, kwargs, output))
+            if key is not None:
+                self._known[key] = found
+        section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), about_op(op)
+        if on_host and not found:
+            section.host["view"] += 1
+        elif on_host and section.phase in BACKWARD and not torch.is_grad_enabled():
+            section.host["backward"] += 1
+        elif on_host:  # also in a recomputation, which runs from Python
+            section.host["operation"] += 1
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                section.host["recorded"] += 1
+                section.host["recomputed"] += section.phase in BACKWARD
+        if self.cuda and moves and (moved := self._over_the_link(name, tensors)):
             section.work[moved] += 1
             if moved.kind != "brought":
                 return
             section.work[KernelWork("to_device", "bytes", moved.extents)] += section.work.pop(moved)
         for work in found:  # Counter.update is slow
             section.work[work] += 1
-
-    def _works(
-        self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object
-    ) -> list[KernelWork]:
-        """The work of an operation; for a fake one, cached by its layouts."""
-        assert self._accounting is not None
-        key = self._accounting.last_key
-        if key is None:
-            return list(works_of(op, args, kwargs, output))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = list(works_of(op, args, kwargs, output))
-        return found
 
     def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> KernelWork | None:
         """On a GPU, the copy that an operation with tensors in host memory is, or first needs (``brought``)."""
@@ -219,19 +185,6 @@ class Recorder:
         return KernelWork(
             "to_device" if name in ("_to_copy", "clone") else "brought", "bytes", (sum(map(tensor_bytes, large)),)
         )
-
-    def _count_host(self, section: StreamWork, op: OpFacts, found: list[KernelWork], tensors: Sequence[Tensor]) -> None:
-        if not op.counts:
-            return
-        if not found:
-            section.host["view"] += 1
-        elif section.phase in BACKWARD and not torch.is_grad_enabled():  # a recomputation runs from Python
-            section.host["backward"] += 1
-        else:
-            section.host["operation"] += 1
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                section.host["recorded"] += 1
-                section.host["recomputed"] += section.phase in BACKWARD
 
     def _host(self, what: str) -> None:
         self._section().host[what] += 1
@@ -251,41 +204,6 @@ class Recorder:
         self._queues += 1
         return RecordedCopies(self, f"copies {self._queues}")
 
-    def event(self) -> int:
-        """Make a new event."""
-        self._events += 1
-        return self._events
-
-    def mark(self) -> int:
-        """Return an event at the end of what the computation has queued so far."""
-        section = next((each for each in reversed(self.sections) if each.stream == COMPUTE), None)
-        if section is None:
-            section = self._section()
-        if section.event is None:
-            section.event = self.event()
-        return section.event
-
-    def run(self, stream: str, work: Callable[[], object], after: Iterable[int]) -> int:
-        """Record work as a section of a queue."""
-        assert self._accounting is not None
-        section = StreamWork(stream, *self._accounting.phases.place, after=list(after))
-        self.sections.append(section)
-        before, self._stream = self._stream, stream
-        try:
-            with torch.no_grad():
-                work()
-        finally:
-            self._stream = before
-        section.event = section.event or self.event()
-        return section.event
-
-    def wait(self, event: int, by_host: bool = False) -> None:
-        """Begin a section of the computation, or of the host, that waits for an event."""
-        assert self._accounting is not None
-        section = StreamWork(COMPUTE, *self._accounting.phases.place, share=self._share)
-        (section.host_after if by_host else section.after).append(event)
-        self.sections.append(section)
-
 
 class RecordedCopies(Copies):
     """A queue of copies that is recorded instead of run; events are numbers."""
@@ -294,23 +212,42 @@ class RecordedCopies(Copies):
         self._recorder, self._stream = recorder, stream
 
     def mark(self) -> CopyEvent:
-        """Return an event that completes with everything queued on the computation so far."""
-        return self._recorder.mark()  # type: ignore[return-value]
+        recorder = self._recorder
+        section = next((each for each in reversed(recorder.sections) if each.stream == COMPUTE), None)
+        return self._end_of(recorder._section() if section is None else section)
 
     def run(self, work: Callable[[], object], after: Iterable[CopyEvent]) -> CopyEvent:
-        """Queue copies that start after the given events."""
-        events = [event for event in after if event is not None]
-        return self._recorder.run(self._stream, work, events)  # type: ignore[return-value,arg-type]
+        """Record copies, which start after the given events, as a section of the queue."""
+        recorder = self._recorder
+        section = self._add(self._stream, 1.0)
+        section.after += [event for event in after if event is not None]  # type: ignore[misc]
+        before, recorder._stream = recorder._stream, self._stream
+        try:
+            with torch.no_grad():
+                work()
+        finally:
+            recorder._stream = before
+        return self._end_of(section)
 
     def wait(self, event: CopyEvent) -> None:
-        """Make later work of the computation wait for an event."""
         if event is not None:
-            self._recorder.wait(event)  # type: ignore[arg-type]
+            self._add(COMPUTE, self._recorder._share).after.append(event)  # type: ignore[arg-type]
 
     def join(self, event: CopyEvent) -> None:
-        """Block the host until an event completes."""
         if event is not None:
-            self._recorder.wait(event, by_host=True)  # type: ignore[arg-type]
+            self._add(COMPUTE, self._recorder._share).host_after.append(event)  # type: ignore[arg-type]
 
-    def finish(self) -> None:
-        """Record nothing: a model that is dropped is not part of a step."""
+    def _add(self, stream: str, share: float) -> StreamWork:
+        """Begin a section."""
+        accounting = self._recorder._accounting
+        assert accounting is not None
+        section = StreamWork(stream, *accounting.phases.place, share=share)
+        self._recorder.sections.append(section)
+        return section
+
+    def _end_of(self, section: StreamWork) -> CopyEvent:
+        """Return the event at the end of a section; a new one if it has none."""
+        if section.event is None:
+            self._recorder._events += 1
+            section.event = self._recorder._events
+        return section.event  # type: ignore[return-value]

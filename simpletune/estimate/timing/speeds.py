@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Protocol
 
 from simpletune.estimate.timing.constants import Composite, Constants
-from simpletune.estimate.timing.grid import Grid
 from simpletune.system.options import UserError
 
 Extents = tuple[int, ...]
@@ -34,36 +33,16 @@ class Speeds(Protocol):
 
 
 class CalibratedSpeeds:
-    """Speeds of a calibrated device.
-
-    Args:
-        constants: the measured constants.
-    """
+    """Speeds of a calibrated device."""
 
     def __init__(self, constants: Constants):
         self.constants, self.cuda = constants, constants.kind == "cuda"
         self.seconds = lru_cache(maxsize=100_000)(self._seconds)
-
+        # How much longer host and device take in a step than its parts in loops (composite.py).
         self._host_scale = self._device_scale = 1.0
-        self._scale()
-
-    def host(self, what: str) -> float:
-        """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
-        return (1.0 if what == "recomputed" else self._host_scale) * self._in_a_loop(what)
-
-    def _in_a_loop(self, what: str) -> float:
-        each = self.constants.host
-        if self.cuda:
-            return each.get(what, 0.0)
-        if what == "operation":
-            return 0.0
-        return max(0.0, each["backward"] - each["operation"]) if what == "backward" else each[what]
-
-    def _scale(self) -> None:
-        """How much longer host and device take in a step than its parts in loops (composite.py)."""
-        if not self.constants.composites:
+        if not constants.composites:
             return
-        smallest, *others = self.constants.composites
+        smallest, *others = constants.composites
         device, host = self._parts(smallest)
         self._host_scale = max(1.0, (smallest.seconds - (0.0 if self.cuda else device)) / host)
         ratios = []
@@ -81,6 +60,17 @@ class CalibratedSpeeds:
         device = sum(count * self.seconds(kind, dtype, tuple(extents)) for kind, dtype, extents, count in step.work)
         return device, sum(count * self.host(what) for what, count in step.host.items())
 
+    def host(self, what: str) -> float:
+        """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
+        each = self.constants.host
+        if self.cuda:
+            in_a_loop = each.get(what, 0.0)
+        elif what == "backward":
+            in_a_loop = max(0.0, each["backward"] - each["operation"])
+        else:
+            in_a_loop = 0.0 if what == "operation" else each[what]
+        return (1.0 if what == "recomputed" else self._host_scale) * in_a_loop
+
     def rate(self, name: str, otherwise: float) -> float:
         """A measured figure, or a default if it was not measured."""
         return self.constants.rates.get(name, otherwise)
@@ -89,8 +79,16 @@ class CalibratedSpeeds:
         return self._alone(kind, dtype, extents) * (1.0 if kind in LINK else self._device_scale)
 
     def _alone(self, kind: str, dtype: str, extents: Extents) -> float:
+        """Seconds in a loop."""
         if kind.startswith("product_"):
-            return self._product(kind, dtype, extents)
+            seconds = self._time("product", dtype, extents)
+            if kind != "product_tn" and f"{kind}.{dtype}" in self.constants.grids:
+                seconds *= self._time(kind, dtype, extents) / self._time("product_tn", dtype, extents)
+            if not self.cuda:
+                return seconds
+            m, n, k = extents
+            bandwidth = LARGE / self._time("add", "fp32", (LARGE,))
+            return max(seconds, (m * k + k * n + m * n) * ITEM[dtype] / bandwidth)  # its operands are read once
         if kind == "attention_backward":
             forward, both = (self._time(name, dtype, extents) for name in ("attention", "attention_both"))
             return max(both - forward, forward)
@@ -102,39 +100,18 @@ class CalibratedSpeeds:
             return launches * self._time("add", dtype, (max(1, size // launches),))
         return self._time(kind, dtype, extents)
 
-    def _product(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds of a product in any layout, at least the time to read its operands from memory once."""
-        seconds = self._time("product", dtype, extents)
-        if kind != "product_tn" and f"{kind}.{dtype}" in self.constants.grids:
-            seconds *= self._time(kind, dtype, extents) / self._time("product_tn", dtype, extents)
-        m, n, k = extents
-        moved = (m * k + k * n + m * n) * ITEM[dtype]
-        return max(seconds, moved / self.bandwidth) if self.cuda else seconds
-
-    @property
-    def bandwidth(self) -> float:
-        """Memory bandwidth: bytes per second that a large addition reads and writes."""
-        return LARGE / self._time("add", "fp32", (LARGE,))
-
     def _time(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds according to the grid of a kind.
+        """Seconds according to the grid of a kind; if not measured, that of bytes moved, which is a lower bound.
 
         Raises:
             UserError: the calibration lacks the grid, and the grid of bytes moved cannot replace it.
         """
-        grid = self._grid(kind, dtype)
+        grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
+        names = (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}", "add.fp32")
+        grid = next((grids[name] for name in names if name in grids), None)
         if grid is None or len(grid.axes) != len(extents):
             raise UserError(
                 f"the calibration of {self.constants.device} lacks {kind}.{dtype}. Run simpletune calibrate again "
                 "while nothing else runs"
             )
         return grid.time(*extents)
-
-    def _grid(self, kind: str, dtype: str) -> Grid | None:
-        """The grid of a kind; if not measured, that of bytes moved, which is a lower bound; None if neither was
-        measured."""
-        grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
-        for name in (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}"):
-            if name in grids:
-                return grids[name]
-        return grids.get("add.fp32")

@@ -25,11 +25,7 @@ QUEUED = 10  # calls to queue without waiting
 
 
 class CpuStopwatch:
-    """Times operations on the CPU, with operands outside of a core's caches, as in a step.
-
-    Args:
-        reference: the reference load; None: the default one.
-    """
+    """Times operations on the CPU, with operands outside of a core's caches, as in a step."""
 
     device = torch.device("cpu")
     beyond_caches, most_copies = 2**24, 256
@@ -82,11 +78,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Times operations on a CUDA device.
-
-    Args:
-        device: the device.
-    """
+    """Times operations on a CUDA device."""
 
     beyond_caches, most_copies = 2**26, 16
 
@@ -113,16 +105,15 @@ class CudaStopwatch:
     def host_seconds(self, call: Call) -> float:
         """Seconds until a call returns, measured over fewer calls than the device's queue holds."""
         call()
-        return min(self._returning(call, QUEUED) for _ in range(BEST_OF))
-
-    def _returning(self, call: Call, repeats: int) -> float:
-        torch.cuda.synchronize(self.device)
-        clock = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        seconds = time.perf_counter() - clock
-        torch.cuda.synchronize(self.device)
-        return seconds / repeats
+        found = []
+        for _ in range(BEST_OF):
+            torch.cuda.synchronize(self.device)
+            clock = time.perf_counter()
+            for _ in range(QUEUED):
+                call()
+            found.append((time.perf_counter() - clock) / QUEUED)
+            torch.cuda.synchronize(self.device)
+        return min(found)
 
     def _between_events(self, call: Call, repeats: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -166,7 +157,10 @@ def reference_load() -> Call:
     return load
 
 
-def stopwatch_of(device: torch.device) -> CpuStopwatch | CudaStopwatch:
+Stopwatch = CpuStopwatch | CudaStopwatch
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch:
     """Make a stopwatch for a device."""
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 

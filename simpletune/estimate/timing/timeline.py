@@ -19,21 +19,18 @@ ROUNDS = 4  # steps, until their times have converged
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The predicted seconds of a step.
-
-    Args:
-        seconds: seconds from one step's end to the next step's.
-        device: seconds that the computation's stream is busy, by use: products, attention, traffic, unpacking, copies.
-        host: seconds that the host needs to queue the step.
-        waits: seconds that the computation waits for copies.
-        phases: the device's seconds by phase.
-    """
+    """The predicted seconds of a step."""
 
     seconds: float
+    """From one step's end to the next step's."""
     device: dict[str, float]
+    """That the computation's stream is busy, by use: products, attention, traffic, unpacking, copies."""
     host: float
+    """That the host needs to queue the step."""
     waits: float
+    """That the computation waits for copies."""
     phases: dict[str, float] = field(default_factory=dict)
+    """The device's, by phase."""
 
     @property
     def by_use(self) -> dict[str, float]:
@@ -65,12 +62,7 @@ def use_of(work: KernelWork) -> str:
 
 
 def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
-    """Predict the time of a step in the middle of a run.
-
-    Args:
-        sections: the sections of a recorded step.
-        speeds: the device's speeds.
-    """
+    """Predict the time of a recorded step in the middle of a run."""
     device: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)
     costs = []

@@ -22,17 +22,14 @@ SMALL = 4096  # elements; the layout of smaller tensors does not matter
 
 
 class KernelWork(NamedTuple):
-    """The work of one kernel, or of one on a group of tensors.
-
-    Args:
-        kind: the name of a grid of the constants: product_tn, attention, add, cast, ...
-        dtype: fp32, bf16 or fp16.
-        extents: the extents along the grid's axes; for ``each``, the number of tensors and their bytes.
-    """
+    """The work of one kernel, or of one on a group of tensors."""
 
     kind: str
+    """The name of a grid of the constants: product_tn, attention, add, cast, ..."""
     dtype: str
+    """fp32, bf16 or fp16."""
     extents: tuple[int, ...]
+    """Along the grid's axes; for ``each``, the number of tensors and their bytes."""
 
 
 NOTHING = {
@@ -62,25 +59,28 @@ WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", 
 
 
 def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[KernelWork]:
-    """Yield the work of one dispatched operation; nothing for an operation that moves no data.
-
-    Args:
-        op: the operation.
-        args: its positional arguments; ``kwargs``: its keyword arguments.
-        output: what it returned.
-    """
+    """Yield the work of one dispatched operation and what it returned; nothing for an operation that moves no data."""
     name = op._schema.name.partition("::")[2]
     if name in NOTHING or op.is_view or op.namespace in ("profiler", "prim"):
         return
-    found = PRODUCTS.get(name)
-    if found is not None:
-        yield from found(args, output)
+    if name in SHAPED:
+        yield from _of_shapes(name, args, output)
         return
     if name.startswith(("_foreach", "_fused_adam")):
-        yield _of_lists(args, kwargs, output)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
+        first = args[0] if isinstance(args[0], (list, tuple)) else []
+        if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
+            outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
+        moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
+        yield KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
         return
     given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
-    inputs, outputs = tensors_in((args, given)), tensors_in(output) or _written(op, args)
+    inputs, outputs = tensors_in((args, given)), tensors_in(output)
+    if not outputs and op.namespace == "simpletune":
+        # Our operations without a result name in their schema what they write to. For others, such as bitsandbytes'
+        # updates, only what they read counts, as in their probes (probes.py).
+        declared = zip(op._schema.arguments, args, strict=False)
+        outputs = tensors_in([value for each, value in declared if each.alias_info and each.alias_info.is_write])
     moved = sum(map(tensor_bytes, outputs)) + (0 if name in WRITES else sum(map(tensor_bytes, inputs)))
     if moved:
         yield KernelWork(grid_kind(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
@@ -90,17 +90,6 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
 def _only_written(op: OpOverload) -> frozenset[str]:
     """The names of the arguments that an operation writes its results to."""
     return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
-
-
-def _written(op: OpOverload, args: Sequence[object]) -> list[Tensor]:
-    """The arguments that one of our operations without a result writes to, from its schema.
-
-    For others, such as bitsandbytes' updates, only what they read counts, as in their probes (probes.py).
-    """
-    if op.namespace != "simpletune":
-        return []
-    declared = zip(op._schema.arguments, args, strict=False)
-    return tensors_in([value for argument, value in declared if argument.alias_info and argument.alias_info.is_write])
 
 
 def grid_kind(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
@@ -156,120 +145,69 @@ def _dtype(*groups: Sequence[Tensor]) -> str:
     return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
 
 
-def _of_lists(args: Sequence[object], kwargs: dict[str, object], output: object) -> KernelWork:
-    """The work of an operation on lists of tensors: their number, and the bytes of all."""
-    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
-    first = args[0] if isinstance(args[0], (list, tuple)) else []
-    if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
-        outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
-    moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
-    return KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
+SHAPED = {
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "_int_mm", "int8_product", "rotated", "qbytes_mm",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "convolution", "convolution_backward", "round_into", "modulate_backward", "gate_backward",
+}  # fmt: skip
+"""Operations whose work follows from their shapes, not only from the bytes of operands and results."""
 
 
-def _layout(a: Tensor, b: Tensor) -> str:
-    """The layout of two factors: n as in memory, t transposed; see probes.py."""
-    if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
-        return "tn"
-    return "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
+def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[KernelWork]:
+    """The work of an operation of ``SHAPED``."""
+    given, results = tensors_in(args), tensors_in(output)
+    match name:
+        case "mm" | "addmm" | "addmm_" | "bmm" | "baddbmm":
+            *bias, a, b = given
+            if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
+                layout = "tn"  # n as in memory, t transposed; see probes.py
+            else:
+                layout = "nt" if a.stride(-2) == 1 and a.shape[-1] > 1 and a.shape[-2] > 1 else "nn"
+            rows = math.prod(a.shape[:-2]) * a.shape[-2]
+            yield KernelWork(f"product_{layout}", _dtype([a]), (rows, b.shape[-1], a.shape[-1]))
+            if bias:
+                yield KernelWork("bias", _dtype([a]), (2 * tensor_bytes(a[..., :1]) * b.shape[-1],))
+        case "_int_mm":
+            a, b = given[:2]
+            yield KernelWork("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
+        case "int8_product":
+            x, _, weight = given[:3]
+            kind = "int8_product" if weight.is_contiguous() else "int8_gradient"
+            yield KernelWork(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
+        case "rotated":
+            (x,), block = given, args[1]
+            assert isinstance(block, int)
+            yield KernelWork("product_nn", _dtype([x]), (x.numel() // block, block, block))
+        case "qbytes_mm":  # optimum-quanto's: unpacks the weight first
+            x, weight, scales = given[:3]
+            yield KernelWork("unpack_int8", _dtype([x]), (weight.numel() * (1 + scales.element_size()),))
+            yield KernelWork("product_tn", _dtype([x]), (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
+        case "convolution":
+            yield _convolved("convolution", results[0], *given[:2])
+        case "convolution_backward":
+            mask = args[-1]
+            assert isinstance(mask, (list, tuple))
+            for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
+                if wanted:
+                    yield _convolved(kind, *given[:3])
+        case "round_into":  # its first argument, the result, is only written
+            yield KernelWork("add", "bf16", (sum(map(tensor_bytes, given)),))
+        case "modulate_backward" | "gate_backward":
+            moved = sum(map(tensor_bytes, (*given, *results)))
+            if results[-1].shape != results[0].shape:  # [count, b, d]: partial sums, written and read
+                moved += 2 * partial_bytes(results[0], len(results[-1]))
+            yield KernelWork("norm_backward" if name == "modulate_backward" else "add", _dtype(results), (moved,))
+        case _:
+            backward = name.endswith("_backward")
+            q, k = given[1:3] if backward else given[:2]
+            extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+            yield KernelWork("attention_backward" if backward else "attention", _dtype([q]), extents)
 
 
-def _product(a: Tensor, b: Tensor) -> KernelWork:
-    batch = math.prod(a.shape[:-2])
-    return KernelWork(f"product_{_layout(a, b)}", _dtype([a]), (batch * a.shape[-2], b.shape[-1], a.shape[-1]))
-
-
-def _mm(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    *bias, a, b = tensors_in(args)
-    yield _product(a, b)
-    if bias:
-        yield KernelWork("bias", _dtype([a]), (2 * tensor_bytes(a[..., :1]) * b.shape[-1],))
-
-
-def _int_mm(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    a, b = tensors_in(args)[:2]
-    yield KernelWork("int8_product", "bf16", (a.shape[0], b.shape[1], a.shape[1]))
-
-
-def _int8_product(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    x, _, weight = tensors_in(args)[:3]
-    kind = "int8_product" if weight.is_contiguous() else "int8_gradient"
-    yield KernelWork(kind, "bf16", (x.shape[0], weight.shape[0], x.shape[1]))
-
-
-def _rotated(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    x, block = args
-    assert isinstance(x, Tensor) and isinstance(block, int)
-    yield KernelWork("product_nn", _dtype([x]), (x.numel() // block, block, block))
-
-
-def _quanto(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    x, weight, scales = tensors_in(args)[:3]
-    dtype = _dtype([x])
-    yield KernelWork("unpack_int8", dtype, (weight.numel() * (1 + scales.element_size()),))
-    yield KernelWork("product_tn", dtype, (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
-
-
-def _attention(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    q, k = tensors_in(args)[:2]
-    yield KernelWork("attention", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
-
-
-def _attention_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    _, q, k = tensors_in(args)[:3]
-    yield KernelWork("attention_backward", _dtype([q]), (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]))
-
-
-def _convolution(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    (y,), (x, weight) = tensors_in(output), tensors_in(args)[:2]
-    yield from _convolved("convolution", y, x, weight)
-
-
-def _convolution_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    grad, x, weight = tensors_in(args)[:3]
-    mask = args[-1]
-    assert isinstance(mask, (list, tuple))
-    for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
-        if wanted:
-            yield from _convolved(kind, grad, x, weight)
-
-
-def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> Iterator[KernelWork]:
+def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
     """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
-    inputs, outputs = weight.shape[1], weight.shape[0]
+    outputs, inputs = weight.shape[:2]
     if area == 1:
-        yield KernelWork("product_tn", _dtype([x]), (pixels, outputs, inputs))
-        return
-    yield KernelWork(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))
-
-
-def _rounding(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    """Count the first argument, the result, as only written."""
-    yield KernelWork("add", "bf16", (sum(map(tensor_bytes, tensors_in(args))),))
-
-
-def _modulate_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    """Count partial sums of the modulations' gradients, written and read, besides inputs and outputs."""
-    yield _with_partial_sums("norm_backward", args, output)
-
-
-def _gate_backward(args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    yield _with_partial_sums("add", args, output)
-
-
-def _with_partial_sums(kind: str, args: Sequence[object], output: object) -> KernelWork:
-    results = tensors_in(output)
-    moved = sum(map(tensor_bytes, (*tensors_in(args), *results)))
-    if results[-1].shape != results[0].shape:  # [count, b, d]
-        moved += 2 * partial_bytes(results[0], len(results[-1]))
-    return KernelWork(kind, _dtype(results), (moved,))
-
-
-PRODUCTS = {
-    "mm": _mm, "addmm": _mm, "addmm_": _mm, "bmm": _mm, "baddbmm": _mm, "_int_mm": _int_mm,
-    "int8_product": _int8_product, "rotated": _rotated, "qbytes_mm": _quanto,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "convolution": _convolution, "convolution_backward": _convolution_backward, "round_into": _rounding,
-    "modulate_backward": _modulate_backward, "gate_backward": _gate_backward,
-}  # fmt: skip
+        return KernelWork("product_tn", _dtype([x]), (pixels, outputs, inputs))
+    return KernelWork(kind, _dtype([x]), (pixels, max(1, round(inputs * area / 9)), outputs))

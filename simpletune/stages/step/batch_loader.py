@@ -1,4 +1,8 @@
-"""Turn a plan's draws into tensors on the device."""
+"""From a plan's draws to tensors on the device: the passes of a step, their batches, and fetching them ahead.
+
+``Plan.micro_batch`` selects the samples of a micro-batch. ``TrainingPasses.of_step`` lists what this process computes
+of them, ``BatchLoader.fetch`` reads it from the caches, and ``Prefetcher.step`` returns it on the device.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,83 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.config.prior import NoPrior, PriorOption
+from simpletune.data.plan import Plan
 from simpletune.data.samples import SampleDraw
-from simpletune.data.sources.masks import mask_key
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.data.storage.shard_cache import SamplePrefetcher
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
-from simpletune.stages.step.passes import WHOLE, TrainingPasses
 from simpletune.system.rng import stream
 
-NO_PRIOR = NoPrior()
+NO_PRIOR, WHOLE = NoPrior(), RankMicroBatches()
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of a step."""
+
+    draws: list[SampleDraw]
+    second: bool = False
+    """Whether it is the second pass of its micro-batch."""
+    number: int = 0
+    """Its number among all processes' passes of the step."""
+
+
+class TrainingPasses:
+    """Selects the passes of one process: a plan's micro-batches, each again with the class prompt for a second pass.
+
+    A second pass follows its micro-batch with the same crops, noise and noise levels, and another prompt. So a step's
+    random numbers do not depend on it.
+
+    Args:
+        plan: the run's plan.
+        prior: how the class is preserved.
+        share: which micro-batches of a step the process computes.
+    """
+
+    def __init__(self, plan: Plan, prior: PriorOption = NO_PRIOR, share: RankMicroBatches = WHOLE):
+        self.plan, self.prior, self.share = plan, prior, share
+        self.batch_size, self._each = plan.batch_size, 2 if prior.second_pass else 1
+        self.accumulation = -(-plan.accumulation // share.processes) * self._each
+        """The largest number of passes in a step."""
+        self.places = lru_cache(maxsize=128)(self._places)
+
+    def _places(self, step: int) -> list[int]:
+        """The micro-batches of a step that this process computes, in their order; if there is none, one made of
+        fillers, because the processes exchange gradients."""
+        if self.share.is_whole:
+            return list(range(self.plan.micros(step)))
+        areas = self.plan.areas(step)
+        return self.share.of(areas) or [len(areas)]
+
+    def of_step(self, step: int) -> Iterator[list[Pass]]:
+        """Yield the passes of each micro-batch that this process computes in a step, in order."""
+        for place in self.places(step):
+            draws, number = self.plan.micro_batch(step, place), place * self._each
+            second = [Pass(self._with_class(draws), True, number + 1)] if self._each == 2 else []
+            yield [Pass(draws, False, number), *second]
+
+    def micro_batches(self, step: int) -> list[list[SampleDraw]]:
+        """The draws of this process's micro-batches in a step, each once."""
+        return [self.plan.micro_batch(step, place) for place in self.places(step)]
+
+    def micro_batch(self, step: int, number: int) -> list[SampleDraw]:
+        """The draws of this process's pass of some number; beyond its last one, fillers."""
+        places, (own, second) = self.places(step), divmod(number, self._each)
+        draws = self.plan.micro_batch(step, places[own] if own < len(places) else self.plan.micros(step))
+        return self._with_class(draws) if second else draws
+
+    def _with_class(self, draws: list[SampleDraw]) -> list[SampleDraw]:
+        return [replace(draw, caption=self.prior.class_prompt(draw.caption)) for draw in draws]
 
 
 @dataclass(frozen=True)
@@ -80,51 +144,45 @@ class BatchLoader:
         prior: PriorOption = NO_PRIOR,
         share: RankMicroBatches = WHOLE,
     ):
-        self.plan, self.text, self.latents, self.masks = prepared.plan, prepared.text, prepared.latents, prepared.masks
-        self.seed, self.device, self.share = seed, device, share
-        self.passes = TrainingPasses(self.plan, prior, share)
-        self.remote = prepared.remote
+        self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        self.seed, self.device, self.share, self.remote = seed, device, share, prepared.remote
+        self.passes = TrainingPasses(prepared.plan, prior, share)
         self.modulations: ModulationPlan | None = None
-        self._named = range(0)
         if modulation is not None:
             self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, apart=share.exact)
+        self._named: range | None = None  # the last window that ``needs`` has listed
 
     def step(self, step: int) -> list[Batch]:
-        """Load the micro-batches of one step."""
+        """Load one step's micro-batches."""
         return self.place(step, self.fetch(step))
 
     def fetch(self, step: int) -> list[Batch]:
-        """Load a step's micro-batches into host memory; may run ahead of and alongside the computation. A step's loss
-        is the mean over its samples in all processes. The processes' gradients are averaged, or, with an exact share,
-        added.
+        """Load one step's passes into host memory, pinned for CUDA, without their modulations.
+
+        A batch's mean loss divided by its ``parts``, and summed over the batches, is this process's share of the step's
+        loss, the mean over its samples in all processes. The processes' gradients are averaged, or, with an exact
+        share, added.
         """
         samples = self.plan.samples_in(step) / (1 if self.share.exact else self.share.processes)
         found = []
-        for micro in range(self.passes.count(step)):
-            draws = self.passes.micro_batch(step, micro)
-            real = sum(draw.weight for draw in draws)
-            parts = samples / real if real else math.inf
-            batch = self._fetched(draws, self.passes.is_second(micro))
-            key = (self.seed, "step", step, self.passes.place(step, micro))
-            found.append(replace(batch, fillers=len(draws) - real, parts=parts, key=key))
+        for passes in self.passes.of_step(step):
+            for each, batch in zip(passes, self._read(passes), strict=True):
+                real = sum(draw.weight for draw in each.draws)
+                parts, key = samples / real if real else math.inf, (self.seed, "step", step, each.number)
+                found.append(replace(batch, fillers=len(each.draws) - real, parts=parts, key=key))
         return found
 
     def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
         """What a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its window's
-        pooled embeddings, unless an earlier call returned them."""
-        for micro in range(self.passes.count(step)):
-            for draw in self.passes.micro_batch(step, micro):
-                yield self.latents.cache, crop_key(draw.view)
-                if draw.view.picture.mask is not None:
-                    yield self.masks.cache, mask_key(draw.view)
-                yield from self.text.places(draw.caption)
+        prompts, unless an earlier call returned them."""
+        draws = [draw for passes in self.passes.of_step(step) for each in passes for draw in each.draws]
+        yield from dict.fromkeys((self.latents.cache, crop_key(draw.view)) for draw in draws)
         if self.modulations is not None and (window := self.modulations.steps_with(step)) != self._named:
             self._named = window
-            for draws in (
-                self.passes.micro_batch(s, micro) for s in window for micro in range(self.passes.accumulation)
-            ):
-                for draw in draws:
-                    yield from self.text.places(draw.caption, pooled=True)
+            for later, number in product(window, range(self.passes.accumulation)):
+                draws += self.passes.micro_batch(later, number)
+        for prompt in dict.fromkeys(draw.caption for draw in draws):
+            yield from self.text.places(prompt)
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
         """Copy fetched micro-batches to the device asynchronously, and add their modulations."""
@@ -136,7 +194,8 @@ class BatchLoader:
 
     def trial(self, draws: list[SampleDraw]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
-        batch = self._placed(self._fetched(draws, self.passes.prior.second_pass))
+        (fetched,) = self._read([Pass(draws, self.passes.prior.second_pass)])
+        batch = self._placed(fetched)
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
 
     def one_by_one(self, draws: Sequence[SampleDraw]) -> Iterator[Batch]:
@@ -152,50 +211,71 @@ class BatchLoader:
                 yield replace(self.load([draw]), pooled=row[None], prior=None)
 
     def load(self, draws: list[SampleDraw]) -> Batch:
-        """Load one micro-batch. Draws noise in fp32 on the CPU from its key, so that it is the same on every device."""
-        return self._placed(self._fetched(draws))
+        """Load one micro-batch."""
+        return self._placed(self._read([Pass(draws)])[0])
 
-    def _fetched(self, draws: list[SampleDraw], second: bool = False) -> Batch:
-        """Load a micro-batch, or its second pass, into host memory, pinned for CUDA."""
-        weight, prior = self._weights(draws, second)
-        z_0 = torch.stack([self.latents.load(draw.view) for draw in draws])
-        embeddings = [self.text.load(draw.caption) for draw in draws]
-        batch = Batch(
+    def _read(self, passes: list[Pass]) -> list[Batch]:
+        """Read the passes of one micro-batch into host memory, pinned for CUDA: each picture's latents with its mask
+        once, and each distinct prompt once."""
+        draws = passes[0].draws
+        pictures = {view: self.latents.load(view) for view in dict.fromkeys(draw.view for draw in draws)}
+        captions = dict.fromkeys(draw.caption for each in passes for draw in each.draws)
+        prompts = {caption: self.text.load(caption) for caption in captions}
+        z_0 = torch.stack([pictures[draw.view][0] for draw in draws])
+        # Noise is drawn in fp32 on the CPU from its key, so that it is the same on every device.
+        objective, shape = self.plan.objective, z_0.shape[1:]
+        noise = [torch.from_numpy(objective.noise(stream(self.seed, *draw.noise_key), shape)) for draw in draws]
+        first = Batch(
             z_0=z_0,
-            noise=torch.stack([self._noise(draw, z_0.shape[1:]) for draw in draws]),
+            noise=torch.stack(noise),
             level=torch.tensor([draw.level for draw in draws], dtype=torch.float32),
-            prompt_embeds=torch.stack([embeds for embeds, _ in embeddings]),
-            pooled=torch.stack([pooled for _, pooled in embeddings]),
+            prompt_embeds=torch.empty(0),
+            pooled=torch.empty(0),
             names=tuple(draw.view.picture.name for draw in draws),
-            weight=weight,
-            prior=prior,
-            text=self.text.inputs([draw.caption for draw in draws]),
         )
-        # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
-        return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
-
-    def _weights(self, draws: Sequence[SampleDraw], second: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the draws (of their positions if any has a mask): in the loss against their targets, None if
-        all are 1, and in the loss against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each."""
-        weights, masks = torch.tensor([draw.loss_weight for draw in draws]).view(-1, 1, 1, 1), None
-        inside: Tensor = torch.ones(())
+        masks = None
         if any(draw.view.picture.mask is not None for draw in draws):
-            masks = torch.stack(
-                torch.broadcast_tensors(*(self.masks.load(draw.view) for draw in draws))
-            )  # [b, 1, h, w]
-            outside = torch.tensor([self.plan.sources[draw.view.picture.source].unmasked_weight for draw in draws])
-            inside = torch.lerp(outside.view(-1, 1, 1, 1), inside, masks)
-        learned, kept = self.passes.shares(draws, second)  # [b, 1, 1, 1] each
+            masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view][1] for draw in draws)))  # [b, 1, h, w]
+        found = []
+        for each in passes:
+            own = [draw.caption for draw in each.draws]
+            weight, prior = self._weights(each, masks)
+            batch = replace(
+                first,
+                prompt_embeds=torch.stack([prompts[caption][0] for caption in own]),
+                pooled=torch.stack([prompts[caption][1] for caption in own]),
+                weight=weight,
+                prior=prior,
+                text=self.text.inputs(own),
+            )
+            # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
+            found.append(batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch)
+        return found
+
+    def _weights(self, each: Pass, masks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of a pass's draws (of their positions if any has a mask): in the loss against their targets, None
+        if all are 1, and in the loss against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each.
+
+        The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the
+        latter, which have already had their prompt.
+        """
+        prior, sources = self.passes.prior, [self.plan.sources[draw.view.picture.source] for draw in each.draws]
+
+        def column(values: Sequence[float]) -> Tensor:  # [b, 1, 1, 1]
+            return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1)
+
+        predicted = [prior.predicts and source.regularization != each.second for source in sources]
+        learned = column([float(not each.second and not one) for one in predicted])
+        kept = column([prior.factor * one for one in predicted])
+        weights, inside = column([draw.loss_weight for draw in each.draws]), torch.ones(())
         if masks is not None:
-            kept = kept + learned * self.passes.prior.outside * (1 - masks)
-        weight, prior = weights * learned * inside, weights * kept
-        return None if bool((weight == 1).all()) else weight, prior if prior.any() else None
+            inside = torch.lerp(column([source.unmasked_weight for source in sources]), inside, masks)
+            kept = kept + learned * prior.outside * (1 - masks)
+        weight, base = weights * learned * inside, weights * kept
+        return None if bool((weight == 1).all()) else weight, base if base.any() else None
 
     def _placed(self, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def _noise(self, draw: SampleDraw, shape: torch.Size) -> Tensor:
-        return torch.from_numpy(self.plan.objective.noise(stream(self.seed, *draw.noise_key), shape))
 
 
 class Prefetcher:
