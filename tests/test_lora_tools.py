@@ -515,7 +515,10 @@ def test_the_verbs_import_torch_but_none_of_the_libraries_around_it(files, pipel
     verbs = [
         ["export", lora, "--format", "comfy", "--out", str(tmp_path / "export.safetensors")],
         ["resize", lora, "--rank", "2", "--out", str(tmp_path / "resize.safetensors")],
-        *(["mix", lora, other, "--method", how, "--out", str(tmp_path / f"{how}.safetensors")] for how in ("cat", "svd")),
+        *(
+            ["mix", lora, other, "--method", how, "--out", str(tmp_path / f"{how}.safetensors")]
+            for how in ("cat", "svd")
+        ),
         ["merge", lora, "--base", base, "--out", merged],
         ["extract", base, merged, "--rank", "2", "--out", str(tmp_path / "extract.safetensors")],
     ]

@@ -7,19 +7,17 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
-from simpletune.runs.remote.fetch import fetch
-from simpletune.runs.remote.index import RunIndex, read_index, stored_words, take
-from simpletune.runs.remote.link import link, require_same_run
-from simpletune.runs.remote.upload import Uploader
 from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
-from simpletune.system.stores.object_store import ObjectStore
-from simpletune.system.stores.store import StoreError
+
+if TYPE_CHECKING:
+    from simpletune.runs.remote.index import RunIndex
+    from simpletune.system.stores.object_store import ObjectStore
 
 
 class CheckpointStore(Protocol):
@@ -58,6 +56,11 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     if url is None:
         yield LocalOnly()
         return
+    from simpletune.runs.remote.index import take
+    from simpletune.runs.remote.upload import Uploader
+    from simpletune.system.stores.object_store import ObjectStore
+    from simpletune.system.stores.store import StoreError
+
     store = ObjectStore(url)
     try:
         if resume in ("auto", "latest"):
@@ -75,6 +78,10 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
 
 
 def _fetch(store: ObjectStore, folder: Path) -> None:
+    from simpletune.runs.remote.fetch import fetch
+    from simpletune.runs.remote.index import read_index, stored_words
+    from simpletune.runs.remote.link import link
+
     found = read_index(store)
     if found is None:
         return
@@ -91,6 +98,9 @@ def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: st
     Raises:
         UserError: a new run would replace a stored one.
     """
+    from simpletune.runs.remote.index import RunIndex, stored_words
+    from simpletune.runs.remote.link import require_same_run
+
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:
         return RunIndex(owner=owner, machine=machine)
