@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simpletune.apps.cli.generate_arguments import positive, size
+from simpletune.apps.cli.arguments import positive, size
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.redact import redact

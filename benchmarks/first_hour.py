@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from simpletune.apps.cli.generate_arguments import positive
+from simpletune.apps.cli.arguments import positive
 from simpletune.system.atomic import write_json
 from simpletune.system.options import plural
 

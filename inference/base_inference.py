@@ -4,7 +4,7 @@ from _venv import enter
 
 enter()
 
-from simpletune.apps.cli.scripts import run_verb  # noqa: E402
+from simpletune.apps.cli.main import run_verb  # noqa: E402
 
 if __name__ == "__main__":
     run_verb("generate", "--base")

@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
-from simpletune.apps.cli.generate_arguments import add_arguments
+from simpletune.apps.cli.generate import generate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.generate.generate import generate
 from simpletune.commands.train.train import train
@@ -91,7 +91,7 @@ def test_the_card_says_what_the_result_is_and_its_lines_draw_it(
     words = shlex.split(line.replace("path/to/this/folder", str(run)).replace("path/to/pipeline", str(tiny_pipeline)))
     assert (Path(__file__).parent.parent / words[1]).is_file()
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    generate_arguments(parser)
     assert differ(generate(parser.parse_args([*words[2:], "--output", str(tmp_path / "x.png")])), drawn) <= 1
 
 

@@ -31,8 +31,7 @@ from simpletune.runs.best_checkpoint import (
 )
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_rows
-from simpletune.runs.report.best_checkpoint import choice_sections
-from simpletune.runs.report.fidelity import fidelity_sections
+from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
 from simpletune.runs.report.run_data import RunData
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
-from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare, models_to_compare, resolve_weights
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
 from simpletune.commands.generate.image_scores import open_encoder
@@ -66,7 +66,7 @@ def saved(run: Path, step: int) -> Path:
 def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, capsys) -> None:
     run = runs / "lora"
     words = ["--checkpoints", "--prompt", "a disc", "--output", tmp_path, run, f"{run}:0.5"]
-    figures = json.loads(compare(parsed(add_compare_arguments, *words)).with_name("compare.json").read_text())
+    figures = json.loads(compare(parsed(compare_arguments, *words)).with_name("compare.json").read_text())
     assert [each["title"] for each in figures["models"]] == ["base", "LoRA lora x 0.5", "lora step 2", "lora step 4"]
     base, _, first, last = (each["latent_distance_from_base"] for each in figures["models"])
     assert base == [0] < first < last, "the result is the last checkpoint: not a column of its own"
@@ -105,7 +105,7 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
     step = checkpoint.checkpoint_folder(tmp_path / "first", 2)
     done = []
     for words in ([step, tmp_path / "second"], [tmp_path / "first" / LORA_FILE], [tmp_path / "second"], []):
-        sheet = compare(parsed(add_compare_arguments, *words, "--runs", tmp_path))
+        sheet = compare(parsed(compare_arguments, *words, "--runs", tmp_path))
         pictures = json.loads(sheet.with_name("compare.json").read_text())["pictures"]
         done.append((sheet.parent.relative_to(tmp_path).as_posix(), pictures[0]["prompt"], pictures[0]["seed"]))
     assert done == [
@@ -122,7 +122,7 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
 def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(UserError, match="--out: .* is not empty. Choose another name, or remove it"):
-        compare(parsed(add_compare_arguments, runs / "lora", "--out", tmp_path, "--prompt", "a disc"))
+        compare(parsed(compare_arguments, runs / "lora", "--out", tmp_path, "--prompt", "a disc"))
 
 
 def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
@@ -133,15 +133,15 @@ def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
 def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs / "lora", run)
-    first = generate(parsed(add_arguments, "--run", run, "--prompt", ""))
-    second = generate(parsed(add_arguments, "--run", run, "--prompt", "", "--base"))
+    first = generate(parsed(generate_arguments, "--run", run, "--prompt", ""))
+    second = generate(parsed(generate_arguments, "--run", run, "--prompt", "", "--base"))
     assert (first.name, second.name) == ("0001-lora-seed0.png", "0002-base-seed0.png")
     assert generation_parameters(first)["prompt"] == "" and generation_parameters(first)["loras"] == [["run", 1.0]]
     assert generation_parameters(second)["loras"] == []
     with pytest.raises(UserError, match="--out: .*0001-lora-seed0.png exists. .* or add --overwrite"):
-        generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first))
+        generate(parsed(generate_arguments, "--run", run, "--prompt", "x", "--out", first))
     assert generation_parameters(first)["prompt"] == ""
-    generate(parsed(add_arguments, "--run", run, "--prompt", "x", "--out", first, "--overwrite"))
+    generate(parsed(generate_arguments, "--run", run, "--prompt", "x", "--out", first, "--overwrite"))
     assert generation_parameters(first)["prompt"] == "x"
 
 
@@ -167,7 +167,7 @@ def test_checkpoints_of_a_full_model_replace_the_bases_weights(runs: Path, tiny_
 
 def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, capsys) -> None:
     words = ["base", saved(runs / "full", 4), "--run", runs / "lora", "--precision", "int8", "--prompt", "a disc"]
-    compare(parsed(add_compare_arguments, *words, "--output", tmp_path))
+    compare(parsed(compare_arguments, *words, "--output", tmp_path))
     said = capsys.readouterr().out
     assert "precisions differ" in said and "base: int8; " in said and "--precision bf16" in said
 
@@ -187,9 +187,7 @@ def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
 
 def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> None:
     file, words = runs / "lora" / LORA_FILE, ["--run", runs / "lora"]
-    args = parsed(
-        add_compare_arguments, *words, "--lora", file, "--lora", f"{file}:0.2", "--scale", "0.4", "--scale", "2"
-    )
+    args = parsed(compare_arguments, *words, "--lora", file, "--lora", f"{file}:0.2", "--scale", "0.4", "--scale", "2")
     assert [each.scale for each in models_to_compare(open_session(args), args)[1:]] == [0.4, 2.0, 0.2]
 
 
@@ -206,14 +204,14 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
 )
 def test_nothing_to_compare_is_said(words, message, runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     shutil.copy(runs / "lora" / "config.json", tmp_path)
-    args = parsed(add_compare_arguments, *(word.format(base=tiny_pipeline, empty=tmp_path) for word in words))
+    args = parsed(compare_arguments, *(word.format(base=tiny_pipeline, empty=tmp_path) for word in words))
     with pytest.raises(UserError, match=message):
         models_to_compare(open_session(args), args)
 
 
 def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path, tiny_pipeline: Path) -> None:
     def asked(*words: object) -> tuple:
-        args = parsed(add_arguments, *words)
+        args = parsed(generate_arguments, *words)
         return choose_weights(open_session(args), args)
 
     name, full = asked("--run", runs / "full", "--full")
@@ -228,12 +226,12 @@ def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_pictures: Path
     run, words = tmp_path / "run", ["--run", tmp_path / "run"]
     shutil.copytree(runs / "lora", run)
     first = min(tiny_pictures.glob("*.txt")).read_text().strip()
-    assert default_prompt(open_session(parsed(add_arguments, *words))) == first
+    assert default_prompt(open_session(parsed(generate_arguments, *words))) == first
     (run / "samples" / "base").mkdir(parents=True)
     start = ["--image", min(tiny_pictures.glob("*.png")), "--strength", "0.5", "--no-t5", "--prompt", "a green disc"]
-    drawn = generate(parsed(add_arguments, *words, *start, "--output", run / "samples" / "base" / "prompt-00.png"))
+    drawn = generate(parsed(generate_arguments, *words, *start, "--output", run / "samples" / "base" / "prompt-00.png"))
     assert drawn.parent == run / "samples" / "base"
-    assert default_prompt(open_session(parsed(add_arguments, *words))) == "a green disc"
+    assert default_prompt(open_session(parsed(generate_arguments, *words))) == "a green disc"
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +248,7 @@ def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path) -> None:
     words = ["--run", runs / "lora", "--prompt", "a disc", "--output", tmp_path]
-    sheet = compare(parsed(add_compare_arguments, *words, "--scale", "8", "--dino", dino))
+    sheet = compare(parsed(compare_arguments, *words, "--scale", "8", "--dino", dino))
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
     with pytest.raises(UserError, match="--dino: .*nowhere does not exist. Give a folder or a hub name"):

@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.apps.web import data_jobs, processes
-from simpletune.apps.web.data_jobs import caption_words
+from simpletune.apps.web import data_page, processes
+from simpletune.apps.web.data_page import caption_words
 from simpletune.apps.web.roots import OutsideRoots, make_roots
 from simpletune.commands.inspect_data.caption_edits import (
     CaptionedPicture,
@@ -366,7 +366,7 @@ def test_captioning_is_started_and_stopped(
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         return honest(roots, [], log_name, module="waits")
 
-    monkeypatch.setattr(data_jobs.processes, "start", start)
+    monkeypatch.setattr(processes, "start", start)
     form = {"place": "pictures", "source": "0", "model": "owner/name"}
     assert "Captioning: 3 of 5 pictures" in client.post("/data/captioning", data=form).text
     assert started == [["caption", str(folder), "--model=owner/name", "--precision=bf16", "--device=auto"]]
@@ -388,7 +388,7 @@ def test_a_check_finds_duplicates_and_what_is_unusable(client: TestClient, folde
     text = wait_for(client, "/data/check", "data-checked")
     assert "Identical files: 1 group" in text and 'alt="a.png"' in text and 'alt="copy.png"' in text
     assert "e.png</th>" in text and "d.png</th>" in text and "is not a picture that Pillow can read" in text
-    assert quote("copy.png") in text and list(data_jobs.stamps(make_roots(tmp_path / "runs", [tmp_path])))
+    assert quote("copy.png") in text and list(data_page.stamps(make_roots(tmp_path / "runs", [tmp_path]), []))
 
 
 def wait_for(client: TestClient, path: str, what: str, seconds: float = 60) -> str:

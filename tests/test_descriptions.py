@@ -15,8 +15,7 @@ from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
-from simpletune.apps.cli.evaluate import finite
-from simpletune.apps.cli.generate_arguments import tile
+from simpletune.apps.cli.arguments import finite, tile
 from simpletune.apps.cli.main import main
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.explain import explain
@@ -24,8 +23,7 @@ from simpletune.config.load import validate
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.folder import SCORES
-from simpletune.runs.report.content import ReportSection
-from simpletune.runs.report.fidelity import _result
+from simpletune.runs.report.evaluations import fidelity_sections
 from simpletune.runs.report.single_run import picture_section
 
 NAMES = [f"transformer_blocks.{block}.attn.{part}" for block in range(2) for part in ("to_q", "to_k", "to_v")]
@@ -141,11 +139,10 @@ def test_licences_of_the_models_on_the_hub() -> None:
 
 def test_a_report_that_cannot_read_scores_says_so(tmp_path: Path) -> None:
     (tmp_path / SCORES).write_text("{")
-    section = ReportSection("fidelity", "Fidelity")
-    assert _result(SimpleNamespace(folder=tmp_path), section) is None  # type: ignore[arg-type]
+    (section,) = fidelity_sections([SimpleNamespace(folder=tmp_path)])  # type: ignore[list-item]
     assert SCORES in section.notes[0] and "damaged" in section.notes[0]
 
 
 def test_a_report_of_a_run_that_has_drawn_only_its_base() -> None:
-    section = picture_section(SimpleNamespace(), [SimpleNamespace(step=0)])  # type: ignore[arg-type,list-item]
-    assert section.block == "" and "Only the base" in section.notes[0]
+    section, shown = picture_section(SimpleNamespace(), [SimpleNamespace(step=0)])  # type: ignore[arg-type,list-item]
+    assert not shown and section.block == "" and "Only the base" in section.notes[0]

@@ -19,8 +19,8 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
+from simpletune.runs.checkpoint_folders import read_state, with_checksum
 from simpletune.runs.folder import read_metrics
-from simpletune.runs.state_file import read_state, with_checksum
 
 PLAN = {"modulation": "plan", "modulation_window": 3}
 STREAMED = {"resident_blocks": 1, "offload_checkpoint_inputs": True}

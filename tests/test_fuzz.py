@@ -23,7 +23,7 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.data.storage.cache import FileCache
 from simpletune.runs import checkpoint
-from simpletune.runs.state_file import with_checksum
+from simpletune.runs.checkpoint_folders import with_checksum
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Option, UserError, member_for, option_classes, union_of
 from simpletune.system.safetensors_file import read_header

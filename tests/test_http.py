@@ -36,12 +36,12 @@ def address(app: str, tmp_path: Path) -> Iterator[tuple[str, int]]:
             yield it.service.socket.getsockname()[:2]
         return
     bound = http.bind("127.0.0.1", 0)
-    server = PageServer(make_app(make_roots(tmp_path / "runs", [tmp_path]), Access({"127.0.0.1"})))
+    server = PageServer(*make_app(make_roots(tmp_path / "runs", [tmp_path]), Access({"127.0.0.1"})))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     until(lambda: server.started)
     yield bound.getsockname()[:2]
-    server.web.watch.close()
+    server.watch.close()
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()

@@ -28,8 +28,8 @@ from simpletune.engine.optim.rounding import key_draws
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint
+from simpletune.runs.checkpoint_folders import CHECKSUM, with_checksum
 from simpletune.runs.folder import read_metrics
-from simpletune.runs.state_file import CHECKSUM, with_checksum
 from simpletune.stages.step.attach import attach
 from simpletune.system.options import ConfigError, UserError, union_of
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
-from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate import shared_base
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
@@ -243,7 +243,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
 def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, here: Path, clip: Path) -> None:
     nasty = '<script>alert("x")</script> & "quotes"'
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", nasty, "--clip", str(clip)]
-    sheet = compare(parsed(add_compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
+    sheet = compare(parsed(compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
     page, figures = (sheet.parent / "compare.html").read_text(), json.loads((sheet.parent / "compare.json").read_text())
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|url\(", page)
@@ -278,7 +278,7 @@ def clip(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, loras, here: Path, capsys) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
     words += ["--seeds", "2", "--lora", f"{loras['a']}:0.5"]
-    first = generate(parsed(add_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
+    first = generate(parsed(generate_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
     files = sorted(first.parent.glob("*.png"))
     assert [file.name for file in files] == [f"{n + 1:04d}-lora-seed{n % 2}.png" for n in range(4)]
     assert first == files[0]
@@ -302,15 +302,15 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
 def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here: Path, monkeypatch) -> None:
     monkeypatch.setattr(Int8, "can_offload", False)  # as a precision might be that keeps pointers of its own
     with pytest.raises(UserError, match=message):
-        generate(parsed(add_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
+        generate(parsed(generate_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--output"]
     both = ["--lora", f"{loras['a']}:0.5", "--lora", str(loras["b"])]
-    live = generate(parsed(add_arguments, *words, "live.png", *both))
-    fused = generate(parsed(add_arguments, *words, "fused.png", *both, "--fuse"))
-    one = generate(parsed(add_arguments, *words, "one.png", *both[:2]))
+    live = generate(parsed(generate_arguments, *words, "live.png", *both))
+    fused = generate(parsed(generate_arguments, *words, "fused.png", *both, "--fuse"))
+    one = generate(parsed(generate_arguments, *words, "one.png", *both[:2]))
     live_values, fused_values, one_values = (np.asarray(Image.open(file), int) for file in (live, fused, one))
     assert abs(live_values - fused_values).max() <= 1 and abs(live_values - one_values).max() > 1
     assert Image.open(live).text["weights"].count(" + ") == 1
@@ -319,12 +319,12 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
 def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, here: Path) -> None:
     words = ["--model", str(tiny_pipeline), "--precision", "int8", "--prompt", "x", "--lora", str(loras["a"]), "--fuse"]
     with pytest.raises(UserError, match="--fuse: .* int8 weights: .* --precision bf16"):
-        generate(parsed(add_arguments, *words))
+        generate(parsed(generate_arguments, *words))
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:
     assert split_scale("a/b.safetensors:0.5") == ("a/b.safetensors", 0.5)
-    assert split_scale("C:here.safetensors", 1.0) == ("C:here.safetensors", 1.0)
+    assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
     odd = tmp_path / "x:2"
     odd.touch()
     assert split_scale(str(odd)) == (str(odd), None)

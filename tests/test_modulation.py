@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.methods.lora import Lora
-from simpletune.apps.cli.generate_arguments import add_arguments
+from simpletune.apps.cli.generate import generate_arguments
 from simpletune.commands.generate.generate import generate
 from simpletune.commands.train import set_up as setting_up
 from simpletune.commands.train.set_up import StartOptions, set_up
@@ -371,7 +371,7 @@ def test_a_run_draws_base_and_tuned_with_the_plan_and_generate_follows_it(config
     assert (base - tuned).abs().max() > 4
 
     parser = ArgumentParser()
-    add_arguments(parser)
+    generate_arguments(parser)
     for more in ([], ["--modulation", "resident"], ["--full"], ["--full", "--modulation", "resident"]):
         given = ["--run", str(runs[0]), "--output", str(tmp_path / "drawn.png"), "--overwrite", *more]
         assert (pixels(generate(parser.parse_args(given))) - tuned).abs().max() <= 1
@@ -382,7 +382,7 @@ def test_generate_plans_a_lora_that_updates_modulations(config_json: dict, tmp_p
     adapter = {"method": "lora", "rank": 2, "targets": ["norm1.linear", "time_text_embed.text_embedder.linear_1"]}
     run = run_with(config_json, adapter=adapter, optimizer={"lr": 0.05}, memory={"modulation": "resident"})
     parser = ArgumentParser()
-    add_arguments(parser)
+    generate_arguments(parser)
     given = ["--run", str(run), "--output", str(tmp_path / "drawn.png"), "--modulation", "plan"]
     tuned = pixels(run / "samples" / "step-000006" / "prompt-00.png")
     assert (pixels(generate(parser.parse_args(given))) - tuned).abs().max() <= 1

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from test_compare import parsed
 
-from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.apps.cli.serve import serve_arguments
 from simpletune.apps.serve.server import _served_models
@@ -82,7 +82,7 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
         shutil.copy(f"lora/{LORA}", tmp_path / name)
         assert find_named(str(tmp_path / name)).lora == tmp_path / name / LORA
     assert find_named(f"{tmp_path}/odd@2:0.5").scale == 0.5
-    assert split_scale("C:here.safetensors", 1.0) == ("C:here.safetensors", 1.0)
+    assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_is_not_there_is_said(name: str, message: str, here: Path) -> None:
 
 def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
     for name in ("full", "p@2"):
-        args = parsed(add_arguments, "--run", "lora", "--lora", f"{name}:0.5")
+        args = parsed(generate_arguments, "--run", "lora", "--lora", f"{name}:0.5")
         with pytest.raises(UserError, match=f"--lora: {name} is a full run, not a LoRA. Use --run {name}"):
             choose_weights(open_session(args), args)
     with pytest.raises(UserError, match="^full is a full run, not a LoRA. .*simpletune extract"):
@@ -145,20 +145,20 @@ def test_the_picture_by_step_is_that_by_path(run: str, here: Path, tmp_path: Pat
     drawn = []
     places = [["--run", f"{run}@2"], *([["--run", run, "--lora", str(saved(run, 2))]] if run == "q" else [])]
     for number, words in enumerate(places):
-        drawn.append(generate(parsed(add_arguments, *words, "--output", tmp_path / f"{number}.png")))
+        drawn.append(generate(parsed(generate_arguments, *words, "--output", tmp_path / f"{number}.png")))
     assert Image.open(drawn[0]).text["weights"] == {"q": "LoRA q@2 x 1", "p": "p@2"}[run]
     pictures = [Image.open(file) for file in drawn]
     assert all(ImageChops.difference(pictures[0], each).getbbox() is None for each in pictures[1:])
-    last = Image.open(generate(parsed(add_arguments, "--run", f"{run}@4", "--output", tmp_path / "last.png")))
+    last = Image.open(generate(parsed(generate_arguments, "--run", f"{run}@4", "--output", tmp_path / "last.png")))
     result = {"q": "lora", "p": "full"}[run]
-    finished = Image.open(generate(parsed(add_arguments, "--run", result, "--output", tmp_path / "result.png")))
+    finished = Image.open(generate(parsed(generate_arguments, "--run", result, "--output", tmp_path / "result.png")))
     assert ImageChops.difference(last, finished).getbbox() is None
     assert ImageChops.difference(last, pictures[0]).getbbox() is not None
 
 
 def test_compare_takes_steps_and_names_its_columns_by_them(here: Path) -> None:
     def asked(*words: str) -> list:
-        args = parsed(add_compare_arguments, "--run", "lora", *words)
+        args = parsed(compare_arguments, "--run", "lora", *words)
         return models_to_compare(open_session(args), args)
 
     models = asked("q@2", "q@4:0.5", "p@2", str(saved("p", 2)))
@@ -169,7 +169,7 @@ def test_compare_takes_steps_and_names_its_columns_by_them(here: Path) -> None:
     assert [each.scale for each in asked("--lora", "q@2:0.3", "--lora", "q@2", "--scale", "2")][1:] == [0.3, 2]
     with pytest.raises(UserError, match="p@2:0.5: a full model has no strength. Leave out :0.5"):
         asked("p@2:0.5")
-    args = parsed(add_compare_arguments, "--run", "q@2")
+    args = parsed(compare_arguments, "--run", "q@2")
     assert {each.title for each in models_to_compare(open_session(args), args)[1:]} == {"q step 2 x 0.5", "q step 2"}
 
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_pushed_with_a_card_of_its_own_and_no_local_path(here: P
 def test_where_no_run_is_finished_a_stopped_one_is_named(here: Path, tmp_path: Path) -> None:
     shutil.copytree("q", tmp_path / "q")
     with pytest.raises(UserError, match=f"no finished run. .*--run {tmp_path}/q@4$"):
-        open_session(parsed(add_arguments, "--runs", tmp_path))
+        open_session(parsed(generate_arguments, "--runs", tmp_path))
 
 
 def test_names_import_no_torch() -> None:
@@ -227,11 +227,11 @@ def test_names_import_no_torch() -> None:
 
 
 def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Path) -> None:
-    args = parsed(add_arguments, "--model", tiny_pipeline)
+    args = parsed(generate_arguments, "--model", tiny_pipeline)
     with pytest.raises(UserError, match="^neither a run nor a LoRA is named"):
         choose_weights(open_session(args), args)
     with pytest.raises(UserError, match="^--run: q@3: q has no checkpoint of step 3. Use one of 2, 4"):
-        open_session(parsed(add_arguments, "--run", "q@3"))
+        open_session(parsed(generate_arguments, "--run", "q@3"))
     with pytest.raises(UserError, match="^push: nowhere does not exist"):
         files_of(find_run("nowhere"), "me/it")
     assert (

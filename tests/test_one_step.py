@@ -25,8 +25,14 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """``file::function`` of the package by their first call between the ends of the third and the fourth update of the
     demo, without functions inside functions. What follows the update in a step stands last."""
     place = tmp_path_factory.mktemp("step")
-    folders = [f"output.{name}={place}/{name}" for name in ("runs", "profiles")]
-    short = ["train.steps=5", "validation.prompts=[]", "validation.loss_samples=0", "output.report=false"]
+    folders = [f"output.{name}={place}/{name}" for name in ("runs", "profiles", "cache")]
+    short = [
+        "train.steps=5",
+        "schedule.warmup_steps=0",
+        "validation.prompts=[]",
+        "validation.loss_samples=0",
+        "output.report=false",
+    ]
     config, _ = read_config(Path("configs/demo.json"), [*folders, *short])
     found: dict[str, None] = {}
     updates: list[object] = []
@@ -46,7 +52,7 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     finally:
         hook.remove()
         sys.setprofile(None)
-    assert len(updates) == 5
+    assert len(updates) >= 5  # the prediction for the traces simulates some more
     calls = list(found)
     begins = next(place for place, call in enumerate(calls) if "before_step" in call)
     return calls[begins:] + calls[:begins]

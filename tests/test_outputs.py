@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.attach import load_lora
-from simpletune.apps.cli.generate_arguments import add_arguments, add_compare_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
 from simpletune.commands.train.train import train
@@ -133,7 +133,7 @@ def test_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    generate_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -211,7 +211,7 @@ def test_the_full_model_of_a_full_run_is_drawn_by_default(tiny_config, tmp_path:
 def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_path: Path) -> None:
     run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
     parser = argparse.ArgumentParser()
-    add_compare_arguments(parser)
+    compare_arguments(parser)
     words = ["--runs", str(tmp_path / "runs"), "--seeds", "2", "--scale", "0", "--scale", "1"]
     sheet = compare(parser.parse_args(words))
     assert sheet == run / "compare" / "0001" / "grid.png"

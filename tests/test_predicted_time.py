@@ -26,11 +26,12 @@ from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.work import KernelWork
-from simpletune.runs.estimate_record import beside_measured, keep, lines
+from simpletune.runs.estimate_record import beside_measured, lines
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data
+from simpletune.system.atomic import write_json
 from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import card_named_by_driver, find_card
 from simpletune.system.options import Json
@@ -209,7 +210,7 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
     file = run / "summary.json"
     summary = json.loads(file.read_text())
     assert beside_measured(run, summary) is None
-    keep(run, a_prediction())
+    write_json(run / PREDICTED, a_prediction())
     found = beside_measured(run, summary)
     assert found is not None and found["seconds_per_step"] == {"predicted": 0.4, "measured": 0.5, "ratio": 0.8}
     assert {name: pair["ratio"] for name, pair in found["stages"].items()} == {"text": 2.0, "train": 0.5}
@@ -226,7 +227,7 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
 
 def test_a_run_of_another_length_is_compared_by_its_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=20)
-    keep(run, a_prediction())
+    write_json(run / PREDICTED, a_prediction())
     found = beside_measured(run, json.loads((run / "summary.json").read_text()))
     assert found is not None and found["seconds_per_step"]["ratio"] == 0.8 and not {"stages", "seconds"} & set(found)
     assert len(list(lines(found))) == 1

@@ -20,7 +20,7 @@ from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.runs.shared_metadata import MOST, PREFIX, data_uri, trained_at, trigger_of
+from simpletune.runs.shared_metadata import MOST, PREFIX, small_jpeg, trained_at, trigger_of
 from simpletune.system.safetensors_file import content_hash
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -146,12 +146,12 @@ def test_inspect_reads_them_and_notices_changed_tensors(
 def test_a_thumbnail_is_small_whatever_the_picture(tmp_path: Path) -> None:
     noise = Image.effect_noise((1500, 900), 200).convert("RGB")
     noise.save(tmp_path / "noise.png")
-    uri = data_uri(tmp_path / "noise.png")
+    uri = small_jpeg(tmp_path / "noise.png")
     assert uri is not None and len(uri) <= MOST and picture(uri).size == (256, 256)
     Image.new("RGBA", (9, 200), (1, 2, 3, 4)).save(tmp_path / "odd.png")
-    odd = data_uri(tmp_path / "odd.png")
+    odd = small_jpeg(tmp_path / "odd.png")
     assert odd is not None and picture(odd).mode == "RGB"
-    assert data_uri(tmp_path / "none.png") is None
+    assert small_jpeg(tmp_path / "none.png") is None
 
 
 @pytest.mark.parametrize("words", [["--author", ""], ["--description", "x" * 5001]])

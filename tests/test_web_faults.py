@@ -43,7 +43,7 @@ def test_a_form_is_read_whole_and_what_is_none_is_refused() -> None:
         return JSONResponse(await read_form(request))
 
     client = TestClient(Starlette(routes=[Route("/", answer, methods=["POST"])]))
-    assert client.post("/", content="a=1&b=&a=%C3%A9+x", headers=FORM).json() == {"a": ["1", "é x"], "b": [""]}
+    assert client.post("/", content="a=1&b=&a=%C3%A9+x", headers=FORM).json() == {"a": "é x", "b": ""}
     assert client.post("/", content="a=" + "x" * (MOST_FORM - 2), headers=FORM).status_code == 200
     for content, headers, status, said in (
         ("a=" + "x" * (MOST_FORM - 1), FORM, 413, f"The form is larger than {MOST_FORM} bytes"),
@@ -202,7 +202,7 @@ def test_the_server_says_where_it_is_and_who_may_come(
     assert address.startswith("http://127.0.0.1:") and ("?token=" in address) == (token or not local)
     secret = address.partition("?token=")[2]
     assert len(secret) in (0, 32)
-    client = TestClient(ran[0].web.app, base_url="http://127.0.0.1", follow_redirects=False)
+    client = TestClient(ran[0].config.app, base_url="http://127.0.0.1", follow_redirects=False)
     assert client.get("/").status_code == (401 if secret else 200)
     if secret:
         assert client.get(f"/?token={secret}").status_code == 303
@@ -212,8 +212,8 @@ def test_the_server_says_where_it_is_and_who_may_come(
 
 def test_a_signal_ends_the_streams_of_open_pages_first(capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[bool] = []
-    web: Any = SimpleNamespace(app=PlainTextResponse("x"), watch=SimpleNamespace(close=lambda: closed.append(True)))
-    stopped = server.PageServer(web)
+    watch: Any = SimpleNamespace(close=lambda: closed.append(True))
+    stopped = server.PageServer(PlainTextResponse("x"), watch)
     stopped.handle_exit(signal.SIGTERM, None)
     assert closed == [True] and stopped.should_exit
     assert capsys.readouterr().out == "SIGTERM: the page stops; runs and the queue continue\n"

@@ -16,10 +16,10 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
-from simpletune.apps.web import queue, run_live
+from simpletune.apps.web import processes, queue
 from simpletune.apps.web.run.pictures import matrix_of, thinned_places
+from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
-from simpletune.apps.web.run_live import run_progress
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
@@ -74,7 +74,7 @@ def client(tmp_path: Path) -> TestClient:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The verbs that the page would start."""
     found: list[list[str]] = []
-    monkeypatch.setattr(run_live, "start", lambda roots, words, name: found.append([name, *words]))
+    monkeypatch.setattr(processes, "start", lambda roots, words, name: found.append([name, *words]))
     return found
 
 
@@ -110,7 +110,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     ],
 )
 def test_how_a_run_ended(tmp_path: Path, ended: str | None, reason: str, said: str) -> None:
-    progress = run_progress(make_run(tmp_path / "one", ended=ended, reason=reason))
+    progress = read_progress(make_run(tmp_path / "one", ended=ended, reason=reason))
     assert said in progress.trouble and bool(progress.command) == bool(said)
 
 
@@ -167,7 +167,7 @@ def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path:
     file = tmp_path / "metrics.jsonl"
     follower = Follower(file, ("loss",))
     follower.look()
-    assert follower.last == {}
+    assert follower.recent == []
     file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     follower.look()
     assert follower.rows == 1

@@ -22,7 +22,7 @@ from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, complete, get_at, overrides
 from simpletune.apps.web.form.fields import HIDDEN, sections_of
-from simpletune.apps.web.form.paths import absolute_paths
+from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest

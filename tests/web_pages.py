@@ -16,5 +16,5 @@ HOSTS = {"127.0.0.1", "localhost"}
 
 def open_pages(folder: Path, runs: str = "runs", token: str | None = None) -> TestClient:
     """Return a client of the pages whose root is ``folder``, with the header that a browser sends with its forms."""
-    web = make_app(make_roots(folder / runs, [folder]), Access(HOSTS, token))
-    return TestClient(web.app, base_url=ADDRESS, headers={"origin": ADDRESS}, follow_redirects=False)
+    app, _ = make_app(make_roots(folder / runs, [folder]), Access(HOSTS, token))
+    return TestClient(app, base_url=ADDRESS, headers={"origin": ADDRESS}, follow_redirects=False)

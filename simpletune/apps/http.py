@@ -41,11 +41,7 @@ HEADERS = {
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Raises:
-        UserError: the address does not exist or is in use.
-    """
+    """Open a listening socket; a UserError if the address does not exist or is in use."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, port), family=family, backlog=128)
@@ -58,7 +54,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
@@ -83,17 +78,14 @@ class TimedProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout when a client connects."""
         super().connection_made(transport)
         self._await_headers()
 
     def on_response_complete(self) -> None:
-        """Restart the timeout for the next request on this connection."""
         super().on_response_complete()
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timeout."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
@@ -109,13 +101,8 @@ class TimedProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our protocol and limits; an app says in a subclass what a signal does.
-
-    Args:
-        app: answers requests.
-        connections: open connections; further ones get status 503.
-        grace: seconds for open requests to end after a signal.
-    """
+    """uvicorn with our protocol and limits: a number of open connections, further ones get status 503; and seconds of
+    grace for open requests to end after a signal. An app says in a subclass what a signal does."""
 
     def __init__(self, app: ASGIApp, connections: int, grace: int):
         config = uvicorn.Config(
@@ -131,20 +118,6 @@ class HttpServer(uvicorn.Server):
 def header(scope: Scope, name: bytes) -> str:
     """Return a request's header in lower case; empty if it is missing."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "").lower()
-
-
-def has_known_host(scope: Scope, hosts: Collection[str] | None) -> bool:
-    """Return whether the Host header is allowed; without this check, any site could reach a local server by DNS
-    rebinding.
-
-    Args:
-        scope: the request's scope.
-        hosts: allowed names without a port; None: any.
-    """
-    if hosts is None:
-        return True
-    whole = HOST.fullmatch(header(scope, b"host"))
-    return whole is not None and whole["name"] in hosts
 
 
 async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: str) -> bytes:
@@ -209,7 +182,6 @@ class Guard:
         self.headers, self.refuse, self.seen = headers, refuse, seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] != "http":
             return
         clock, status = time.perf_counter(), 0
@@ -224,7 +196,9 @@ class Guard:
             await send(message)
 
         try:
-            known = has_known_host(scope, self.hosts)
+            # without this check, any site could reach a local server by DNS rebinding
+            host = HOST.fullmatch(header(scope, b"host"))
+            known = self.hosts is None or (host is not None and host["name"] in self.hosts)
             refused = self.refuse(scope) if known else self.answer(421, UNKNOWN_HOST)
             await (refused or self.app)(scope, receive, sent)
         except Exception:

@@ -30,7 +30,7 @@ Ended = Literal["finished", "stopped", "failed", "killed"]
 
 
 class Attempt(BaseModel):
-    """Record what the process of one start or resume did."""
+    """What the process of one start or resume did."""
 
     model_config = ConfigDict(frozen=True, defer_build=True)
 
@@ -54,7 +54,7 @@ class Attempt(BaseModel):
     """Signal or request that stopped the attempt, or the error message."""
 
     def in_words(self) -> str:
-        """Describe how the attempt ended."""
+        """How the attempt ended."""
         if self.ended == "stopped":
             return f"stopped by {self.reason}"
         return self.ended or "no end recorded"
@@ -79,17 +79,10 @@ def attempts_of(folder: Path) -> list[Attempt]:
 
 
 def with_unrecorded_steps(attempts: Sequence[Attempt], metrics: Iterable[Json]) -> list[Attempt]:
-    """Add the steps that the last process finished after its last record.
-
-    Args:
-        attempts: recorded attempts.
-        metrics: rows of metrics.jsonl, including those of steps to repeat.
-    """
-    if not attempts or attempts[-1].ended is not None:
-        return list(attempts)
-    last = attempts[-1]
-    later = [row for row in metrics if row["step"] > last.last_step]
-    if not later:
+    """Add the steps that the last process finished after its last record, from the rows of metrics.jsonl."""
+    last = attempts[-1] if attempts else None
+    later = [row for row in metrics if row["step"] > last.last_step] if last is not None and last.ended is None else []
+    if last is None or not later:
         return list(attempts)
     seconds = sum(row.get("seconds", 0.0) for row in later)
     train = Stage(seconds=seconds)
@@ -142,22 +135,11 @@ def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
 
 
 def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float | None:
-    """Return the median seconds per step without the warm-up of each process; None if no step was timed."""
+    """Median seconds per step without the warm-up of each process; None if no step was timed."""
     starts = [attempt.from_step for attempt in attempts] or [0]
     timed = [row for row in rows if "seconds" in row]
     warm = [row for row in timed if not any(start < row["step"] <= start + WARM_UP for start in starts)]
     return statistics.median(row["seconds"] for row in warm or timed) if timed else None
-
-
-def ending_of(error: BaseException) -> tuple[Ended, str]:
-    """Classify the exception that ends a process, and give the reason as printed to the terminal."""
-    if isinstance(error, Stopped):
-        return "stopped", error.by
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped", "SIGINT"
-    if isinstance(error, UserError):
-        return "failed", redact(str(error))
-    return "failed", redact(f"{type(error).__name__}: {error}")
 
 
 class AttemptRecorder:
@@ -171,28 +153,17 @@ class AttemptRecorder:
     def __init__(self, folder: Path, began: float):
         self.folder, self.began = folder, began
         self.last_step = 0
-        self._stages: StageTimer | None = None
-        self._rows: list[Attempt] = []
+        self.all: list[Attempt] = []  # attempts of the run, this one last
+        self._stages: StageTimer | None = None  # None: this process does not record
 
     def begin(self, device: str, from_step: int, stages: StageTimer) -> None:
-        """Add this process to the run's record.
-
-        Args:
-            device: description of the device.
-            from_step: first step of this process.
-            stages: live timer of the process's stages.
-        """
+        """Add this process to the run's record; ``stages`` is the live timer of its stages."""
         started = datetime.now(UTC) - timedelta(seconds=self._seconds())
         row = Attempt(
             started=started.replace(microsecond=0), device=device, from_step=from_step, last_step=from_step, seconds=0
         )
-        self._rows, self._stages, self.last_step = [*read_attempts(self.folder), row], stages, from_step
+        self.all, self._stages, self.last_step = [*read_attempts(self.folder), row], stages, from_step
         self.update()
-
-    @property
-    def all(self) -> list[Attempt]:
-        """Return the attempts of the run, this one last."""
-        return self._rows
 
     def set_up(self) -> float:
         """Record that the first step begins, and return the seconds before it."""
@@ -201,17 +172,13 @@ class AttemptRecorder:
         return seconds
 
     def update(self, **changes: object) -> None:
-        """Record the progress of this process; do nothing in a process that does not write.
-
-        Args:
-            changes: new values of other fields.
-        """
+        """Record the progress of this process, and new values of other fields; nothing in one that does not record."""
         if self._stages is None:
             return
         figures = {name: Stage(**values) for name, values in self._stages.as_json().items()}
         changes |= {"last_step": self.last_step, "seconds": self._seconds(), "stages": figures}
-        self._rows[-1] = self._rows[-1].model_copy(update=changes)
-        _write(self.folder, self._rows)
+        self.all[-1] = self.all[-1].model_copy(update=changes)
+        _write(self.folder, self.all)
 
     def close(self) -> None:
         """Stop recording, because the run is finished."""
@@ -228,7 +195,11 @@ class AttemptRecorder:
     ) -> None:
         if error is None or self._stages is None:
             return
-        ended, reason = ending_of(error)
+        ended: Ended = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+        if ended == "stopped":
+            reason = error.by if isinstance(error, Stopped) else "SIGINT"
+        else:  # as it is printed to the terminal
+            reason = redact(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         try:
             self.update(ended=ended, reason=reason)
         except (OSError, DiskFull) as full:  # the error that ended the run matters more

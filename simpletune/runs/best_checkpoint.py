@@ -27,19 +27,12 @@ USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint to use.
-
-    Args:
-        step: its step.
-        by: what it was chosen by.
-        why: the reason, in words.
-        strength: the LoRA strength at which it was chosen.
-    """
+    """The checkpoint to use."""
 
     step: int
-    by: str
-    why: str
-    strength: float = 1.0
+    by: str  # what it was chosen by
+    why: str  # the reason, in words
+    strength: float = 1.0  # of the LoRA, at which it was chosen
 
     @property
     def suffix(self) -> str:
@@ -52,14 +45,8 @@ class BestCheckpoint:
 
 
 def choose_best(run: Path) -> BestCheckpoint | None:
-    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last.
-
-    Args:
-        run: run folder.
-
-    Returns:
-        The choice; None if the run has no checkpoint.
-    """
+    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last;
+    None if the run has no checkpoint."""
     steps = [step for step, _ in list_checkpoints(run)]
     if not steps:
         return None
@@ -97,7 +84,11 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
     points = [point for point in result["points"] if point["step"] in steps]
     if not points:
         return None
-    faithful = points if prompt is None else [point for point in points if follows_prompts(point, prompt)]
+    faithful = points
+    if prompt is not None:  # those whose 95% interval of the prompt fidelity minus the base's reaches 0
+        against_base = [_score(point, "prompt_fidelity", prompt)["from_base"] for point in points]
+        limits = [each["value"] if each["high"] is None else each["high"] for each in against_base]
+        faithful = [point for point, limit in zip(points, limits, strict=True) if limit >= 0]
     able = faithful or most_faithful(points, prompt or subject)
     best = max(able, key=lambda point: _score(point, "subject_fidelity", subject)["value"])
     among, likeness = f"of {plural(len(points), 'model')}", _score(best, "subject_fidelity", subject)["value"]
@@ -108,12 +99,6 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
         those = f"the {len(able)} that follow prompts best, though none as the base does"
         why = f"{why}, of {'those that follow prompts as the base does' if faithful else those}; {kept}"
     return BestCheckpoint(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
-
-
-def follows_prompts(point: Json, encoder: str) -> bool:
-    """Whether the 95% interval of a model's prompt fidelity minus the base's reaches 0."""
-    difference = _score(point, "prompt_fidelity", encoder)["from_base"]
-    return bool((difference["value"] if difference["high"] is None else difference["high"]) >= 0)
 
 
 def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
@@ -149,12 +134,8 @@ def since_best(run: Path) -> int:
 
 
 def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
-    """The best evaluation: no later one is better.
-
-    Args:
-        rows: evaluations in order of steps.
-        first: the first step that counts: 1 leaves out the base.
-    """
+    """The best of evaluations in order of steps: no later one is better. Steps before ``first`` (the base) do not
+    count."""
     best: Json | None = None
     for row in rows:
         if row["step"] >= first and (best is None or is_lower(row["eval_losses"], best["eval_losses"])):
@@ -191,11 +172,7 @@ def _why(best: Json, rows: Sequence[Json]) -> str:
 
 
 def put_choice(run: Path, step: int | None) -> None:
-    """Record the checkpoint that the user chooses; None: choose by the figures again.
-
-    Raises:
-        UserError: the run has no such checkpoint.
-    """
+    """Record the checkpoint that the user chooses; None: choose by the figures again."""
     steps = [number for number, _ in list_checkpoints(run)]
     if step is None:
         remove(run / BEST)

@@ -7,7 +7,6 @@ contains the SHA-256 of all files and of itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +29,12 @@ from simpletune.runs.checkpoint_folders import (
     TRAINABLE,
     checkpoint_folder,
     list_checkpoints,
+    read_state,
     remove_oldest,
     saved_file,
+    with_checksum,
 )
 from simpletune.runs.result import export_result
-from simpletune.runs.state_file import DamagedCheckpoint, read_state, with_checksum
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
@@ -44,66 +44,50 @@ from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import INDEX_SUFFIX, WeightReader, write_safetensors
 
 
+class DamagedCheckpoint(UserError):
+    """A checkpoint has changed since it was written."""
+
+
 @dataclass(frozen=True)
 class TrainingState:
-    """Hold the content of a checkpoint to save.
+    """The content of a checkpoint to save."""
 
-    Args:
-        step: number of finished steps.
-        config: configuration as the user gave it.
-        model: transformer with its adapter, not wrapped.
-        optimizer: optimizer, not wrapped.
-        manifest: everything that determines the order of samples (``Plan.manifest``).
-        average: average of the weights to export, if enabled.
-        processes: number of processes that train together.
-        fp16: ``Fp16.state`` of a run with products in fp16.
-    """
-
-    step: int
-    config: TrainConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    manifest: list[Json]
-    average: Average | None = None
-    processes: int = 1
-    fp16: Json | None = None
+    step: int  # finished steps
+    config: TrainConfig  # as the user gave it
+    model: nn.Module  # denoiser with its adapter, not wrapped
+    optimizer: torch.optim.Optimizer  # not wrapped
+    manifest: list[Json]  # everything that determines the order of samples (Plan.manifest)
+    average: Average | None = None  # of the weights to export, if enabled
+    processes: int = 1  # that train together
+    fp16: Json | None = None  # Fp16.state of a run with products in fp16: the loss scale and the blocks in fp32
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Hold the state of a checkpoint read from disk."""
+    """A checkpoint read from disk."""
 
     folder: Path
     step: int
     config: Json
     manifest: list[Json]
     optimizer: Json
-    processes: int
-    """Number of processes that trained together."""
-    micro_batches: int | None = None
-    """Micro-batches of a step; None: written by a version in which ``gradient_accumulation`` counted per process."""
-    fp16: Json | None = None
-    """State of a run with products in fp16: the scale of the loss and the blocks in fp32."""
+    processes: int  # that trained together
+    micro_batches: int | None = None  # of a step; None: from a version whose gradient_accumulation was per process
+    fp16: Json | None = None  # as in TrainingState
 
 
 def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
-    """Build the header of every result: configuration and step."""
+    """The header of every result: configuration and step."""
     return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
 
 
 def save_checkpoint(run: Path, state: TrainingState) -> Path:
-    """Write a checkpoint and remove those that the configuration does not keep.
-
-    Args:
-        run: run folder.
-        state: state to save.
-
-    Returns:
-        The folder of the checkpoint.
-    """
+    """Write a checkpoint and remove those that the configuration does not keep; returns its folder."""
     folder = checkpoint_folder(run, state.step)
     tensors, scalars = state_to_tensors(state.optimizer)
-    needed = size_of_state(held_parameters(state.model), tensors, state.average)
+    averages = state.average.tensors() if state.average is not None else {}
+    written = [*held_parameters(state.model).values(), *tensors.values(), *averages.values()]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in written)  # bytes, without the exported file
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
         _write(part, state, tensors, scalars)
     flush_to_disk(folder.parent)
@@ -119,23 +103,8 @@ def save_own_part(run: Path, state: TrainingState) -> None:
     write_together(part, fsdp, state.optimizer, state.average, metadata)
 
 
-def size_of_state(
-    parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], average: Average | None
-) -> int:
-    """Return the size in bytes of a checkpoint's tensors, without the exported file."""
-    tensors = [*parameters.values(), *optimizer.values(), *(average.tensors().values() if average else ())]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], scalars: Json) -> None:
-    """Write the files of a checkpoint, state.json last.
-
-    Args:
-        part: temporary folder.
-        state: state to save.
-        tensors: tensors of the optimizer state.
-        scalars: other values of the optimizer state.
-    """
+    """Write the files of a checkpoint, state.json last; tensors and scalars are those of the optimizer's state."""
     metadata = metadata_of(state.config, state.step)
     leading = rank_zero_driver(state.model)
     if leading is None:
@@ -166,14 +135,7 @@ def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], s
 
 
 def find_checkpoint(resume: str, run: Path) -> SavedState | None:
-    """Find the checkpoint that ``--resume`` names.
-
-    Args:
-        resume: ``latest``, a checkpoint's folder, or ``auto``: the latest if one exists.
-        run: run folder.
-
-    Returns:
-        The checkpoint, or None if ``auto`` finds none.
+    """Find the checkpoint that ``--resume`` names: ``latest``, a checkpoint's folder, or ``auto``, the latest if any.
 
     Raises:
         UserError: the checkpoint does not exist or is damaged.
@@ -247,12 +209,7 @@ def _fault(file: Path, checksum: str) -> str | None:
 
 
 def _require_kinds(saved: SavedState, checksums: object) -> None:
-    """Check the types of the fields of a state.json.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a checksum is missing, or names a file outside the checkpoint.
-    """
+    """Check the types of the fields of a state.json, and that its checksums are there and name no file outside."""
     if type(saved.step) is not int or not isinstance(saved.config, dict) or not isinstance(saved.manifest, list):
         raise TypeError("step, config or manifest")
     if not all(isinstance(row, dict) and {"file", "repeat"} <= set(row) for row in saved.manifest):

@@ -1,10 +1,13 @@
-"""Find, list and remove the checkpoint folders of a run; ``checkpoint`` reads and writes their content.
+"""Find, list and remove the checkpoint folders of a run, and protect their state.json; ``checkpoint`` reads and writes
+their content. Imports no torch.
 
-Imports no torch.
+The last value of a state.json is the SHA-256 of all bytes before it, so a change of any byte is detected.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -12,21 +15,24 @@ from pathlib import Path
 
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
+from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import INDEX_SUFFIX
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 AVERAGE = "ema.safetensors"
 NAME = re.compile(r"^step-(\d{6,})$")
+CHECKSUM = "state_sha256"
+_END = re.compile(rf', "{CHECKSUM}": "([0-9a-f]{{64}})"\}}\Z'.encode())
+_UNCHECKED = {"step", "config", "manifest", "optimizer", "processes", "torch", "sha256"}  # keys without a checksum
 
 
 def saved_file(folder: Path, name: str) -> Path:
-    """Return a checkpoint's tensor file, or the index of the files that several processes have written instead."""
+    """A checkpoint's tensor file, or the index of the files that several processes have written instead."""
     index = folder / f"{name.removesuffix('.safetensors')}{INDEX_SUFFIX}"
     return index if index.is_file() else folder / name
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` steps."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 
@@ -44,13 +50,7 @@ def last_saved(run: Path) -> str:
 
 
 def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> None:
-    """Remove the checkpoints that the configuration does not keep.
-
-    Args:
-        run: run folder.
-        option: decides which checkpoints to keep.
-        best: step of the best checkpoint so far, which always stays.
-    """
+    """Remove the checkpoints that the configuration does not keep; ``best``, the best one's step, always stays."""
     found = list_checkpoints(run)
     stay = {*option.kept([step for step, _ in found]), best}
     for old in [folder for step, folder in found if step not in stay]:
@@ -61,16 +61,8 @@ def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> Non
 
 def rewind(run: Path, step: int, option: Checkpoint, best: Callable[[Path], int | None]) -> list[Path]:
     """Roll the checkpoint folder back to ``step``: delete partial and surplus checkpoints, and rename later ones to
-    ``*.superseded``, because the run will write them again.
-
-    Args:
-        run: run folder.
-        step: step to roll back to.
-        option: decides which checkpoints to keep.
-        best: finds the step of the best checkpoint of a run, which stays.
-
-    Returns:
-        The new paths of later checkpoints.
+    ``*.superseded``, because the run will write them again; returns their new paths. ``best`` finds the step of a run's
+    best checkpoint, which stays.
     """
     for entry in (run / "checkpoints").glob(".*.part"):
         remove(entry)
@@ -82,3 +74,32 @@ def rewind(run: Path, step: int, option: Checkpoint, best: Callable[[Path], int 
             os.replace(folder, later[-1])
     remove_oldest(run, option, best(run))
     return later
+
+
+def with_checksum(values: Json) -> str:
+    """Serialise the values of a state.json."""
+    text = json.dumps(values)
+    return f'{text[:-1]}, "{CHECKSUM}": "{hashlib.sha256(text[:-1].encode()).hexdigest()}"}}'
+
+
+def read_state(file: Path) -> Json:
+    """Read the values of a state.json.
+
+    Raises:
+        ValueError: the file has changed since it was written.
+        UserError: an older version wrote the file, without a checksum.
+    """
+    data = file.read_bytes()
+    end = _END.search(data)
+    if end is None:
+        values = json.loads(data)
+        if isinstance(values, dict) and set(values) == _UNCHECKED:  # in a damaged file, the checksum's key is broken
+            raise UserError(
+                f"--resume: {file} has no checksum, because an older version of simpletune wrote it, so damage could "
+                "go unnoticed. Continue with that version, or start a new run under another name"
+            )
+        raise ValueError("its checksum is missing")
+    if hashlib.sha256(data[: end.start()]).hexdigest().encode() != end[1]:
+        raise ValueError("its checksum does not match")
+    state: Json = json.loads(data)
+    return state

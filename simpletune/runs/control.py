@@ -113,11 +113,7 @@ def read_requests(folder: Path) -> list[AnyRequest]:
 
 
 def ask(folder: Path, request: AnyRequest) -> AnyRequest:
-    """Add a request to a run's control file, keeping those that wait.
-
-    Args:
-        folder: run folder.
-        request: new request; its time is set.
+    """Add a request to a run's control file, keeping those that wait; returns it with its time set.
 
     Raises:
         UserError: the run is not training, or too many requests are waiting.
@@ -129,24 +125,19 @@ def ask(folder: Path, request: AnyRequest) -> AnyRequest:
         )
     request = request.model_copy(update={"asked": datetime.now(UTC)})
     with wait_for_lock(folder / ".control.lock", f"waiting for another request to {folder}"):
-        waiting = _waiting(folder)
+        try:
+            requests = read_requests(folder)
+        except UserError:  # damaged; the training loop warns about it if it sees it first
+            requests = []
+            with suppress(FileNotFoundError):
+                quarantine(folder / CONTROL)
+        answered = answered_ids(folder)
+        waiting = [each for each in requests if each.id not in answered]
         if len(waiting) >= WAITING:
             raise UserError(f"{plural(len(waiting), 'request')} to {folder} already wait. Wait until one is answered")
         rows = [each.model_dump(mode="json", exclude_none=True) for each in (*waiting, request)]
         write_json(folder / CONTROL, {"requests": rows}, shared=True)
     return request
-
-
-def _waiting(folder: Path) -> list[AnyRequest]:
-    """The requests that are not answered yet; none if the file is damaged, which is then set aside."""
-    try:
-        requests = read_requests(folder)
-    except UserError:  # the training loop warns about it if it sees it first
-        with suppress(FileNotFoundError):
-            quarantine(folder / CONTROL)
-        return []
-    answered = answered_ids(folder)
-    return [request for request in requests if request.id not in answered]
 
 
 def new_id(kind: str) -> str:

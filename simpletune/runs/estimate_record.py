@@ -1,4 +1,4 @@
-"""A run's predicted time and price, stored when it starts, and their comparison with what it took."""
+"""A run's predicted time and price, stored when it starts (``JobTime.as_json``), beside what it took."""
 
 from __future__ import annotations
 
@@ -7,27 +7,12 @@ from pathlib import Path
 
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.repair import NUMBER, read_own
-from simpletune.system.atomic import write_json
 from simpletune.system.console import duration
 from simpletune.system.options import Json
 
 
-def keep(folder: Path, time: Json) -> None:
-    """Store a prediction of the whole run, as returned by ``JobTime.as_json``.
-
-    Args:
-        folder: the run's.
-        time: the prediction.
-    """
-    write_json(folder / PREDICTED, time)
-
-
 def beside_measured(folder: Path, summary: Json) -> Json | None:
     """Compare the prediction made when the run started with what all its attempts took.
-
-    Args:
-        folder: the run's.
-        summary: contains ``steps``, ``seconds_per_step``, ``stages`` and ``seconds_total``.
 
     Returns:
         The fields ``predicted``, ``measured`` and ``ratio`` (predicted / measured) for a step, each stage, all of these
@@ -62,16 +47,11 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
 
 
 def _pair(predicted: float, measured: float) -> Json:
-    """A predicted and a measured figure, and their ratio."""
     return {"predicted": predicted, "measured": measured, "ratio": round(predicted / measured, 3)}
 
 
 def lines(time: Mapping[str, Json]) -> Iterator[str]:
-    """Format a comparison as at most two lines.
-
-    Args:
-        time: the result of ``beside_measured``.
-    """
+    """Format what ``beside_measured`` found as at most two lines."""
     step = time["seconds_per_step"]
     text = f"time    predicted {step['predicted']:.3g} s a step, measured {step['measured']:.3g} ({step['ratio']:.2f})"
     if "seconds" in time:

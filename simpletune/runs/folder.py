@@ -6,12 +6,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, require_kinds, say_missing
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -19,19 +20,12 @@ from simpletune.system.options import Json, UserError, join_names, plural
 
 
 class RunFile(str):
-    """Name of a file or folder that a run writes into its folder.
-
-    Args:
-        name: its name.
-        first: may be written before the first checkpoint.
-        file: a file that a run overwrites; a folder in its place is set aside.
-        rows: numbers in each row of a JSON Lines file that a resumed run cuts back.
-    """
+    """Name of a file or folder that a run writes into its folder."""
 
     known: ClassVar[list[RunFile]] = []
-    first: bool
-    file: bool
-    rows: tuple[str, ...]
+    first: bool  # may be written before the first checkpoint
+    file: bool  # a file that a run overwrites; a folder in its place is set aside
+    rows: tuple[str, ...]  # numbers in each row of a JSON Lines file that a resumed run cuts back
 
     def __new__(cls, name: str, *, first: bool = False, file: bool = False, rows: tuple[str, ...] = ()) -> RunFile:
         made = super().__new__(cls, name)
@@ -75,7 +69,9 @@ def open_fresh(config: TrainConfig) -> Path:
     """Create the run's folder; move an older one to NAME.1, NAME.2, ..."""
     folder, traces = run_folder(config), profile_folder(config)
     if folder.exists() and any(entry.name != ATTEMPTS for entry in folder.iterdir()):
-        number = next(n for n in range(1, 10**6) if _is_free(folder, traces, n))
+        # A kill between the two moves leaves only traces under a number.
+        taken = (folder, traces) if traces.exists() else (folder,)
+        number = next(n for n in count(1) if not any(each.with_name(f"{each.name}.{n}").exists() for each in taken))
         aside = folder.with_name(f"{folder.name}.{number}")
         if traces.exists():
             os.replace(traces, traces.with_name(f"{traces.name}.{number}"))
@@ -89,12 +85,6 @@ def open_fresh(config: TrainConfig) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _is_free(folder: Path, traces: Path, number: int) -> bool:
-    """Return whether a number is free for a run and its traces; a kill between the two moves leaves only traces."""
-    taken = traces.exists() and traces.with_name(f"{traces.name}.{number}").exists()
-    return not folder.with_name(f"{folder.name}.{number}").exists() and not taken
 
 
 def clear_unsaved(config: TrainConfig) -> None:
@@ -132,34 +122,35 @@ def read_first_validation(folder: Path) -> float | None:
 
 
 def earlier_validation_samples(folder: Path) -> int | None:
-    """Return the number of samples in a run's evaluations; None if it has made none."""
+    """The number of samples in a run's evaluations; None if it has made none."""
     rows = list(read_rows(folder / EVALUATIONS))
     return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
 
 
 def finished_steps(folder: Path) -> int | None:
-    """Return the steps of a run that is finished, including card and report; None if it is unfinished."""
+    """The steps of a run that is finished, including card and report; None if it is unfinished."""
     summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
 
 def open_again(config: TrainConfig, step: int, best: Callable[[Path], int | None]) -> Path:
-    """Open the folder of a run to resume: drop metrics of steps to repeat, and set damaged files aside.
-
-    Args:
-        config: configuration as the user gave it.
-        step: step of the checkpoint to continue from.
-        best: finds the step of the best checkpoint of a run, which stays.
-
-    Raises:
-        UserError: the run does not exist.
+    """Open the folder of a run to resume from a checkpoint: drop metrics of steps to repeat, and set damaged files
+    aside. ``best`` finds the step of a run's best checkpoint, which stays.
     """
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"--resume: {folder} does not exist. Check name, or start without --resume")
     rows = {name: read_own_rows(folder / name, needed) for name, needed in NEEDED.items()}
-    say_missing(folder / METRICS, rows[METRICS], [*rows[SKIPPED], *rows[OVERFLOWS]], step)
-    require_kinds(folder, [each for each in RunFile.known if each.file], (SAMPLES, CHECKPOINTS))
+    there = {row["step"] for name in (METRICS, SKIPPED, OVERFLOWS) for row in rows[name]}
+    if missing := [str(number) for number in range(1, step + 1) if number not in there]:
+        say(
+            f"warning {folder / METRICS} lacks {len(missing)} of the steps 1-{step}: {join_names(missing, 6)}. The "
+            "loss curve has a gap; the weights are not affected"
+        )
+    for name in [each for each in RunFile.known if each.file] + [SAMPLES, CHECKPOINTS]:
+        place = folder / name
+        if os.path.lexists(place) and not (place.is_file() if name.file else place.is_dir()):
+            set_aside(place, f"is not {'a file' if name.file else 'a folder'}")
     for name in NEEDED:
         file = folder / name
         if not file.exists() and name in (SKIPPED, OVERFLOWS):
@@ -201,22 +192,12 @@ def read_rows(file: Path) -> Iterator[Json]:
 
 
 def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
-    """Append one line to metrics.jsonl or a similar file, visible to readers at once.
-
-    Raises:
-        UserError: the disk is full; the file is unchanged.
-    """
+    """Append one line to metrics.jsonl or a similar file, visible to readers at once; a full disk changes nothing."""
     file = folder / name
     size = file.stat().st_size if file.exists() else 0
-    with room_for(f"writing {name}", folder, undo=lambda: _cut(file, size)):
+    with room_for(f"writing {name}", folder, undo=lambda: os.truncate(file, size) if file.exists() else None):
         with open(file, "a", encoding="utf-8") as handle:
             handle.write(json.dumps(row) + "\n")
-
-
-def _cut(file: Path, size: int) -> None:
-    """Undo an append to a file."""
-    if file.exists():
-        os.truncate(file, size)
 
 
 def record_validation(folder: Path, row: Json) -> None:
@@ -226,18 +207,12 @@ def record_validation(folder: Path, row: Json) -> None:
 
 
 def has_validation(folder: Path, step: int) -> bool:
-    """Return whether the validation loss after ``step`` steps is recorded."""
+    """Whether the validation loss after ``step`` steps is recorded."""
     return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
-    """Record the values chosen for ``auto``, for the run's next start.
-
-    Args:
-        config: configuration with folders resolved.
-        chosen: configuration with ``memory`` resolved too.
-        threads: number of CPU threads.
-    """
+    """Record the values chosen for ``auto``, for the run's next start; ``chosen`` has ``memory`` resolved."""
     found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
         blocks = config.model.blocks()
@@ -261,11 +236,7 @@ def chosen_before(config: TrainConfig) -> Json:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run that finished last.
-
-    Raises:
-        UserError: no run is finished.
-    """
+    """The run that finished last."""
     found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
     if not found:
         saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
@@ -276,11 +247,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_json_or_none(file: Path) -> Json | None:
-    """Read a JSON object from a file; None if the file does not exist.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
     if not file.exists():
         return None
     try:
@@ -291,11 +258,7 @@ def read_json_or_none(file: Path) -> Json | None:
 
 
 def read_scores(folder: Path) -> Json | None:
-    """Read what ``simpletune evaluate`` measured for a run; None if it has not been evaluated.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read what ``simpletune evaluate`` measured for a run; None if it has not been evaluated."""
     return read_json_or_none(folder / SCORES)
 
 

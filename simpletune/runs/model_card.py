@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.adapters.text.files import how_to_use
+from simpletune.adapters.text.option import embedding_name
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words
 from simpletune.data.samples import pictures_in
 from simpletune.data.sources.multi_source import with_paths
 from simpletune.models.shared.family_facts import Licence
 from simpletune.runs.best_checkpoint import LAST
-from simpletune.runs.shared_metadata import loaded_tokens, loads_in_diffusers, titles_of, token_usage
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
 from simpletune.system.hub.fetch import is_hub_name
@@ -32,16 +34,13 @@ RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
 
 def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> Path:
-    """Write a run's model card.
+    """Write the model card of a run, whose folder has the result and the grid of pictures; returns its path.
 
     Args:
-        folder: run folder with the result and the grid of pictures.
-        config: configuration as the user gave it.
-        summary: summary of the run.
-        manifest: training samples (``Plan.manifest``).
-
-    Returns:
-        The path of the README.md.
+        folder: the run's folder.
+        config: the configuration as the user gave it.
+        summary: the run's summary.
+        manifest: the training samples (``Plan.manifest``).
     """
     file = folder / CARD
     write_text(file, model_card_text(folder, config, summary, manifest))
@@ -55,7 +54,7 @@ def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: 
     sections = [
         front_matter(config),
         f"# {config.name}",
-        _introduction(folder, config, example.prompt),
+        *_introduction(folder, config, example.prompt),
         "## How it was trained",
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(config, summary, pictures))]),
         "`config.json` contains every setting.",
@@ -68,12 +67,7 @@ def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: 
 
 
 def example_of(config: TrainConfig, caption: str) -> PictureRequest:
-    """Choose the picture that the card's instructions draw: the run's first validation picture, if any.
-
-    Args:
-        config: configuration of the run.
-        caption: caption of the first sample.
-    """
+    """The picture that the card's instructions draw: the run's first validation picture, or of the first caption."""
     from simpletune.stages.sample import PictureRequest
 
     option, (width, height) = config.validation, config.picture_size()
@@ -130,47 +124,39 @@ def for_repository(card: str, repository: str) -> str:
 
 
 def last_name(path: str) -> str:
-    """Return the last component of a path."""
     return os.path.basename(os.path.abspath(path))
 
 
 def public_name(name: str) -> str:
-    """Return a model's name without local folders; hub and demo names are unchanged."""
+    """A model's name without local folders; hub and demo names are unchanged."""
     return name if is_hub_name(name) else last_name(name)
 
 
 def _hub_base(config: TrainConfig) -> str | None:
-    """Return the base's hub name, or None."""
+    """The base's name on the hub, if it has one and the run starts from its weights."""
     name = config.model.weights_from
     return name if is_hub_name(name) and config.model.init == "pretrained" else None
 
 
-def _base_text(config: TrainConfig) -> str:
+def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[str]:
+    """Yield what the result is, of which base, and the prompt and pictures to begin with."""
     name = config.model.weights_from
     if config.model.init == "random":
-        return f"random weights with the architecture of {code(public_name(name))}"
-    if config.is_demo:
-        return f"{code(name)}, simpletune's tiny demo model that draws coloured shapes"
-    if is_hub_name(name):
-        return f"[{name}](https://huggingface.co/{name})"
-    return f"{code(public_name(name))}, a local copy (name it as `base_model` above if it is on the hub)"
-
-
-def _introduction(folder: Path, config: TrainConfig, prompt: str) -> str:
-    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{titles_of(config)} for"
-    lines = [f"{kind} {_base_text(config)}, trained with simpletune."]
-    if config.data.prompt:
-        lines.append(f"Trigger prompt: {code(config.data.prompt)}")
+        base = f"random weights with the architecture of {code(public_name(name))}"
+    elif config.is_demo:
+        base = f"{code(name)}, simpletune's tiny demo model that draws coloured shapes"
+    elif is_hub_name(name):
+        base = f"[{name}](https://huggingface.co/{name})"
     else:
-        lines.append(f"Example prompt: {code(prompt)}")
+        base = f"{code(public_name(name))}, a local copy (name it as `base_model` above if it is on the hub)"
+    parts = [config.adapter.title] if config.adapter.trains else []
+    parts += ["LoRA of the text encoders"] if config.text.lora is not None else []
+    parts += [f"Embeddings of `{config.text.embeddings.token}`"] if config.text.embeddings is not None else []
+    kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{' and '.join(parts)} for"
+    yield f"{kind} {base}, trained with simpletune."
+    yield f"Trigger prompt: {code(config.data.prompt)}" if config.data.prompt else f"Example prompt: {code(prompt)}"
     if (folder / GRID).exists():
-        lines.append(f"![Pictures of the base and the result from the same noise]({GRID})")
-    return "\n\n".join(lines)
-
-
-def _places(config: TrainConfig) -> str:
-    """Name the pictures' folders without their locations."""
-    return ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
+        yield f"![Pictures of the base and the result from the same noise]({GRID})"
 
 
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
@@ -190,10 +176,18 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    yield "pictures", f"{pictures} from {escape_cell(_places(config))}{held_out}"
+    places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
+    yield "pictures", f"{pictures} from {escape_cell(places)}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
-    yield from _cost(summary)
+    if "seconds_total" in summary:
+        several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
+        yield "time", f"{duration(summary['seconds_total'])}{several}"
+    peak, where = summary.get("peak_allocated_gib"), "on the GPU"
+    if peak is None:
+        peak, where = summary.get("peak_rss_gib"), "of the process (no GPU)"
+    if peak is not None:
+        yield "peak memory", f"{peak:.2f} GiB {where}"
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
         yield summary.get("eval_loss_is", ON_TRAINING), f"{before:.4f} before, {after:.4f} after"
@@ -204,32 +198,37 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
         yield "best checkpoint", f"step {best['step']:,} by {best['by']}; this is step {summary['steps']:,}"
 
 
-def _cost(summary: Json) -> Iterator[tuple[str, str]]:
-    """Yield time and memory, if known."""
-    if "seconds_total" in summary:
-        several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
-        yield "time", f"{duration(summary['seconds_total'])}{several}"
-    peak, where = summary.get("peak_allocated_gib"), "on the GPU"
-    if peak is None:
-        peak, where = summary.get("peak_rss_gib"), "of the process (no GPU)"
-    if peak is not None:
-        yield "peak memory", f"{peak:.2f} GiB {where}"
-
-
 def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
     first = config.adapter.before_diffusers(config.model.denoiser)
-    if first is None and loads_in_diffusers(config):
-        yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
-    elif first is not None:
+    if first is not None:
         result = config.adapter.result(config.model.denoiser)
         yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
-    yield from token_usage(config)
-    others = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
-    replaced = [f"{name} {code(public_name(value))}" for name, value in others.items() if value]
+    elif config.adapter.trains or config.text.lora is not None or _loaded_tokens(config):
+        yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
+    if (option := config.text.embeddings) is not None:
+        name = embedding_name(config.name, option.token)
+        uses = how_to_use(name, option.token, option.place, len(config.model.clip_encoders) == 1)
+        others = [f"- {use}" for use in uses if not use.startswith(("ComfyUI", "These"))]
+        yield "\n".join([option.use(name), "", *others])
+    parts = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}
+    replaced = [f"{name} {code(public_name(value))}" for name, value in parts.items() if value]
     if replaced:
         yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
-    yield f"With simpletune:\n\n```sh\n{command(config, example)}\n```"
+    base = config.model.pretrained
+    base = base if is_hub_name(base) or config.is_demo else f"path/to/{public_name(base)}"
+    script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
+    words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
+    drawn = shlex.join(["--prompt", example.prompt, "--seed", str(example.seed)])
+    yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {drawn}\n```"
+
+
+def _loaded_tokens(config: TrainConfig) -> list[str]:
+    """The embedding files that diffusers loads, which reads those of one text encoder."""
+    option = config.text.embeddings
+    if option is None or option.place == "output" or len(config.model.clip_encoders) != 1:
+        return []
+    return [embedding_name(config.name, option.token)]
 
 
 def snippet(config: TrainConfig, example: PictureRequest) -> str:
@@ -257,7 +256,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     if scheduler:
         options = "".join(f", {name}={value!r}" for name, value in scheduler[1].items())
         lines += [f"pipeline.scheduler = {scheduler[0]}.from_config(pipeline.scheduler.config{options})"]
-    lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in loaded_tokens(config)]
+    lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in _loaded_tokens(config)]
     if not config.adapter.trains_base and (config.adapter.trains or config.text.lora):
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
@@ -273,17 +272,6 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     lines += [f"    {name}={value!r}," for name, value in arguments.items()]
     lines += [f'    generator=torch.Generator("cpu").manual_seed({example.seed}),', ").images[0]"]
     return "\n".join([*lines, 'picture.save("picture.png")'])
-
-
-def command(config: TrainConfig, example: PictureRequest) -> str:
-    """Write the shell command that draws the example with the inference script, from the project's folder."""
-    import shlex
-
-    base = config.model.pretrained
-    base = base if is_hub_name(base) or config.is_demo else f"path/to/{public_name(base)}"
-    script = "full_model" if config.adapter.trains_base else "lora"
-    words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
-    return f"{shlex.join(words)} \\\n    {shlex.join(['--prompt', example.prompt, '--seed', str(example.seed)])}"
 
 
 def _source(name: str) -> str:
@@ -314,5 +302,4 @@ def code(text: str) -> str:
 
 
 def escape_cell(text: str) -> str:
-    """Escape text for a table cell."""
     return text.replace("|", "\\|")

@@ -17,11 +17,7 @@ _NUMBERED = re.compile(r"(\d{4,})(-|$)")
 
 
 def require_new(out: Path, overwrite: bool, folder: bool = False) -> None:
-    """Check an ``--out``: a file must be new unless ``--overwrite`` is given; a folder must be new or empty.
-
-    Raises:
-        UserError: the name is taken.
-    """
+    """Check an ``--out``: a file must be new unless ``--overwrite`` is given; a folder must be new or empty."""
     if not os.path.lexists(out):
         return
     if folder and (not out.is_dir() or any(out.iterdir())):
@@ -37,11 +33,6 @@ def write_numbered(folder: Path, name: str, write: Callable[[Path], object]) -> 
     """Write ``NNNN-name`` atomically under the next free number of a folder; safe for concurrent processes.
 
     A process claims a number by creating its temporary file exclusively, which then becomes the result.
-
-    Args:
-        folder: target folder; created if missing.
-        name: file name after the number.
-        write: writes to the given path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import CONFIG
@@ -16,25 +15,14 @@ from simpletune.system.console import say
 from simpletune.system.hub.fetch import HUB_NAME
 from simpletune.system.options import UserError
 
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
-
 Upload = dict[str, Path | bytes]
 """A file or its content, by path in the repository."""
 ENDINGS = (".json", ".safetensors")
 
 
 def push(name: str, repository: str, private: bool, yes: bool) -> str:
-    """List the files of a run's result, ask for confirmation, and upload them.
-
-    Args:
-        name: run folder or checkpoint (``RUN@STEP``).
-        repository: owner/name on the hub; created if missing.
-        private: create the repository as private.
-        yes: skip the confirmation.
-
-    Returns:
-        The URL of the repository.
+    """List the files of a run's result or checkpoint (``RUN@STEP``), ask for confirmation, and upload them to
+    owner/name on the hub, which is created if missing; returns its URL.
 
     Raises:
         UserError: the result, the token or the consent is missing, or the hub refuses.
@@ -45,9 +33,10 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
         raise UserError(f"push: {repository!r} is not a repository name. Give owner/name, such as me/my-lora")
     files = files_of(find_run(name), repository)
     say(f"push    {name} to {repository} ({'private' if private else 'public if new'})")
-    for name, content in files.items():
-        say(f"  {content_bytes(content):>12,} bytes  {name}")
-    say(f"  {sum(content_bytes(content) for content in files.values()):>12,} bytes in total")
+    sizes = {file: len(each) if isinstance(each, bytes) else each.stat().st_size for file, each in files.items()}
+    for file, size in sizes.items():
+        say(f"  {size:>12,} bytes  {file}")
+    say(f"  {sum(sizes.values()):>12,} bytes in total")
     token = get_token()
     if not token:
         raise UserError(
@@ -62,11 +51,7 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
 
 
 def files_of(named: CheckpointRef, repository: str) -> Upload:
-    """Collect the files to upload: only the card, the result, the configuration without local paths, and the grid.
-
-    Raises:
-        UserError: the folder is not a run, or the run has no result or card.
-    """
+    """Collect the files to upload: only the card, the result, the configuration without local paths, and the grid."""
     run = named.folder
     config, result = run_config(run, "push: "), find_in_run(named)
     card, own = checkpoint_of(result, config) if result.step is not None else (None, Upload())
@@ -88,11 +73,7 @@ def files_of(named: CheckpointRef, repository: str) -> Upload:
 
 
 def checkpoint_of(named: WeightsRef, config: TrainConfig) -> tuple[str, Upload]:
-    """Build the card of a checkpoint and its LoRA file, with a header that names no local folders.
-
-    Raises:
-        UserError: the checkpoint is damaged or has no LoRA.
-    """
+    """Build the card of a checkpoint and its LoRA file, with a header that names no local folders."""
     from safetensors.torch import save
 
     from simpletune.config.resolve import resolve_model_folder
@@ -116,17 +97,8 @@ def checkpoint_of(named: WeightsRef, config: TrainConfig) -> tuple[str, Upload]:
     return model_card_text(named.run, config, summary, saved.manifest), content
 
 
-def content_bytes(content: Path | bytes) -> int:
-    """Return the size in bytes of a file or of content."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
-
-
 def confirm() -> None:
-    """Ask for confirmation at the terminal.
-
-    Raises:
-        UserError: standard input is not a terminal, or the answer is no.
-    """
+    """Ask for confirmation at the terminal; a UserError if there is none, or the answer is no."""
     if not sys.stdin.isatty():
         raise UserError(
             "push: nothing was uploaded, because no terminal can ask for confirmation. Add --yes to confirm"
@@ -140,14 +112,7 @@ def confirm() -> None:
 
 
 def upload(files: Upload, repository: str, private: bool, token: str) -> str:
-    """Create the repository if missing, and commit the files.
-
-    Returns:
-        The URL of the repository.
-
-    Raises:
-        UserError: ``private`` is set, but the repository exists and is public.
-    """
+    """Create the repository if missing, and commit the files; returns the repository's URL."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token, library_name="simpletune")
@@ -164,11 +129,7 @@ def upload(files: Upload, repository: str, private: bool, token: str) -> str:
 
 @contextmanager
 def explain_push_errors(repository: str) -> Iterator[None]:
-    """Turn the hub's errors into messages within this context.
-
-    Raises:
-        UserError: instead of the hub's error.
-    """
+    """Turn the hub's errors into messages within this context."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 
     try:
@@ -176,7 +137,15 @@ def explain_push_errors(repository: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UserError(f"push: {repository} is not a valid repository name ({error})") from None
     except HfHubHTTPError as error:
-        raise UserError(f"push: {_refusal(repository, error)}") from None
+        owner, status = repository.partition("/")[0], error.response.status_code
+        known = {
+            401: "the hub rejects the token (401). Log in again with `hf auth login`, or correct HF_TOKEN",
+            403: f"the token may not write to {repository} (403). Use one with write access that belongs to {owner}",
+            404: f"{repository} was not found (404). Check the owner's name and the token's access",
+        }
+        detail = f": {' '.join(error.server_message.split())[:300]}" if error.server_message else ""
+        other = f"the hub answered {status}{detail}. No commit was made; try again later"
+        raise UserError(f"push: {known.get(status, other)}") from None
     except OfflineModeIsEnabled:
         raise UserError("push: nothing was uploaded, because HF_HUB_OFFLINE is set. Unset it and try again") from None
     except (HTTPError, ConnectionError, TimeoutError) as error:
@@ -184,15 +153,3 @@ def explain_push_errors(repository: str) -> Iterator[None]:
         raise UserError(f"push: cannot reach the hub ({reason}). Check the network and try again") from None
     except RuntimeError as error:  # raised by hf_xet for large files
         raise UserError(f"push: the upload failed ({type(error).__name__}) before the commit. Try again") from None
-
-
-def _refusal(repository: str, error: HfHubHTTPError) -> str:
-    """Describe an HTTP status and its remedy."""
-    owner, status = repository.partition("/")[0], error.response.status_code
-    known = {
-        401: "the hub rejects the token (401). Log in again with `hf auth login`, or correct HF_TOKEN",
-        403: f"the token may not write to {repository} (403). Use one with write access that belongs to {owner}",
-        404: f"{repository} was not found (404). Check the owner's name and the token's access",
-    }
-    detail = f": {' '.join(error.server_message.split())[:300]}" if error.server_message else ""
-    return known.get(status, f"the hub answered {status}{detail}. No commit was made; try again later")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.system.atomic import quarantine
@@ -21,11 +21,7 @@ NUMBER = (int, float)
 
 
 def require_place(folder: Path) -> None:
-    """Check that the run's folder can be written or created.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Check that the run's folder can be written or created."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Remove it, or give this run another name: name=...")
     place = existing(folder)
@@ -42,21 +38,9 @@ def set_aside(file: Path, fault: str) -> None:
         say(f"warning {file} {fault}: set aside as {quarantine(file).name}")
 
 
-def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]) -> None:
-    """Set aside folders in the place of a run's files, and files in the place of its folders."""
-    for name in (*files, *folders):
-        place, should = folder / name, "a file" if name in files else "a folder"
-        if os.path.lexists(place) and not (place.is_file() if name in files else place.is_dir()):
-            set_aside(place, f"is not {should}")
-
-
 def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
-    """Read a JSON object that a run wrote; None if it is missing, or damaged and set aside.
-
-    Args:
-        file: file of a run.
-        needed: types of the required values.
-    """
+    """Read a JSON object that a run wrote, with values of the needed types; None if it is missing, or damaged and set
+    aside."""
     if not os.path.lexists(file):
         return None
     if not file.is_file():
@@ -75,14 +59,10 @@ def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
 
 
 def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
-    """Read the rows of a JSON Lines file.
+    """Read the rows of a run's JSON Lines file, which need not exist.
 
     Skips a partial last line, which a kill may leave. With other damage, sets the file aside and returns the intact
-    rows, one per step.
-
-    Args:
-        file: file of a run, which need not exist.
-        needed: keys of the required numbers, including ``step``.
+    rows, one per step: those that have the needed numbers, ``step`` among them.
     """
     if not os.path.lexists(file):
         return []
@@ -118,14 +98,3 @@ def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:
         return None
     numbers = all(type(row.get(key)) in NUMBER and math.isfinite(row[key]) for key in needed)
     return row if numbers else None
-
-
-def say_missing(file: Path, rows: list[Json], skipped: list[Json], step: int) -> None:
-    """Warn about steps without a row; only the loss curve has a gap."""
-    there = {row["step"] for row in (*rows, *skipped)}
-    missing = [str(number) for number in range(1, step + 1) if number not in there]
-    if missing:
-        say(
-            f"warning {file} lacks {len(missing)} of the steps 1-{step}: {join_names(missing, 6)}. The loss curve has "
-            "a gap; the weights are not affected"
-        )

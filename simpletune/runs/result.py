@@ -17,16 +17,9 @@ CHECKSUMS = "result_sha256"  # in summary.json: the SHA-256 of the result's file
 
 
 def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
-    """Write the files of a result in formats that other tools read.
+    """Write the files of a result in formats that other tools read; returns the one that ``result_files`` lists first.
 
-    Args:
-        config: the run's configuration.
-        model: trained denoiser, with the text side if that trains.
-        folder: folder for the result.
-        metadata: strings for the safetensors headers.
-
-    Returns:
-        The file or folder that ``result_files`` lists first.
+    ``model`` is the trained denoiser, with the text side if that trains; ``metadata`` goes into safetensors' headers.
     """
     with without_text(model):
         output = config.adapter.export(model, folder, metadata)
@@ -50,13 +43,7 @@ def result_checksums(config: TrainConfig, folder: Path) -> dict[str, str]:
 
 
 def damaged_results(config: TrainConfig, folder: Path, summary: Json) -> list[Path]:
-    """List the files or folders of a run's result that are missing or do not match the checksums in its summary.
-
-    Args:
-        config: the run's configuration.
-        folder: run folder.
-        summary: content of its summary.json.
-    """
+    """List the files or folders of a run's result that are missing or do not match the checksums in its summary."""
     known = summary.get(CHECKSUMS)
     recorded = known if isinstance(known, dict) else {}
 

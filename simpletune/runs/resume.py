@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from pydantic import ValidationError
 
@@ -21,12 +22,9 @@ PINNED = (
 def check_resumable(
     saved: SavedState, config: TrainConfig, manifest: list[Json], processes: int | None = None
 ) -> list[str]:
-    """Compare a configuration and a data set with those of a checkpoint.
+    """Compare a configuration, as the user gave it, and the data's manifest with those of a checkpoint.
 
     Args:
-        saved: checkpoint.
-        config: configuration as the user gave it.
-        manifest: current manifest of the data.
         processes: current number of processes; None skips the comparison.
 
     Returns:
@@ -35,13 +33,16 @@ def check_resumable(
     Raises:
         UserError: a change affects the meaning of the weights or the order of samples.
     """
-    changes = _differences(_with_defaults(saved.config), config.model_dump(mode="json", by_alias=True))
+    before = saved.config
+    with suppress(ValidationError):  # a field was removed since; the differences name it
+        # Defaults of newer fields do not change the run.
+        before = read_saved(json.dumps(before)).model_dump(mode="json", by_alias=True)
+    changes = _differences(before, config.model_dump(mode="json", by_alias=True))
     pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"
-        raise UserError(
-            "\n".join([f"--resume: {saved.folder} was made with other settings:", *_indent(pinned), remedy])
-        )
+        listed = "\n  ".join([f"--resume: {saved.folder} was made with other settings:", *pinned])
+        raise UserError(f"{listed}\n{remedy}")
     if saved.micro_batches is None and saved.processes > 1:
         raise UserError(
             f"--resume: {saved.folder} was made by {saved.processes} processes with an earlier version, in which the "
@@ -53,18 +54,10 @@ def check_resumable(
         bits = "the same bits" if exact else "the same samples and noise; sums differ in the last bits"
         changes.append(f"processes: {saved.processes} -> {processes} (train.reduce {config.train.reduce}: {bits})")
     if manifest != saved.manifest:
-        remedy = "Restore the data, or start a new run"
-        listed = _indent(_manifest_changes(saved.manifest, manifest))
-        raise UserError("\n".join(["--resume: the data has changed since the checkpoint:", *listed, remedy]))
+        data = _manifest_changes(saved.manifest, manifest)
+        listed = "\n  ".join(["--resume: the data has changed since the checkpoint:", *data])
+        raise UserError(f"{listed}\nRestore the data, or start a new run")
     return changes
-
-
-def _with_defaults(config: Json) -> Json:
-    """Add the defaults of newer fields, which do not change the run, to a saved configuration."""
-    try:
-        return read_saved(json.dumps(config)).model_dump(mode="json", by_alias=True)
-    except ValidationError:  # a field was removed since; the differences name it
-        return config
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:
@@ -95,7 +88,3 @@ def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
         if was.get("held_out") != now.get("held_out"):
             changes.append(f"{key[0]}: now {'held out' if now.get('held_out') else 'trained on'} (validation.split)")
     return changes[:12] or ["the order or the number of repetitions"]
-
-
-def _indent(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]

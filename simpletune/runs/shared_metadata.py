@@ -1,5 +1,4 @@
-"""What a shared file or a model card states about its run: when it was trained, a thumbnail, the trigger words, and how
-tools use its token."""
+"""What a shared file states about its run: when it was trained, a thumbnail, the trigger words and tags."""
 
 from __future__ import annotations
 
@@ -11,8 +10,6 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from simpletune.adapters.text.files import how_to_use
-from simpletune.adapters.text.option import embedding_name
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
@@ -37,21 +34,17 @@ def trained_at(run: Path) -> str | None:
 
 
 def thumbnail(run: Path, step: int | None) -> str | None:
-    """A run's validation picture as a small JPEG in a data URI; None if there is none.
-
-    Args:
-        run: the run's folder.
-        step: a checkpoint's step; None: the last step that pictures were drawn at.
-    """
+    """A run's validation picture of a step, or of the last one drawn, as a small JPEG in a data URI; None if there is
+    none."""
     states = sorted((run / SAMPLES).glob("step-*")) if step is None else [run / SAMPLES / f"step-{step:06d}"]
     for state in reversed(states):
         for file in sorted(state.glob("prompt-*.png")):
-            return data_uri(file)
+            return small_jpeg(file)
     return None
 
 
-def data_uri(file: Path) -> str | None:
-    """A picture as a square JPEG of at most ``MOST`` characters; None if it cannot be read.
+def small_jpeg(file: Path) -> str | None:
+    """A picture as a square JPEG in a data URI of at most ``MOST`` characters; None if it cannot be read.
 
     Drops metadata, because a PNG's text chunks contain the prompt.
     """
@@ -84,40 +77,3 @@ def tags_of(config: TrainConfig) -> Iterator[str]:
     yield config.adapter.method
     yield config.model.diffusers.tag
     yield "simpletune"
-
-
-def has_one_encoder(config: TrainConfig) -> bool:
-    """Whether the model has one text encoder, whose embeddings diffusers and A1111 read."""
-    return len(config.model.clip_encoders) == 1
-
-
-def titles_of(config: TrainConfig) -> str:
-    """The result's contents, in words."""
-    found = [config.adapter.title] if config.adapter.trains else []
-    found += ["LoRA of the text encoders"] if config.text.lora is not None else []
-    found += [f"Embeddings of `{config.text.embeddings.token}`"] if config.text.embeddings is not None else []
-    return " and ".join(found)
-
-
-def loaded_tokens(config: TrainConfig) -> list[str]:
-    """The embedding files that diffusers loads."""
-    option = config.text.embeddings
-    if option is None or option.place == "output" or not has_one_encoder(config):
-        return []
-    return [embedding_name(config.name, option.token)]
-
-
-def loads_in_diffusers(config: TrainConfig) -> bool:
-    """Whether diffusers loads any of the result."""
-    return config.adapter.trains or config.text.lora is not None or bool(loaded_tokens(config))
-
-
-def token_usage(config: TrainConfig) -> Iterator[str]:
-    """How tools use the token, as a list in Markdown; empty for a run without embeddings."""
-    option = config.text.embeddings
-    if option is None:
-        return
-    name = embedding_name(config.name, option.token)
-    uses = how_to_use(name, option.token, option.place, has_one_encoder(config))
-    others = [f"- {use}" for use in uses if not use.startswith(("ComfyUI", "These"))]
-    yield "\n".join([option.use(name), "", *others])

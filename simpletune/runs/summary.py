@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.config.validation_schedule import drift_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
-from simpletune.data.samples import Sample, samples_by_bucket
+from simpletune.data.samples import samples_by_bucket
 from simpletune.data.source_mix import source_lines
 from simpletune.models.shared.buckets import upscaling
 from simpletune.runs.attempts import (
@@ -43,49 +42,25 @@ from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import largest_peak, round_figure, stages_as_json
 
 
-@dataclass(frozen=True)
-class RunMeasurements:
-    """Hold the measurements of a run.
-
-    Args:
-        device: description of the device.
-        attempts: attempts with time and memory by stage.
-        samples: samples per step in all processes, averaged over an epoch.
-    """
-
-    device: str
-    attempts: Sequence[Attempt]
-    samples: float
-
-
-def summarise(config: TrainConfig, folder: Path, steps: int, measured: RunMeasurements) -> Json:
-    """Summarise the measurements of a run.
-
-    Args:
-        config: configuration of the run.
-        folder: run folder, whose metrics cover all attempts.
-        steps: number of steps of the whole run.
-        measured: measurements over all attempts.
-    """
+def summarise(
+    config: TrainConfig, folder: Path, steps: int, device: str, attempts: Sequence[Attempt], samples: float
+) -> Json:
+    """Summarise the measurements of a whole run; ``samples`` is those of a step in all processes, averaged over an
+    epoch."""
     rows = read_metrics(folder)
     return {
         "name": config.name,
-        "device": measured.device,
+        "device": device,
         "steps": steps,
-        **_paced(rows, measured.attempts, measured.samples),
-        **_peaks(measured.attempts),
+        **_paced(rows, attempts, samples),
+        **_peaks(attempts),
         **_first_and_final([row["loss"] for row in rows]),
     }
 
 
 def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
-    """Summarise a stopped run up to a checkpoint; time and memory cover all attempts.
-
-    Args:
-        run: run folder.
-        config: configuration with the model's folder resolved.
-        saved: checkpoint.
-    """
+    """Summarise a stopped run up to a checkpoint; time and memory cover all attempts, and the configuration has the
+    model's folder resolved."""
     step, attempts = saved.step, read_attempts(run)
     buckets = samples_by_bucket(saved.manifest)
     micros = saved.micro_batches or config.train.accumulation * saved.processes
@@ -125,14 +100,6 @@ def drift_at(run: Path, step: int) -> Json:
     return {} if found is None else {"drift_after": found}
 
 
-def _best_words(summary: Json, folder: Path) -> dict[str, str]:
-    """Name the best checkpoint, if a figure or the user chose it."""
-    best = summary.get("best")
-    if best is None or best["by"] == LAST:
-        return {}
-    return {"best": f"{folder}{BestCheckpoint(**best).suffix} by {best['by']}: {best['why']}"}
-
-
 def left_out(run: Path, step: int) -> Json:
     """Count the skipped steps, and list the blocks that compute in fp32 because they overflow fp16."""
     rows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= step]
@@ -145,7 +112,7 @@ def left_out(run: Path, step: int) -> Json:
 
 
 def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
-    """Compute the pace of a run from the seconds of its steps; None if the rows were lost."""
+    """The pace of a run from the seconds of its steps; None if the rows were lost."""
     per_step = median_seconds(rows, attempts)
     pace = samples / per_step if per_step else None
     waited = [row["waited"] for row in rows if "waited" in row]
@@ -154,14 +121,10 @@ def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) ->
 
 
 def _peaks(attempts: Sequence[Attempt]) -> Json:
-    """Collect time and memory by stage, and the largest peaks."""
+    """Time and memory by stage, and the largest peaks."""
     stages = merged_stages(attempts)
-    return {
-        "peak_allocated_gib": round_figure(largest_peak(stages, "peak_allocated_gib")),
-        "peak_reserved_gib": round_figure(largest_peak(stages, "peak_reserved_gib")),
-        "peak_rss_gib": round_figure(largest_peak(stages, "peak_rss_gib")),
-        "stages": stages_as_json(stages),
-    }
+    peaks = ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib")
+    return {peak: round_figure(largest_peak(stages, peak)) for peak in peaks} | {"stages": stages_as_json(stages)}
 
 
 def _first_and_final(losses: list[float]) -> Json:
@@ -172,12 +135,7 @@ def _first_and_final(losses: list[float]) -> Json:
 
 
 def print_stopped(run: Path, steps: int) -> None:
-    """Print what a stopped run has saved, and how to use it.
-
-    Args:
-        run: run folder.
-        steps: number of steps of the whole run.
-    """
+    """Print what a stopped run of so many steps has saved, and how to use it."""
     found = list_checkpoints(run)
     if not found:
         say("stopped: no checkpoint was saved")
@@ -205,25 +163,17 @@ def print_data(prepared: PreparedData) -> None:
     if plan.fillers:
         many = plural(plan.fillers, "filler row", "filler rows")
         say(f"        {many} per epoch without weight in the loss, to complete micro-batches")
-    for note in prepared.notes if plan.data.streamed else _notes_of(prepared):
-        say(f"        {note}")
-
-
-def _notes_of(prepared: PreparedData) -> Iterator[str]:
-    """Remarks on listed data: pictures that are scaled up, and long captions."""
-    plan = prepared.plan
-    small = sum(_scaled_up(sample) and sample.repeat == 0 for sample in plan.samples)
-    if small:
+    if plan.data.streamed:
+        for note in prepared.notes:
+            say(f"        {note}")
+        return
+    first = [sample for sample in plan.samples if sample.repeat == 0]
+    if small := sum(upscaling(sample.picture.size, sample.bucket) > 1 for sample in first):
         one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
-        yield f"{plural(small, one, many)} scaled up"
-    too_long = prepared.text.too_long(plan.captions())
-    if too_long:
+        say(f"        {plural(small, one, many)} scaled up")
+    if too_long := prepared.text.too_long(plan.captions()):
         many = plural(len(too_long), "caption is", "captions are")
-        yield f"{many} longer than 77 tokens: the CLIP encoders see only the first 77"
-
-
-def _scaled_up(sample: Sample) -> bool:
-    return upscaling(sample.picture.size, sample.bucket) > 1
+        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the first 77")
 
 
 def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list[Path], places: dict[str, str]) -> None:
@@ -248,9 +198,12 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
         say(f"  drift from the base: {drift_words(drift)}")
     if undone := overflow_words(summary):
         say(f"  fp16: {undone}")
+    best = summary.get("best")
+    if best is not None and best["by"] == LAST:  # neither a figure nor the user chose it
+        best = None
     rows = {
         "result": summary["output"],
-        **_best_words(summary, folder),
+        **({"best": f"{folder}{BestCheckpoint(**best).suffix} by {best['by']}: {best['why']}"} if best else {}),
         "model card": folder / "README.md",
         "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",

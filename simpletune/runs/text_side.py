@@ -23,10 +23,7 @@ StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def embedding_of(text: str) -> Embedding:
-    """Find the embeddings that ``--embedding`` names.
-
-    Args:
-        text: a file or a run, with an optional ``:TOKEN``.
+    """Find the embeddings that ``--embedding`` names: a file or a run, with an optional ``:TOKEN``.
 
     Raises:
         UserError: there is no such file or run, or it holds no embeddings.
@@ -65,11 +62,7 @@ def embeddings_of(weights: Weights) -> tuple[EmbeddingFile, ...]:
 
 
 def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
-    """Read the text side of weights.
-
-    Args:
-        weights: the weights to draw with.
-        stand_ins: words by token, for tokens without an embedding in these weights.
+    """Read the text side of weights; ``stand_ins`` are words for tokens without an embedding in these weights.
 
     Raises:
         UserError: a file is damaged, or two embeddings have the same token.
@@ -99,12 +92,7 @@ def _text_updates(file: Path, digest: str) -> dict[str, Update]:
 
 
 def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
-    """The words that embeddings were initialised from, by token; models without the embedding read these words instead.
-
-    Args:
-        models: the models whose embeddings provide words.
-        text: what the run trained on the text side.
-    """
+    """The words that embeddings were initialised from, by token; models without the embedding read them instead."""
     words = {each.token: each.words for weights in models for each in embeddings_of(weights) if each.words}
     if (option := text.embeddings) is not None:
         words.setdefault(option.token, tuple(option.words()))

@@ -29,38 +29,25 @@ Embedding = tuple[Path, str | None]
 
 @dataclass(frozen=True)
 class Weights:
-    """Describe weights to draw with.
-
-    Args:
-        label: description of the weights.
-        lora: LoRA file to apply to the base, if any.
-        scale: strength of the LoRA.
-        transformer: folder of a fine-tuned transformer, if any.
-        merged: merge the LoRA into the weights.
-        trained: checkpoint file of trained weights that replace the base's, if any.
-        short: short label for a column title.
-        more: further LoRAs to apply at once, with their strengths.
-        embeddings: learned embeddings of tokens.
-    """
+    """Weights to draw with: the base's, and what changes or replaces them."""
 
     label: str
-    lora: Path | None = None
-    scale: float = 1.0
-    denoiser: Path | None = None
-    merged: bool = False
-    trained: Path | None = None
-    short: str = ""
-    more: tuple[tuple[Path, float], ...] = ()
-    embeddings: tuple[Embedding, ...] = ()
+    lora: Path | None = None  # file to apply to the base
+    scale: float = 1.0  # strength of the LoRA
+    denoiser: Path | None = None  # folder of a fine-tuned transformer or U-Net
+    merged: bool = False  # merge the LoRA into the weights
+    trained: Path | None = None  # checkpoint file of trained weights that replace the base's
+    short: str = ""  # label for a column title
+    more: tuple[tuple[Path, float], ...] = ()  # further LoRAs to apply at once, with their strengths
+    embeddings: tuple[Embedding, ...] = ()  # learned, of tokens
 
     @property
     def loras(self) -> list[tuple[Path, float]]:
-        """List all LoRAs with their strengths."""
+        """All LoRAs with their strengths."""
         return [] if self.lora is None else [(self.lora, self.scale), *self.more]
 
     @property
     def title(self) -> str:
-        """Return the column title."""
         return self.short or self.label
 
 
@@ -68,12 +55,7 @@ BASE = Weights("base")
 
 
 def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
-    """Describe the weights of a resolved name.
-
-    Args:
-        named: resolved name.
-        scale: strength of a LoRA if the name has none.
-    """
+    """The weights of a resolved name; ``scale`` is the strength of a LoRA if the name has none."""
     scale = scale if named.scale is None else named.scale
     run, step = named.run, named.step
     title = None if run is None or step is None else f"{run.name} step {step}"
@@ -96,25 +78,12 @@ def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
 
 
 def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
-    """Find a LoRA by file, run, checkpoint or hub name.
-
-    Args:
-        text: name.
-        scale: strength if the name has none.
-        option: prefix of messages.
-
-    Raises:
-        UserError: nothing has that name, or it is a full model.
-    """
+    """Find a LoRA by file, run, checkpoint or hub name; ``option`` is the prefix of messages."""
     return find_weights(find_lora(text, option, f"Use --run {split_scale(text)[0]} instead"), scale)
 
 
 def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
-    """List the weights of a run's checkpoints, oldest first.
-
-    Raises:
-        UserError: the run has no checkpoint.
-    """
+    """The weights of a run's checkpoints, oldest first."""
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"--checkpoints: {run} has no checkpoint. Remove the option, or name another run")
@@ -131,21 +100,12 @@ def combine(all_of_them: list[Weights]) -> Weights:
 
 
 def run_result(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
-    """Describe the result of a run.
-
-    Args:
-        run: run folder.
-        scale: strength of a LoRA.
-        step: step of a checkpoint; None for the result.
-
-    Raises:
-        UserError: the run has no result.
-    """
+    """The result of a run, or its checkpoint of a step."""
     return find_weights(find_in_run(CheckpointRef(run, step)), scale)
 
 
 def full_model_of(run: Path, step: int | None = None) -> Weights:
-    """Describe the result of a run as a full model: its transformer, or its LoRA merged into the base."""
+    """The result of a run as a full model: its transformer, or its LoRA merged into the base."""
     weights = run_result(run, step=step)
     if weights.lora is None:
         return weights
@@ -164,7 +124,7 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
 def load_weights(
     config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
 ) -> tuple[Denoiser, DetachedModulation | None]:
-    """Load the transformer with these weights.
+    """Load the denoiser with these weights.
 
     Nothing trains here, so the modulation plan always removes the modulation, including a LoRA's updates to it.
 
@@ -175,7 +135,7 @@ def load_weights(
         sizes: (width, height) in pixels of the pictures to draw.
 
     Returns:
-        The transformer, and its modulation if it was removed.
+        The denoiser, and its modulation if it was removed.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
     from simpletune.models.shared.denoiser import model_device, model_units
@@ -198,11 +158,7 @@ def load_weights(
 
 
 def overwrite(denoiser: nn.Module, file: Path) -> None:
-    """Replace base weights by a checkpoint's trained weights.
-
-    Raises:
-        UserError: the checkpoint belongs to another model.
-    """
+    """Replace base weights by a checkpoint's trained weights, which must be this model's."""
     from simpletune.system.safetensors_file import WeightReader
 
     reader, parameters = WeightReader([file]), dict(denoiser.named_parameters())

@@ -20,9 +20,16 @@ from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.schema import TrainConfig
 from simpletune.config.stored_configs import read_saved
 from simpletune.models.families import DENOISERS, denoiser_in
-from simpletune.runs import checkpoint_folders as files
 from simpletune.runs.best_checkpoint import best_step, choose_best
-from simpletune.runs.checkpoint_folders import NAME, STATE, checkpoint_folder, list_checkpoints, saved_file
+from simpletune.runs.checkpoint_folders import (
+    AVERAGE,
+    NAME,
+    STATE,
+    TRAINABLE,
+    checkpoint_folder,
+    list_checkpoints,
+    saved_file,
+)
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from simpletune.system.hub.fetch import is_hub_name
 from simpletune.system.options import UserError, join_names
@@ -33,40 +40,24 @@ LISTED = 16  # steps in a message
 
 
 class CheckpointRef(NamedTuple):
-    """Name a run or one of its checkpoints.
-
-    Args:
-        folder: run folder.
-        step: step of the checkpoint; None for the run's result.
-    """
+    """A run's result, or one of its checkpoints."""
 
     folder: Path
-    step: int | None = None
+    step: int | None = None  # None: the result
 
 
 @dataclass(frozen=True)
 class WeightsRef:
-    """Hold what a name refers to: one of ``lora``, ``transformer`` and ``trained``, or embeddings alone.
+    """What a name refers to: one of ``lora``, ``denoiser`` and ``trained``, or embeddings alone."""
 
-    Args:
-        name: name without the strength.
-        scale: strength, if given.
-        lora: LoRA file.
-        transformer: folder of a whole transformer or U-Net.
-        trained: checkpoint file of trained weights that replace the base's; the average, if the run keeps one.
-        run: folder of the run that made it, if known.
-        step: step of the checkpoint; None if it is not a checkpoint.
-        embeddings: files of the run's embeddings.
-    """
-
-    name: str
-    scale: float | None = None
+    name: str  # without the strength
+    scale: float | None = None  # strength, if given
     lora: Path | None = None
-    denoiser: Path | None = None
-    trained: Path | None = None
-    run: Path | None = None
-    step: int | None = None
-    embeddings: tuple[Path, ...] = ()
+    denoiser: Path | None = None  # folder of a whole transformer or U-Net
+    trained: Path | None = None  # checkpoint file of trained weights; the average's, if the run keeps one
+    run: Path | None = None  # folder of the run that made it, if known
+    step: int | None = None  # of the checkpoint; None: it is none
+    embeddings: tuple[Path, ...] = ()  # files of the run's embeddings
 
     @property
     def is_text_alone(self) -> bool:
@@ -87,17 +78,12 @@ def find_named(text: str, option: str = "") -> WeightsRef:
     try:
         name, scale = split_scale(text)
         named = _find(name)
-        if scale is None and name.endswith(f"@{BEST}") and named.lora is not None:
-            scale = best_strength(named)
+        if scale is None and name.endswith(f"@{BEST}") and named.lora is not None and named.run is not None:
+            choice = choose_best(named.run)
+            scale = None if choice is None or choice.strength == 1 else choice.strength
         return replace(named, scale=scale)
     except UserError as error:
         raise UserError(f"{option}{error}", error.code) from None
-
-
-def best_strength(named: WeightsRef) -> float | None:
-    """Return the strength at which a run's best checkpoint was chosen; None if it is 1."""
-    choice = choose_best(named.run) if named.run is not None else None
-    return None if choice is None or choice.strength == 1 else choice.strength
 
 
 def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> WeightsRef:
@@ -124,11 +110,7 @@ def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength
 
 
 def weight_file(name: str) -> Path:
-    """Find the weights file of a run, a checkpoint, a folder or a file.
-
-    Raises:
-        UserError: no weights were found.
-    """
+    """Find the weights file of a run, a checkpoint, a folder or a file."""
     path, run = Path(name), split_step(name)
     if run is None and not is_run(path) and not (path / STATE).exists():
         return find_weight_file(path)
@@ -138,11 +120,7 @@ def weight_file(name: str) -> Path:
 
 
 def find_in_run(run: CheckpointRef) -> WeightsRef:
-    """Resolve the result of a run or one of its checkpoints.
-
-    Raises:
-        UserError: the run has no result.
-    """
+    """Resolve the result of a run or one of its checkpoints; a UserError if the run has no result."""
     folder, step = run
     if step is not None:
         return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
@@ -152,19 +130,18 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
         return WeightsRef(str(folder), lora=lora, run=known, embeddings=embeddings)
-    raise _no_result(folder)
+    if not (steps := [step for step, _ in list_checkpoints(folder)]):
+        raise UserError(f"{folder} has no result and no checkpoint. Continue training it, or name another run")
+    raise UserError(
+        f"{folder} has no result, because it is unfinished. Export its last checkpoint with "
+        f"`{shlex.join(['simpletune', 'finish', str(folder)])}`, or name a checkpoint: "
+        f"{join_names([f'{folder}@{step}' for step in reversed(steps)], 4)}"
+    )
 
 
 def find_run(text: str, option: str = "") -> CheckpointRef:
-    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
-
-    Args:
-        text: name.
-        option: prefix of messages.
-
-    Raises:
-        UserError: the run or checkpoint does not exist.
-    """
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``; ``option`` is the prefix of
+    messages."""
     try:
         return split_step(text) or CheckpointRef(Path(text))
     except UserError as error:
@@ -172,15 +149,7 @@ def find_run(text: str, option: str = "") -> CheckpointRef:
 
 
 def run_config(run: Path, option: str = "") -> TrainConfig:
-    """Read the configuration of a run.
-
-    Args:
-        run: run folder.
-        option: prefix of messages.
-
-    Raises:
-        UserError: the folder is not a run.
-    """
+    """Read the configuration of a run; a UserError, which begins with ``option``, if the folder is none."""
     file = run / CONFIG
     if not file.is_file():
         what = f"is not a run's folder: it has no {CONFIG}" if run.is_dir() else "does not exist"
@@ -196,28 +165,24 @@ def run_config(run: Path, option: str = "") -> TrainConfig:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, finished or not; a model's folder has a ``config.json``, too."""
+    """Whether a folder is a run's, finished or not; a model's folder has a ``config.json``, too."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder is a run's without a result."""
+    """Whether a folder is a run's without a result."""
     return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
 
 
-def split_scale(text: str, default: float | None = None) -> tuple[str, float | None]:
-    """Split a name from the strength after its last colon: ``my.safetensors:0.8``.
-
-    Args:
-        text: name with an optional strength.
-        default: strength if none is given.
+def split_scale(text: str) -> tuple[str, float | None]:
+    """Split a name from the strength after its last colon, if any: ``my.safetensors:0.8``.
 
     Raises:
         UserError: the name exists, but what follows the colon is not a number.
     """
     name, colon, scale = text.rpartition(":")
     if not colon or Path(text).exists():
-        return text, default
+        return text, None
     try:
         value = float(scale)
     except ValueError:
@@ -226,7 +191,7 @@ def split_scale(text: str, default: float | None = None) -> tuple[str, float | N
         return name, value
     if Path(name).exists() or split_step(name) is not None:
         raise UserError(f"{text}: the strength {scale!r} is not a number. Write one, as in {name}:0.8")
-    return text, default
+    return text, None
 
 
 def split_step(name: str) -> CheckpointRef | None:
@@ -275,7 +240,7 @@ def _find(name: str) -> WeightsRef:
 
 def _of_folder(folder: Path) -> WeightsRef:
     """Resolve a folder with a checkpoint, a result or a transformer."""
-    if (folder / STATE).exists() or saved_file(folder, files.TRAINABLE).exists():
+    if (folder / STATE).exists() or saved_file(folder, TRAINABLE).exists():
         match = NAME.match(folder.name)
         if match and folder.parent.name == CHECKPOINTS:
             return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
@@ -293,21 +258,9 @@ def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = Non
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
     if lora is not None or embeddings:
         return WeightsRef(name, lora=lora, run=run, step=step, embeddings=embeddings)
-    average = saved_file(folder, files.AVERAGE)
-    trained = average if average.is_file() else saved_file(folder, files.TRAINABLE)
+    average = saved_file(folder, AVERAGE)
+    trained = average if average.is_file() else saved_file(folder, TRAINABLE)
     return WeightsRef(name, trained=trained, run=run, step=step)
-
-
-def _no_result(run: Path) -> UserError:
-    """Build the error for a run without a result."""
-    steps = [step for step, _ in list_checkpoints(run)]
-    if not steps:
-        return UserError(f"{run} has no result and no checkpoint. Continue training it, or name another run")
-    return UserError(
-        f"{run} has no result, because it is unfinished. Export its last checkpoint with "
-        f"`{shlex.join(['simpletune', 'finish', str(run)])}`, or name a checkpoint: "
-        f"{join_names([f'{run}@{step}' for step in reversed(steps)], 4)}"
-    )
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from simpletune.runs.estimate_record import beside_measured, lines
 from simpletune.runs.folder import SUMMARY, read_first_validation
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
-from simpletune.runs.summary import RunMeasurements, drift_at, left_out, print_results, summarise
+from simpletune.runs.summary import drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.printable import describe_exception
@@ -33,7 +33,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     validator.try_to_draw(steps)
     trainer.attempt.update(ended="finished")
     attempts = trainer.attempt.all
-    summary = summarise(config, folder, steps, RunMeasurements(job.device, attempts, plan.samples_per_step))
+    summary = summarise(config, folder, steps, job.device, attempts, plan.samples_per_step)
     to_first_step = trainer.metrics.to_first_step
     summary |= {
         "attempts": len(attempts),

@@ -32,11 +32,7 @@ def control(args: argparse.Namespace) -> None:
 
 
 def build_request(args: argparse.Namespace) -> AnyRequest:
-    """Build the request that the arguments describe.
-
-    Raises:
-        UserError: a value is out of range, or belongs to another request.
-    """
+    """Build the request that the arguments describe; a UserError if a value is out of range or of another request."""
     from pydantic import ValidationError
 
     from simpletune.config.error_text import problems_of
@@ -56,11 +52,7 @@ def build_request(args: argparse.Namespace) -> AnyRequest:
 
 
 def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
-    """Wait for the answer to a request.
-
-    Raises:
-        UserError: there is no answer in time, or the run has ended without one.
-    """
+    """Wait for the answer to a request; a UserError if there is none in time, or the run has ended without one."""
     from simpletune.runs.control import read_answers
     from simpletune.system.locks import is_held
 
@@ -80,7 +72,6 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
 
 
 def control_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``control``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a training run, such as runs/demo")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--draw", metavar="PROMPT", help="draw a picture after the step, into RUN/drawn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import JSON_HELP, add_config, add_overrides
+from simpletune.apps.cli.arguments import JSON_HELP, add_config, add_overrides, positive, whole_number
 
 
 def data(args: argparse.Namespace) -> None:
@@ -20,13 +20,11 @@ def data(args: argparse.Namespace) -> None:
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``data``."""
     add_config(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
-    parser.add_argument(
-        "--pictures", type=_count, default=96, metavar="N", help="show at most N pictures (default: 96)"
-    )
+    count = whole_number("a whole number from 0 to 2000", 0, 2000)
+    parser.add_argument("--pictures", type=count, default=96, metavar="N", help="show at most N pictures (default: 96)")
 
 
 def caption(args: argparse.Namespace) -> None:
@@ -46,9 +44,6 @@ def caption(args: argparse.Namespace) -> None:
 
 
 def caption_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``caption``."""
-    from simpletune.apps.cli.generate_arguments import positive
-
     parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration")
     add_overrides(parser)
     parser.add_argument(
@@ -71,12 +66,6 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto, a card")
     parser.add_argument("--predict", action="store_true", help="predict the memory and write nothing")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 2000:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2000")
-    return int(text)
 
 
 VERBS = {"data": (data, data_arguments), "caption": (caption, caption_arguments)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import JSON_HELP
-from simpletune.apps.cli.generate_arguments import positive
+from simpletune.apps.cli.arguments import JSON_HELP, positive
 
 
 def doctor(args: argparse.Namespace) -> None:
@@ -17,7 +16,6 @@ def doctor(args: argparse.Namespace) -> None:
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``doctor``."""
     parser.add_argument("--no-train", dest="train", action="store_false", help="only check; takes seconds")
     parser.add_argument(
         "--out", type=Path, default=Path("doctor.txt"), metavar="FILE", help="file to write (default: doctor.txt)"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
+from simpletune.apps.cli.arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
 ABOUT_DEVICE = "a card by name (L4, T4, RTX4090, ...) or by memory (12GiB)"
-
 ABOUT_PRICES = "JSON file of your prices: {CARD: {per_hour, as_of, source}} (default: output.prices)"
 
 
@@ -22,21 +20,13 @@ def _import() -> None:
     import_libraries()
 
 
-def require_cards(names: Sequence[str]) -> None:
-    """Check card names before importing torch, which takes seconds.
-
-    Raises:
-        UserError: a name is unknown.
-    """
-    from simpletune.system.gpus import find_card
-
-    for name in names:
-        find_card(name)
-
-
 def estimate(args: argparse.Namespace) -> None:
     """predict memory, disk, time and price of a run on one or several cards; needs no GPU, weights or data"""
-    require_cards([name for name in (args.device or "").split(",") if name.strip()])
+    from simpletune.system.gpus import find_card
+
+    for name in (args.device or "").split(","):  # before torch is imported, which takes seconds
+        if name.strip():
+            find_card(name)
     if args.compare and "," in (args.device or ""):
         raise UserError(
             "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
@@ -61,7 +51,6 @@ def estimate(args: argparse.Namespace) -> None:
 
 
 def estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``estimate``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     what.add_argument("--compare", nargs="+", metavar="CONFIG", help="compare several configurations side by side")
@@ -79,7 +68,6 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reserve(parser: argparse.ArgumentParser) -> None:
-    """Add ``--reserve``, the device memory that other programs use."""
     parser.add_argument(
         "--reserve", type=float, default=0.0, metavar="GIB", help="device memory that other programs use"
     )
@@ -90,21 +78,20 @@ def plan(args: argparse.Namespace) -> None:
     names = [name for given in args.device or [] for name in given.split(",") if name.strip()]
     if not args.batches and not names:
         raise UserError("--device: name the card that the run must fit on, as in --device L4 or --device 8GiB")
-    require_cards(names)
+    from simpletune.system.gpus import find_card
+
+    cards = [find_card(name) for name in names]  # before torch is imported, which takes seconds
     _import()
     from simpletune.estimate.plan_command import PlanArguments, batches, plan_config
-    from simpletune.system.gpus import find_card
 
     if args.batches:
         print(batches(args.config, args.overrides, names, args.json))
         return
-    cards = [find_card(name) for name in names]
     more = {"reserve": args.reserve, "prices": args.prices, "out": args.out, "as_json": args.json}
     print(plan_config(PlanArguments(args.config, args.overrides, cards, args.goal, **more)))
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan``."""
     add_config(parser)
     parser.add_argument(
         "--device", metavar="CARD", action="append", help=ABOUT_DEVICE + "; separate several with commas"
@@ -140,7 +127,6 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``calibrate``."""
     about = "instead of measuring, tune the int8 kernels for this run, which saves its first step the time"
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=about)
     add_overrides(parser)

@@ -1,11 +1,11 @@
-"""The verb that scores a run's checkpoints: evaluate."""
+"""Verbs that judge runs: evaluate, report."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
+from simpletune.apps.cli.arguments import DEVICE_HELP, PRECISION_HELP, finite, non_negative, positive, size, tile
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
@@ -36,16 +36,6 @@ def choose_step(name: Path, step: str) -> None:
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``evaluate``."""
-    from simpletune.apps.cli.generate_arguments import (
-        DEVICE_HELP,
-        PRECISION_HELP,
-        non_negative_int,
-        positive,
-        size,
-        tile,
-    )
-
     parser.add_argument("evaluated", type=Path, metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(
         "--encoders", nargs="+", metavar="NAME",
@@ -66,7 +56,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     parser.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
-    parser.add_argument("--resident-blocks", type=non_negative_int, metavar="N", help="keep N blocks on the device")
+    parser.add_argument("--resident-blocks", type=non_negative, metavar="N", help="keep N blocks on the device")
     parser.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
     parser.add_argument(
         "--choose", metavar="STEP", help="choose this step as the best without drawing; auto: by the scores"
@@ -74,15 +64,38 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predict", action="store_true", help="predict memory and time without drawing")
 
 
-def finite(text: str) -> float:
-    """Parse a finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number, such as 0.8")
+def report(args: argparse.Namespace) -> None:
+    """write an HTML page and a Markdown file about one run, or about several side by side"""
+    from simpletune.runs.report import make_report, write_report
+
+    made = make_report(args.runs, args.price)
+    default = args.runs[0] / "report.html" if len(args.runs) == 1 else Path("report.html")
+    for file in write_report(made, args.out or default):
+        print(file)
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, such as runs/demo")
+    parser.add_argument(
+        "--out", type=_page, metavar="FILE",
+        help=".html file to write (default: report.html in the run's folder, or here for several runs)",
+    )  # fmt: skip
+    parser.add_argument("--price", type=_price, metavar="DOLLARS_PER_HOUR", help="machine price, to report the cost")
+
+
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .html. The Markdown file gets the same name")
+    return Path(text)
+
+
+def _price(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 10_000:
+        raise argparse.ArgumentTypeError(
+            f"{text} dollars per hour is out of range. Use a price above 0 and below 10000"
+        )
     return value
 
 
-VERBS = {"evaluate": (evaluate, evaluate_arguments)}
+VERBS = {"evaluate": (evaluate, evaluate_arguments), "report": (report, report_arguments)}

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from simpletune.apps.cli.arguments import (
+    DEVICE_HELP,
+    MODULATION_HELP,
+    OVERWRITE_HELP,
+    PRECISION_HELP,
+    RUNS_HELP,
+    non_negative,
+    positive,
+    share,
+    size,
+    tile,
+)
 from simpletune.system.startup import import_libraries
 
 
@@ -16,10 +29,17 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``generate``."""
-    from simpletune.apps.cli.generate_arguments import add_arguments
-
-    add_arguments(parser)
+    _add_common(parser)
+    about = "a LoRA file, a run, RUN@STEP or a hub name; repeat to combine several (default: the run's)"
+    parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
+    parser.add_argument("--scale", type=float, default=1.0, help="LoRA strength (default: 1)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--base", action="store_true", help="draw with the base model alone")
+    kind.add_argument("--full", action="store_true", help="draw with the run's full model, or its LoRA merged")
+    parser.add_argument("--fuse", action="store_true", help="merge the LoRA into the base weights, which is faster")
+    about = "PNG file to write; several pictures get -000, -001, ... (default: next number in the run's inference/)"
+    parser.add_argument("--out", "--output", dest="output", type=Path, metavar="FILE", help=about)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -31,10 +51,70 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``compare``."""
-    from simpletune.apps.cli.generate_arguments import add_compare_arguments
+    _add_common(parser)
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL[:SCALE]",
+        help="models to compare with the base: a run, RUN@STEP, a LoRA, a transformer's folder or a hub name "
+        "(default: the run's result)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora", action="append", metavar="NAME[:SCALE]", help="draw with a LoRA at each --scale; repeatable"
+    )
+    parser.add_argument("--scale", type=float, action="append", help="LoRA strength; repeatable (default: 0.5 and 1)")
+    parser.add_argument("--checkpoints", action="store_true", help="add every checkpoint of each run")
+    parser.add_argument("--predict", action="store_true", help="predict the memory first, and refuse what does not fit")
+    parser.add_argument("--clip", metavar="NAME", help="CLIP model (folder or hub name) that scores prompt fit")
+    parser.add_argument(
+        "--dino", metavar="NAME", help="DINO model (folder or hub name) that scores likeness to the base"
+    )
+    parser.add_argument(
+        "--out", "--output", dest="output", type=Path, metavar="FOLDER",
+        help="new or empty folder to write (default: next number in the first run's compare/)",
+    )  # fmt: skip
 
-    add_compare_arguments(parser)
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", help="prompt; repeatable (default: the run's)")
+    parser.add_argument("--seeds", type=positive, default=1, help="pictures per prompt (default: 1)")
+    about = "a run or RUN@STEP that supplies the model and the defaults (default: the newest)"
+    parser.add_argument("--run", type=Path, help=about)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
+    parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder")
+    parser.add_argument("--negative-prompt", default=None, help="negative prompt for guidance")
+    parser.add_argument("--steps", type=positive, help="number of sampling steps")
+    parser.add_argument(
+        "--guidance", type=float, help="classifier-free guidance scale; 1 disables it and halves the time"
+    )
+    parser.add_argument(
+        "--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels, multiples of 16, such as 1024x1024"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the initial noise")
+    parser.add_argument("--image", type=Path, help="start from this picture, centre-cropped to the size")
+    parser.add_argument("--strength", type=share, help="with --image: share of the steps to run, 0 to 1 (default: 0.6)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
+    parser.add_argument(
+        "--embedding", action="append", metavar="FILE[:TOKEN]",
+        help="a file of embeddings, used in prompts as TOKEN (default: its own); repeatable; adds to a run's own",
+    )  # fmt: skip
+    memory = parser.add_argument_group("less memory")
+    memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
+    memory.add_argument("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)
+    memory.add_argument(
+        "--resident-blocks",
+        type=non_negative,
+        metavar="N",
+        help="keep N blocks on the device and stream the others",
+    )
+    memory.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
+    memory.add_argument("--no-t5", action="store_true", default=None, help="do not use the T5 text encoder")
+    speed = parser.add_argument_group("more speed")
+    speed.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
+    speed.add_argument(
+        "--compile", action="store_true", help="compile each block with torch.compile; needs a C compiler"
+    )
+    speed.add_argument(
+        "--reuse-guidance", type=positive, metavar="N", help="LOSSY: reuse each guidance difference for N steps"
+    )
 
 
 VERBS = {"generate": (generate, generate_arguments), "compare": (compare, compare_arguments)}

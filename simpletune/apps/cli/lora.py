@@ -1,12 +1,11 @@
-"""Verbs on LoRA files: inspect, export, merge, mix, extract, resize."""
+"""Verbs on results: inspect, export, merge, mix, extract, resize, push."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import JSON_HELP
-from simpletune.apps.cli.generate_arguments import OVERWRITE_HELP, positive
+from simpletune.apps.cli.arguments import JSON_HELP, OVERWRITE_HELP, positive
 
 FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
@@ -29,7 +28,6 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``inspect``."""
     parser.add_argument("file", metavar="FILE", help="a .safetensors file, a folder with one, a run or RUN@STEP")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument("--header-only", action="store_true", help="do not check a LoRA's values (NaN, zeros)")
@@ -43,7 +41,6 @@ def export(args: argparse.Namespace) -> None:
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``."""
     parser.add_argument("lora", metavar="LORA", help=LORA)
     parser.add_argument(
         "--format",
@@ -65,7 +62,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="leave the run's validation picture out of the header",
     )
-    add_overwrite(parser)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
 
 def _field(text: str) -> str:
@@ -82,7 +79,6 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``merge``."""
     parser.add_argument("loras", nargs="+", metavar="LORA[:STRENGTH]", help=LORA)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every strength (default: 1)")
     parser.add_argument("--base", help="a folder, a single file or a hub name (default: the run's base)")
@@ -92,7 +88,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the base's")
     parser.add_argument("--denoiser-only", action="store_true", help="leave out a LoRA's updates to text encoders")
-    add_overwrite(parser)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
 
 def mix(args: argparse.Namespace) -> None:
@@ -103,7 +99,6 @@ def mix(args: argparse.Namespace) -> None:
 
 
 def mix_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``mix``."""
     parser.add_argument("loras", nargs="+", metavar="LORA:WEIGHT", help=LORA)
     parser.add_argument("--method", choices=METHODS, default="cat", help="default: cat, the exact sum")
     parser.add_argument(
@@ -124,7 +119,6 @@ def extract(args: argparse.Namespace) -> None:
 
 
 def extract_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``extract``."""
     what = "a folder in diffusers' layout, a single file or a hub name"
     parser.add_argument("base", metavar="BASE", help=what)
     parser.add_argument("tuned", metavar="TUNED", help=what)
@@ -141,7 +135,6 @@ def resize(args: argparse.Namespace) -> None:
 
 
 def resize_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``resize``."""
     parser.add_argument("lora", metavar="LORA", help=LORA)
     add_rank_or_energy(parser)
     add_output(parser)
@@ -158,12 +151,21 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
     parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for SD 1.5 and 2")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
-    add_overwrite(parser)
-
-
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add ``--overwrite``."""
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
+
+
+def push(args: argparse.Namespace) -> None:
+    """upload a run's result and model card to the hub"""
+    from simpletune.runs.push import push as run
+
+    run(args.run, args.repository, args.private, args.yes)
+
+
+def push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN[@STEP]", help="a run such as runs/demo, or a checkpoint of a LoRA run")
+    parser.add_argument("repository", metavar="REPO", help="owner/name on the hub; created if missing")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 VERBS = {
@@ -173,4 +175,5 @@ VERBS = {
     "mix": (mix, mix_arguments),
     "extract": (extract, extract_arguments),
     "resize": (resize, resize_arguments),
+    "push": (push, push_arguments),
 }

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from simpletune import __version__
-from simpletune.apps.cli import (
-    control,
-    data,
-    doctor,
-    estimate,
-    evaluate,
-    generate,
-    lora,
-    report,
-    serve,
-    start,
-    train,
-    web,
-)
-from simpletune.apps.cli import push as share
-from simpletune.apps.cli.parser import Parser
+from simpletune.apps.cli import control, data, doctor, estimate, evaluate, generate, lora, serve, start, train
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.printable import printable
@@ -31,12 +18,53 @@ from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
-GROUPS = (start, train, control, data, estimate, generate, evaluate, report, serve, web, lora, share, doctor)
+GROUPS = (start, train, control, data, estimate, generate, evaluate, serve, lora, doctor)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
+
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+_REQUIRED = "the following arguments are required: "
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which reports a mistake in one line with value, rule and a pointer to the help instead of the
+    usage; the verbs' parsers are of this class too."""
+
+    def __init__(self, **options: object):
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.register("type", float, _number)
+        self.register("type", int, _whole)
+
+    def error(self, message: str, verb: str = "") -> NoReturn:
+        """Print the mistake and a pointer to the help, and exit with code 2."""
+        text = message.removeprefix("argument ").rstrip(".")
+        if text.startswith(_REQUIRED):
+            names = text.removeprefix(_REQUIRED)
+            text = f"{names} {'are' if ', ' in names else 'is'} missing"
+        elif found := _CHOICE.search(text):
+            from simpletune.config.error_text import did_you_mean
+
+            guess = did_you_mean(found[1], found[2].replace("'", "").split(", "))
+            text = f"{text[: found.start()]}unknown value {found[1]}.{guess}".rstrip(".")
+        stop = "" if text.endswith("?") else "."
+        print(f"error: {text}{stop} See {' '.join(filter(None, (self.prog, verb)))} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None
 
 
 def parser() -> Parser:
-    """Build the parser of the command line."""
     top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
@@ -65,14 +93,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def describe_os_error(error: OSError) -> str:
-    """Describe a file system error and its remedy."""
-    return (
-        f"{error.filename}: {error.strerror or type(error).__name__}. Repair or remove it, or check that this user has "
-        "read and write permission"
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake ends in a message and an exit code, never in a traceback.
 
@@ -93,7 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:  # without a file, a traceback is more useful
             raise
-        print(f"error: {redact(describe_os_error(error))}", file=sys.stderr)
+        remedy = "Repair or remove it, or check that this user has read and write permission"
+        text = f"{error.filename}: {error.strerror or type(error).__name__}. {remedy}"
+        print(f"error: {redact(text)}", file=sys.stderr)
         return 2
     except Stopped as stopped:
         print(f"\n{stopped}", file=sys.stderr)
@@ -102,3 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0
+
+
+def run_verb(*words: str) -> None:
+    """Run ``simpletune WORDS`` with a script's own arguments appended, and exit with its code, as inference/ does."""
+    sys.exit(main([*words, *sys.argv[1:]]))

@@ -1,10 +1,11 @@
-"""The verb that runs an HTTP server: serve."""
+"""Verbs that answer over HTTP: serve, web."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from simpletune.apps.cli.arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, port, positive
 from simpletune.apps.serve.limits import Limits
 from simpletune.system.startup import import_libraries
 
@@ -21,9 +22,6 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``serve``."""
-    from simpletune.apps.cli.generate_arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, positive
-
     add = parser.add_argument
     add("--run", type=Path, help="a run or RUN@STEP that supplies model, LoRA and defaults (default: newest)")
     add("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
@@ -72,11 +70,27 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-body", type=positive, default=Limits.body, help=f"maximum bytes per request (default: {Limits.body})")
 
 
-def port(text: str) -> int:
-    """Parse a port number."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port from 0 to 65535")
-    return int(text)
+def web(args: argparse.Namespace) -> None:
+    """open a page to start, watch and judge runs"""
+    from simpletune.apps.web.server import run
+
+    run(args)
 
 
-VERBS = {"serve": (serve, serve_arguments)}
+def web_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
+    add(
+        "--root",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="a folder whose pictures and configurations the page may use; repeatable (default: the current folder)",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=port, default=8100, help="port (default: 8100); 0 picks a free one")
+    add("--token", action="store_true", help="ask for a token on this machine too (always for other addresses)")
+
+
+VERBS = {"serve": (serve, serve_arguments), "web": (web, web_arguments)}

@@ -23,7 +23,6 @@ def init(args: argparse.Namespace) -> None:
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``init``."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of pictures, with or without captions")
     parser.add_argument(
         "--what", choices=WHAT, help="what the pictures teach (default: guessed from their number and captions)"
@@ -49,7 +48,6 @@ def import_config(args: argparse.Namespace) -> None:
 
 
 def import_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``import``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="config.json, config.toml or a OneTrainer preset")
     parser.add_argument(
         "--data",

@@ -8,7 +8,7 @@ import shlex
 import time
 from pathlib import Path
 
-from simpletune.apps.cli.config_arguments import add_config, read_config_arguments
+from simpletune.apps.cli.arguments import add_config, read_config_arguments
 from simpletune.system.signals import Stopped, listening
 from simpletune.system.startup import import_libraries
 
@@ -30,7 +30,9 @@ def train(args: argparse.Namespace) -> None:
 
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
-            stopped.args = (f"{stopped}. To continue: {continuing(args)}",)
+            flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
+            words = ["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"]
+            stopped.args = (f"{stopped}. To continue: {shlex.join(words)}",)
             raise
 
 
@@ -46,14 +48,7 @@ def of_folder(config: Path) -> Path:
     return config_for(config)
 
 
-def continuing(args: argparse.Namespace) -> str:
-    """Build the command that continues a stopped run."""
-    flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
-    return shlex.join(["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"])
-
-
 def train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``train``."""
     add_config(parser)
     parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
     parser.add_argument("--force", action="store_true", help="start even if the run is not expected to fit")
@@ -70,7 +65,6 @@ def finish(args: argparse.Namespace) -> None:
 
 
 def finish_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``finish``."""
     about = "a run folder (its last intact checkpoint), or RUN@STEP, such as runs/demo@100"
     parser.add_argument("run", metavar="RUN[@STEP]", help=about)
 
@@ -100,7 +94,6 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``prepare``."""
     add_config(parser)
     about = "folder or URL of another cache (files or shards) to copy samples from instead of encoding them"
     parser.add_argument("--from", dest="source", metavar="CACHE", help=about)

@@ -15,11 +15,7 @@ PACKAGES = ("prometheus_client",)
 
 
 def require_packages() -> None:
-    """Check that the optional packages are installed.
-
-    Raises:
-        UserError: a package is missing; the message has the command that installs it.
-    """
+    """Check that the optional packages are installed; the UserError has the command that installs a missing one."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         root = PACKAGE.parent

@@ -43,40 +43,23 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Paths, format, host names and log of a server.
+    """Paths, format, host names and log of a server."""
 
-    Args:
-        predict: paths that generate images.
-        health: paths that report whether the server is ready.
-        predictions: ``plain``: base64 text; ``object``: ``{"output": base64 text}``.
-        hosts: allowed Host headers; None: any.
-        log: called with a line for every response.
-    """
-
-    predict: tuple[str, ...] = ("/predict",)
-    health: tuple[str, ...] = ("/health",)
-    predictions: Literal["plain", "object"] = "plain"
-    hosts: Collection[str] | None = None
-    log: Callable[[str], None] = to_stderr
+    predict: tuple[str, ...] = ("/predict",)  # paths that generate images
+    health: tuple[str, ...] = ("/health",)  # paths that report whether the server is ready
+    predictions: Literal["plain", "object"] = "plain"  # base64 text, or {"output": base64 text}
+    hosts: Collection[str] | None = None  # allowed Host headers; None: any
+    log: Callable[[str], None] = to_stderr  # called with a line for every response
 
 
 def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
-    """Build the application.
-
-    Args:
-        worker: generates the images.
-        capabilities: what the server offers.
-        metrics: counts responses.
-        options: paths, format, log.
-    """
+    """Build the application around a worker that generates the images."""
     pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in PAGE_FILES.items()}
 
     async def predict(request: Request) -> Response:
         worker.require_ready()
         body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
-        images = await run_in_threadpool(
-            read_requests, body, capabilities
-        )  # in a thread: parsing must not block others
+        images = await run_in_threadpool(read_requests, body, capabilities)  # parsing must not block others
         job = worker.submit(images)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         pictures = await finished(request, worker, job)
@@ -110,24 +93,24 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     metrics.add_gauge("ready", "1 when the model is loaded", lambda: worker.state == "ready")
     metrics.add_gauge("queue_length", "requests waiting", lambda: worker.waiting)
     metrics.add_peak_memory(worker.peak_bytes)
-    app = Starlette(routes=routes, exception_handlers={RequestError: request_error, HTTPException: http_error})
+    app = Starlette(routes=routes, exception_handlers={RequestError: problem, HTTPException: problem})
     app.router.redirect_slashes = False
     return guarded(app, names, metrics, options)
 
 
 def guarded(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options: HttpOptions) -> ASGIApp:
-    """Wrap an app: count and log its responses, besides what ``Guard`` does.
-
-    Args:
-        app: the application to wrap.
-        names: route names by path, for the metrics.
-        metrics: counts responses.
-        options: hosts and log.
-    """
+    """Wrap an app: besides what ``Guard`` does, count its responses by the names of their paths, and log each as a JSON
+    line without prompts."""
 
     def seen(scope: Scope, status: int, seconds: float) -> None:
         metrics.count_response(names.get(scope["path"], "other"), status, seconds)
-        options.log(log_line(scope, status, seconds))
+        client = scope.get("client")
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "client": client[0] if client else None,
+            "method": scope["method"], "path": scope["path"][:200], "status": status, "seconds": round(seconds, 4),
+            **scope["log"],
+        }  # fmt: skip
+        options.log(json.dumps(line))
 
     return Guard(app, options.hosts, error_answer, FAILED, seen=seen)
 
@@ -138,8 +121,13 @@ async def finished(request: Request, worker: Worker, job: GenerationJob) -> list
     Raises:
         RequestError: 504, or the worker's own error.
     """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     done = asyncio.wrap_future(job.done)
-    left: asyncio.Future[None] = asyncio.create_task(_disconnected(request))
+    left: asyncio.Future[None] = asyncio.create_task(disconnected())
     try:
         seconds = max(0.0, job.deadline - time.monotonic())
         await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -155,21 +143,11 @@ async def finished(request: Request, worker: Worker, job: GenerationJob) -> list
         worker.cancel(job)
 
 
-async def _disconnected(request: Request) -> None:
-    """Return once the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def request_error(request: Request, error: Exception) -> Response:
-    """Turn a RequestError into a response: its message, and its problems by path."""
-    assert isinstance(error, RequestError)
-    problems = [asdict(problem) for problem in error.problems]
-    return error_answer(error.status, error.message, problems, error.headers)
-
-
-async def http_error(request: Request, error: Exception) -> Response:
-    """Answer unknown paths and wrong methods in the form of all errors."""
+async def problem(request: Request, error: Exception) -> Response:
+    """Answer a RequestError, an unknown path or a wrong method in the form of all errors."""
+    if isinstance(error, RequestError):
+        problems = [asdict(problem) for problem in error.problems]
+        return error_answer(error.status, error.message, problems, error.headers)
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
     message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
@@ -179,21 +157,4 @@ async def http_error(request: Request, error: Exception) -> Response:
 def error_answer(
     status: int, message: str, problems: Sequence[dict[str, str]] = (), headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Build an error response."""
     return JSONResponse({"error": {"code": status, "message": message, "problems": [*problems]}}, status, headers)
-
-
-def log_line(scope: Scope, status: int, seconds: float) -> str:
-    """Format a response as a JSON line, without prompts."""
-    client = scope.get("client")
-    return json.dumps(
-        {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "client": client[0] if client else None,
-            "method": scope["method"],
-            "path": scope["path"][:200],
-            "status": status,
-            "seconds": round(seconds, 4),
-            **scope["log"],
-        }
-    )

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-from PIL import Image
 
 from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
-from simpletune.adapters.text.side import PLAIN, TextSide
+from simpletune.adapters.text.side import TextSide
 from simpletune.apps.serve.models import Models, ServedModels
 from simpletune.apps.serve.requests import BASE, ImageRequest
 from simpletune.config.schema import TrainConfig
@@ -32,49 +31,33 @@ class PromptCache:
     """Embeddings of the most recently used prompts, by prompt and by the text side that read them.
 
     Each prompt is encoded alone, so its embedding does not depend on other requests.
-
-    Args:
-        model: the model's configuration, folders resolved.
-        dtype: the encoders' type.
-        device: the encoders' device.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
         self.model, self.dtype, self.device = model, dtype, device
         self._cached: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
 
-    def fill(self, prompts: Iterable[str], side: TextSide = PLAIN) -> int:
-        """Encode the prompts that are not cached; load each encoder once for all of them.
-
-        Returns:
-            The number of prompts that were encoded.
-        """
+    def fill(self, prompts: Iterable[str], side: TextSide) -> None:
+        """Encode the prompts that are not cached; load each encoder once for all of them."""
         wanted = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
         for prompt in wanted:
             if (side.key, prompt) in self._cached:
                 self._cached.move_to_end((side.key, prompt))
         missing = [prompt for prompt in wanted if (side.key, prompt) not in self._cached]
         if not missing:
-            return 0
+            return
         found = encode_prompts(self.model, missing, self.device, self.dtype, side, lambda: free_memory(self.device))
         self._cached.update({(side.key, prompt): embeddings for prompt, embeddings in found.items()})
         while len(self._cached) > MAX_PROMPTS:
             self._cached.popitem(last=False)
-        return len(missing)
 
-    def load(self, prompt: str, side: TextSide = PLAIN) -> Embeddings:
+    def load(self, prompt: str, side: TextSide) -> Embeddings:
         """Return (prompt_embeds [t, e], pooled [p]) of a cached prompt."""
         return self._cached[side.key, prompt]
 
 
 class ImageGenerator:
-    """Generate images, one at a time.
-
-    Args:
-        config: the configuration, folders resolved.
-        served: the models.
-        device: to run on.
-        side: width and height of the largest picture, in pixels.
+    """Generate images of at most ``side`` pixels a side, one at a time.
 
     Raises:
         UserError: weights are missing, or a LoRA does not fit the model.
@@ -111,29 +94,30 @@ class ImageGenerator:
         return self._sides[name, scale]
 
     def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
-        """Generate one image, encoding its prompts if they are not cached.
-
-        Args:
-            image: the image to generate.
-            check_cancelled: called before every sampling step; raises to stop the work.
-
-        Returns:
-            A PNG whose text chunks record how it was made.
-        """
+        """Generate one image, encoding its prompts if they are not cached; ``check_cancelled`` is called before every
+        sampling step, and raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
         check_cancelled()
         side = self.side_of(image)
         self.text.fill([image.request.prompt, image.request.negative_prompt], side)
         denoiser, modulation = self.models.use(image.lora, image.scale)
-        self._check_cancelled = check_cancelled
+        self._check_cancelled, config = check_cancelled, self.config
         try:
-            config = self.config
             sampler = Sampler(denoiser, config.model, config.precision, modulation, objective=config.objective)
             pictures = generate_pictures(
                 sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side)
             )
         finally:
             self._check_cancelled = lambda: None
-        return to_png(pictures[0], image, self.config, self.served)
+        model, loras, label = config.model.weights_from, [], image.lora
+        if image.lora in self.served.loras:
+            loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
+        elif image.lora in self.served.embeddings:
+            label = f"embeddings {image.lora}"
+        elif image.lora != BASE:
+            model = image.lora
+        png, sampled = io.BytesIO(), config.objective.sampler
+        save_png(pictures[0], png, image.request, weights=label, model=model, loras=loras, sampler=sampled)
+        return png.getvalue()
 
     def peak_bytes(self) -> dict[str, float]:
         """Return the peak memory so far, by kind."""
@@ -141,17 +125,3 @@ class ImageGenerator:
         if self.device.type == "cuda":
             peaks["device"] = float(torch.cuda.max_memory_allocated(self.device))
         return peaks
-
-
-def to_png(picture: Image.Image, image: ImageRequest, config: TrainConfig, served: ServedModels) -> bytes:
-    """Encode a PNG with the same text chunks as ``simpletune generate``."""
-    model, loras, label = config.model.weights_from, [], image.lora
-    if image.lora in served.loras:
-        loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
-    elif image.lora in served.embeddings:
-        label = f"embeddings {image.lora}"
-    elif image.lora != BASE:
-        model = image.lora
-    buffer = io.BytesIO()
-    save_png(picture, buffer, image.request, weights=label, model=model, loras=loras, sampler=config.objective.sampler)
-    return buffer.getvalue()

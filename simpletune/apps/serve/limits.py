@@ -10,22 +10,12 @@ GUIDANCE = 30.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of every request.
+    """Upper limits of every request."""
 
-    Args:
-        side: width and height in pixels.
-        steps: sampling steps per picture.
-        instances: pictures per request.
-        prompt: characters per prompt.
-        body: bytes per request.
-        queue: waiting requests; further ones get status 429.
-        seconds: seconds from a request's arrival to its response.
-    """
-
-    side: int = 1024
-    steps: int = 100
-    instances: int = 4
-    prompt: int = 2000
-    body: int = 256 * 1024
-    queue: int = 32
-    seconds: float = 600.0
+    side: int = 1024  # width and height in pixels
+    steps: int = 100  # sampling steps per picture
+    instances: int = 4  # pictures per request
+    prompt: int = 2000  # characters per prompt
+    body: int = 256 * 1024  # bytes per request
+    queue: int = 32  # waiting requests; further ones get status 429
+    seconds: float = 600.0  # from a request's arrival to its response

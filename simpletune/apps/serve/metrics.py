@@ -33,24 +33,14 @@ class Metrics:
         )  # fmt: skip
 
     def count_response(self, route: str, status: int, seconds: float) -> None:
-        """Count a response; only image requests with status 200 enter the histogram.
-
-        Args:
-            route: one of a fixed list, never text from a client.
-            status: HTTP status.
-            seconds: seconds from arrival to response.
-        """
+        """Count a response and, of a served image request, the seconds from its arrival. ``route`` is one of a fixed
+        list, never text from a client."""
         self._responses.labels(route, str(status)).inc()
         if route == "predict" and status == 200:
             self._request_seconds.observe(seconds)
 
     def count_image(self, lora: str, seconds: float) -> None:
-        """Count an image.
-
-        Args:
-            lora: a served name.
-            seconds: time to draw it.
-        """
+        """Count an image of a served name, and the seconds to draw it."""
         self._images.labels(lora).inc()
         self._image_seconds.observe(seconds)
 
@@ -62,21 +52,11 @@ class Metrics:
         return values["simpletune_picture_seconds_sum"] / count if count else 1.0
 
     def add_gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a gauge.
-
-        Args:
-            name: without ``simpletune_``.
-            about: help text.
-            value: called at every scrape for the current value.
-        """
+        """Add a gauge, whose value is asked for at every scrape; the name is without ``simpletune_``."""
         Gauge(f"simpletune_{name}", about, registry=self.registry).set_function(value)
 
     def add_peak_memory(self, peaks: Callable[[], Mapping[str, float]]) -> None:
-        """Add gauges of peak memory.
-
-        Args:
-            peaks: called at every scrape for bytes by kind (``process``, ``device``).
-        """
+        """Add gauges of peak memory; ``peaks`` returns bytes by kind (``process``, ``device``) at every scrape."""
         self.registry.register(_PeakMemory(peaks))
 
     def text(self) -> bytes:

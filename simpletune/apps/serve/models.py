@@ -33,20 +33,13 @@ ROOM = 2  # a second model must fit this many times: drawing and prompt encoding
 
 @dataclass(frozen=True)
 class ServedModels:
-    """Models that a server offers by name besides ``base``.
+    """Models that a server offers by name besides ``base``."""
 
-    Args:
-        loras: LoRA files for the base, by name.
-        tuned: name and weights of a run's full model.
-        embeddings: embeddings by model name; a name that is neither a LoRA's nor a full model's is the base with its
-            embeddings.
-        common: embeddings that every model but the base has.
-    """
-
-    loras: Mapping[str, Path] = field(default_factory=dict)
-    tuned: tuple[str, Weights] | None = None
+    loras: Mapping[str, Path] = field(default_factory=dict)  # files for the base
+    tuned: tuple[str, Weights] | None = None  # a run's full model
+    # by model; a name that is neither a LoRA's nor a full model's is the base with its embeddings
     embeddings: Mapping[str, tuple[Embedding, ...]] = field(default_factory=dict)
-    common: tuple[Embedding, ...] = ()
+    common: tuple[Embedding, ...] = ()  # embeddings that every model but the base has
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,53 +57,32 @@ class ServedModels:
         return weights if name == BASE else with_embeddings(weights, self.common)
 
 
-class LoraLayer(NamedTuple):
-    """One layer of a LoRA: its path in the model, the layer that wraps the base's, and the file's own strength."""
-
-    path: str
-    layer: Any
-    scaling: float
-
-
 class Adapters:
-    """LoRAs of one transformer; at most one is active at a time.
+    """LoRAs of one transformer, which is changed in place; at most one is active at a time.
 
     A LoRA's layers wrap the base's layers. Switching it off puts the base's own layers back, so the base computes
     exactly as loaded, not with updates of zero.
-
-    Args:
-        denoiser: the loaded transformer, changed in place.
-        files: LoRA files by name.
-        device: the device that computes.
     """
 
     def __init__(self, denoiser: nn.Module, files: Mapping[str, Path], device: torch.device):
         self.denoiser = denoiser
         self._base: dict[str, nn.Module] = {}
-        self._layers: dict[str, list[LoraLayer]] = {BASE: []}
+        # each LoRA's layers: path in the model, the layer that wraps the base's, the file's own strength
+        self._layers: dict[str, list[tuple[str, Any, float]]] = {BASE: []}
         self._active = BASE
         for name, file in files.items():
-            self._read(name, file, device)
-
-    def _read(self, name: str, file: Path, device: torch.device) -> None:
-        load_lora(self.denoiser, file)
-        move_updates(self.denoiser, device)
-        layers: list[LoraLayer] = []
-        for path, layer in outer_layers(self.denoiser):
-            layers.append(LoraLayer(path, layer, layer.scaling[ADAPTER]))
-            self._base[path] = innermost_layer(layer)
-            wrap(self.denoiser, path, self._base[path])
-        if hasattr(self.denoiser, "peft_config"):
-            del self.denoiser.peft_config  # PEFT's record of the adapter; the next one has the same name
-        self._layers[name] = layers
+            load_lora(denoiser, file)
+            move_updates(denoiser, device)
+            self._layers[name] = []
+            for path, layer in outer_layers(denoiser):
+                self._layers[name].append((path, layer, layer.scaling[ADAPTER]))
+                self._base[path] = innermost_layer(layer)
+                wrap(denoiser, path, self._base[path])
+            if hasattr(denoiser, "peft_config"):
+                del denoiser.peft_config  # PEFT's record of the adapter; the next one has the same name
 
     def use(self, name: str, scale: float) -> None:
-        """Activate a LoRA at a strength, and no other.
-
-        Args:
-            name: a LoRA's name, or ``base`` for none.
-            scale: 1 is the file's own strength.
-        """
+        """Activate a LoRA, or with ``base`` none; at scale 1 it has the file's own strength."""
         if name != self._active:
             for path, _, _ in self._layers[self._active]:
                 wrap(self.denoiser, path, self._base[path])
@@ -144,13 +116,9 @@ class Models:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        served: ServedModels,
-        device: torch.device,
-        side: int,
+        self, config: TrainConfig, served: ServedModels, device: torch.device, side: int,
         before_step: Callable[[], None],
-    ):
+    ):  # fmt: skip
         self.config, self.served, self.device, self.side = config, served, device, side
         self._before_step = before_step
         self._loaded: dict[str, ResidentModel] = {}
@@ -173,26 +141,18 @@ class Models:
             share_equal_tensors(self._loaded[BASE].denoiser, tuned.denoiser)
 
     def use(self, name: str, scale: float) -> tuple[Denoiser, DetachedModulation | None]:
-        """Return a served name's transformer, and its modulation if detached.
-
-        Args:
-            name: a served name.
-            scale: strength of the LoRA.
-        """
+        """Return a served name's transformer, with its LoRA at a strength, and its modulation if detached."""
         own = self.served.tuned is not None and name == self.served.tuned[0]
         model = self._get(name if own else BASE)
         model.adapters.use(name if name in self.served.loras else BASE, scale)
         return model.denoiser, model.modulation
 
     def _get(self, name: str) -> ResidentModel:
-        if name not in self._loaded:
-            if self._by_turns:
-                self._loaded.clear()
-                free_memory(self.device)
-            self._loaded[name] = self._load(name)
-        return self._loaded[name]
-
-    def _load(self, name: str) -> ResidentModel:
+        if name in self._loaded:
+            return self._loaded[name]
+        if self._by_turns:
+            self._loaded.clear()
+            free_memory(self.device)
         weights, loras = BASE_WEIGHTS, self.served.loras
         if name != BASE:
             assert self.served.tuned is not None
@@ -206,7 +166,8 @@ class Models:
             remedy = "memory.modulation=plan detached the modulation: for a LoRA on it use --modulation resident"
             raise UserError(f"{error}. {remedy}") from error
         denoiser.register_forward_pre_hook(lambda module, inputs: self._before_step())
-        return ResidentModel(denoiser, modulation, adapters)
+        self._loaded[name] = ResidentModel(denoiser, modulation, adapters)
+        return self._loaded[name]
 
 
 def free_model_bytes(device: torch.device) -> int:
@@ -214,15 +175,10 @@ def free_model_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free_memory(device)
         return torch.cuda.mem_get_info(device)[0]
-    return available_ram()
-
-
-def available_ram() -> int:
-    """Return the available bytes of RAM; on systems without /proc/meminfo, all RAM."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    except (OSError, StopIteration):  # a system without it: all RAM
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -30,14 +30,7 @@ MAX_PATH = 100  # characters of a problem's path
 
 
 class RequestError(Exception):
-    """A request that gets an error response.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong.
-        problems: the invalid values, if any.
-        headers: the response's headers.
-    """
+    """A request that gets an error response: its HTTP status, the invalid values, if any, and its headers."""
 
     def __init__(
         self, status: int, message: str, problems: Sequence[Problem] = (), headers: Mapping[str, str] | None = None
@@ -48,39 +41,21 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """One image to generate.
-
-    Args:
-        request: prompt, size, seed and sampling settings.
-        lora: served name of a LoRA or a model.
-        scale: strength of the LoRA.
-    """
+    """One image to generate."""
 
     request: PictureRequest
-    lora: str = BASE
-    scale: float = 1.0
+    lora: str = BASE  # served name of a LoRA or a model
+    scale: float = 1.0  # strength of the LoRA
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server offers.
+    """What a server offers."""
 
-    Args:
-        loras: all names, ``base`` first, then the tuned model's.
-        defaults: values for settings that a request leaves out.
-        limits: the limits on every request.
-        tuned: name of the run's full model, if one is served.
-    """
-
-    loras: tuple[str, ...]
-    defaults: PictureRequest
+    loras: tuple[str, ...]  # all names, ``base`` first, then the tuned model's
+    defaults: PictureRequest  # values for settings that a request leaves out
     limits: Limits
-    tuned: str | None = None
-
-    @property
-    def model(self) -> str:
-        """The model for requests that name none: the tuned model, or the base."""
-        return self.tuned or BASE
+    tuned: str | None = None  # name of the run's full model, if one is served; draws requests that name no model
 
     def in_words(self) -> str:
         """List all names; if there is a full model, with their kinds: ``base, mine (full model), other (LoRA)``."""
@@ -188,14 +163,7 @@ class Body(Option):
 
 
 def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
-    """Parse a body into image requests.
-
-    Args:
-        body: JSON, as UTF-8.
-        capabilities: what the server offers.
-
-    Returns:
-        One request for each instance, in order.
+    """Parse a body, JSON as UTF-8, into one image request for each instance, in order.
 
     Raises:
         RequestError: 400 if the body is not strict JSON or not an object, 422 for invalid values.
@@ -224,15 +192,14 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     if between:
         raise _unprocessable(between, len(between))
     common = _settings(parsed.parameters) if parsed.parameters else {}
-    images = [_image_request({**common, **_settings(each)}, capabilities) for each in parsed.instances]
-    without = [
-        Problem(
-            f"instances.{n}.lora_scale",
-            f"{i.scale:g} is not allowed: {i.lora} is a full model and has no strength. Leave lora_scale out",
-        )  # fmt: skip
-        for n, i in enumerate(images)
-        if i.lora == capabilities.tuned and i.scale != 1
-    ]
+    images, without = [], []
+    for number, each in enumerate(parsed.instances):
+        values = {**common, **_settings(each)}
+        lora, scale = values.pop("lora", capabilities.tuned or BASE), values.pop("scale", 1.0)
+        images.append(ImageRequest(replace(capabilities.defaults, **values), lora, scale))
+        if lora == capabilities.tuned and scale != 1:
+            rule = f"{scale:g} is not allowed: {lora} is a full model and has no strength. Leave lora_scale out"
+            without.append(Problem(f"instances.{number}.lora_scale", rule))
     if without:
         raise _unprocessable(without, len(without))
     return images
@@ -272,17 +239,11 @@ def _settings(given: Parameters) -> dict[str, Any]:
     return values
 
 
-def _image_request(values: dict[str, Any], capabilities: Capabilities) -> ImageRequest:
-    lora, scale = values.pop("lora", capabilities.model), values.pop("scale", 1.0)
-    return ImageRequest(replace(capabilities.defaults, **values), lora, scale)
-
-
 def _unprocessable(problems: Sequence[Problem], count: int) -> RequestError:
     """Report the first of ``count`` problems, with long paths shortened."""
-    shown = [Problem(_shortened(problem.path), problem.message) for problem in problems[:MAX_PROBLEMS]]
+    shown = []
+    for problem in problems[:MAX_PROBLEMS]:
+        path = problem.path if len(problem.path) <= MAX_PATH else f"{problem.path[: MAX_PATH - 3]}..."
+        shown.append(Problem(path, problem.message))
     more = f"; and {count - len(shown)} more" if count > len(shown) else ""
     return RequestError(422, "; ".join(map(str, shown)) + more, shown)
-
-
-def _shortened(path: str) -> str:
-    return path if len(path) <= MAX_PATH else f"{path[: MAX_PATH - 3]}..."

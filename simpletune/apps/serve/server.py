@@ -38,14 +38,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass
 class Service:
-    """A server that is ready to run.
-
-    Args:
-        server: answers requests; its socket already listens.
-        worker: generates images.
-        socket: the listening socket.
-        capabilities: what the server offers.
-    """
+    """A server that is ready to run; its socket already listens."""
 
     server: ImageServer
     worker: Worker
@@ -58,11 +51,7 @@ class Service:
         return url_of(self.socket)
 
     def run(self) -> None:
-        """Serve until stopped.
-
-        Raises:
-            BaseException: the error that ended the worker, such as a UserError while loading the model.
-        """
+        """Serve until stopped; raise the error that ended the worker, such as a UserError while loading the model."""
         self.worker.start()
         self.server.run(sockets=[self.socket])
         self.worker.stop(at_once=True)
@@ -72,12 +61,7 @@ class Service:
 
 
 class ImageServer(HttpServer):
-    """A server that ends after its worker; until then it answers, if only with errors.
-
-    Args:
-        app: answers requests.
-        worker: generates images.
-    """
+    """A server that ends after its worker; until then it answers, if only with errors."""
 
     def __init__(self, app: ASGIApp, worker: Worker):
         super().__init__(app, connections=4 * worker.limits.queue + 64, grace=30)
@@ -97,14 +81,7 @@ class ImageServer(HttpServer):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve the models that the arguments name, until a signal arrives.
-
-    Args:
-        args: defined in ``cli.serve.serve_arguments``.
-
-    Raises:
-        UserError: an argument is invalid, the port is in use, or weights are missing.
-    """
+    """Serve the models that the arguments name (``cli.serve.serve_arguments``), until a signal arrives."""
     service = build(args)
     if not is_loopback(service.socket):
         say(
@@ -117,23 +94,32 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Service:
-    """Build everything except the model, which the worker loads.
-
-    Args:
-        args: defined in ``cli.serve.serve_arguments``.
-        environment: variables in which Vertex AI passes port and paths.
-
-    Raises:
-        UserError: an argument is invalid, or the port is in use.
-    """
-    host, port = _listen_address(args, environment)
-    routes = {name: _route(environment, f"AIP_{name.upper()}_ROUTE", f"/{name}") for name in ("predict", "health")}
+    """Build everything except the model, which the worker loads. Vertex AI passes port and paths in the environment."""
+    wanted = environment.get("AIP_HTTP_PORT", "")
+    if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
+        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port. Use a number from 0 to 65535")
+    host = args.host or (EVERYWHERE if wanted else LOOPBACK)  # Vertex AI's port is served on all interfaces
+    port = args.port if args.port is not None else int(wanted or PORT)
+    routes: dict[str, tuple[str, ...]] = {}
+    for name in ("predict", "health"):  # the default path, and Vertex AI's if it names one
+        variable = f"AIP_{name.upper()}_ROUTE"
+        path = environment.get(variable, f"/{name}")
+        if not path.startswith("/") or set(path) & set("{}?#"):
+            raise UserError(f"{variable}: {path} is not a path. Start it with / and use none of {{ }} ? #")
+        routes[name] = tuple(dict.fromkeys((f"/{name}", path)))
     session = open_session(args)
     served = _served_models(session, args.lora, vars(args).get("embedding") or [])
-    side = _max_side(session, args.max_side)
+    most = session.config.model.largest_side  # by the model's positions
+    side = min(Limits.side, most) if args.max_side is None else args.max_side
+    if not STEP <= side <= most or side % STEP:
+        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
     limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
+    option = session.config.validation  # the defaults for a request are those of the run's validation pictures
+    width, height = (min(each, side) for each in session.config.picture_size())
+    steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
+    defaults = PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
-    capabilities = Capabilities(served.names, _defaults(session, limits), limits, tuned)
+    capabilities = Capabilities(served.names, defaults, limits, tuned)
 
     def load() -> ImageGenerator:
         generator = ImageGenerator(session.config, served, session.device, side)
@@ -149,44 +135,16 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
 def service(
     load: Callable[[], SupportsGenerate], capabilities: Capabilities, bound: socket.socket, options: HttpOptions
 ) -> Service:
-    """Build a server around an image generator.
-
-    Args:
-        load: creates the generator; called in the worker's thread.
-        capabilities: what the server offers.
-        bound: a listening socket.
-        options: paths, format, log.
-    """
+    """Build a server on a listening socket around an image generator, which ``load`` creates in the worker's thread."""
     metrics, limits = Metrics(), capabilities.limits
     worker = Worker(load, limits, metrics)
     app = make_app(worker, capabilities, metrics, options)
     return Service(ImageServer(app, worker), worker, bound, capabilities)
 
 
-def _listen_address(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port: as given; else Vertex AI's port on all interfaces; else the default on loopback."""
-    wanted = environment.get("AIP_HTTP_PORT", "")
-    if wanted and not (wanted.isdecimal() and int(wanted) < 65536):
-        raise UserError(f"AIP_HTTP_PORT: {wanted} is not a port. Use a number from 0 to 65535")
-    host = args.host or (EVERYWHERE if wanted else LOOPBACK)
-    return host, args.port if args.port is not None else int(wanted or PORT)
-
-
-def _route(environment: Mapping[str, str], name: str, own: str) -> tuple[str, ...]:
-    """Return the default path, and Vertex AI's if it names one."""
-    path = environment.get(name, own)
-    if not path.startswith("/") or set(path) & set("{}?#"):
-        raise UserError(f"{name}: {path} is not a path. Start it with / and use none of {{ }} ? #")
-    return tuple(dict.fromkeys((own, path)))
-
-
 def _served_models(session: GenerationSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
     """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
-    option.
-
-    Raises:
-        UserError: a name is invalid or used twice, or a file is missing.
-    """
+    option; a UserError if a name is invalid or used twice, or a file is missing."""
     loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
         result = run_result(session.run, step=session.step)
@@ -213,20 +171,3 @@ def _served_models(session: GenerationSession, given: list[str], common: Sequenc
         if named.embeddings:
             embeddings[name] = tuple((each, None) for each in named.embeddings)
     return ServedModels(loras, tuned, embeddings, tuple(embedding_of(text) for text in common))
-
-
-def _max_side(session: GenerationSession, given: int | None) -> int:
-    """Return width and height of the largest picture: as given, or 1024, bounded by the model's positions."""
-    most = session.config.model.largest_side
-    side = min(Limits.side, most) if given is None else given
-    if not STEP <= side <= most or side % STEP:
-        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
-    return side
-
-
-def _defaults(session: GenerationSession, limits: Limits) -> PictureRequest:
-    """Return the defaults for a request: the settings of the run's validation pictures, within the limits."""
-    option = session.config.validation
-    width, height = (min(side, limits.side) for side in session.config.picture_size())
-    steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    return PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)

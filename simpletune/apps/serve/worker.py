@@ -18,7 +18,7 @@ from simpletune.apps.serve.requests import ImageRequest, RequestError
 from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
-LOOKAHEAD = 16  # prompts of waiting requests, two per image, to encode together with the next request's
+LOOKAHEAD = 8  # waiting images whose two prompts are encoded together with the next request's
 STOPPING = "The server is stopping"
 FAILED = "The server failed; see its log"
 
@@ -38,12 +38,7 @@ class JobCancelled(Exception):
 
 
 class GenerationJob:
-    """The images of one HTTP request.
-
-    Args:
-        images: the images to generate, in order.
-        seconds: seconds until the deadline.
-    """
+    """The images of one HTTP request, which have some seconds until the deadline."""
 
     def __init__(self, images: Sequence[ImageRequest], seconds: float):
         self.images = list(images)
@@ -52,30 +47,19 @@ class GenerationJob:
         self.deadline = self.submitted + seconds
         self.done: Future[list[str]] = Future()
         self.done.set_running_or_notify_cancel()  # from here on only the worker completes it
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Keep the job from starting, or stop it before the next sampling step."""
-        self._cancelled.set()
+        self.cancelled = threading.Event()  # keeps it from starting, or stops it before the next sampling step
 
     def check_cancelled(self) -> None:
-        """Raises:
-        JobCancelled: the job was cancelled, or its deadline passed.
-        """
-        if self._cancelled.is_set() or time.monotonic() > self.deadline:
+        """Raise JobCancelled if the job was cancelled, or its deadline passed."""
+        if self.cancelled.is_set() or time.monotonic() > self.deadline:
             raise JobCancelled
 
 
-class Worker:
-    """Run jobs in the order in which they were submitted.
-
-    Args:
-        load: creates the generator; called in the worker's thread.
-        limits: limits on the queue and on time.
-        metrics: counts images.
-    """
+class Worker(threading.Thread):
+    """Run jobs in the order in which they were submitted, in a thread that first calls ``load`` for the generator."""
 
     def __init__(self, load: Callable[[], SupportsGenerate], limits: Limits, metrics: Metrics):
+        super().__init__(name="simpletune-worker", daemon=True)
         self.limits, self.metrics = limits, metrics
         self.state: State = "loading"
         self.failure: BaseException | None = None
@@ -84,15 +68,6 @@ class Worker:
         self._waiting: deque[GenerationJob] = deque()
         self._current: GenerationJob | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="simpletune-worker", daemon=True)
-
-    def start(self) -> None:
-        """Load the model, then run jobs, in the worker's thread."""
-        self._thread.start()
-
-    def join(self, seconds: float | None = None) -> None:
-        """Wait for the worker to end."""
-        self._thread.join(seconds)
 
     @property
     def waiting(self) -> int:
@@ -104,20 +79,14 @@ class Worker:
         return self._generator.peak_bytes() if self._generator is not None else {}
 
     def require_ready(self) -> None:
-        """Raises:
-        RequestError: 503 if the model is not loaded yet or the server is stopping.
-        """
+        """Raise a RequestError, 503, if the model is not loaded yet or the server is stopping."""
         if self.state == "loading":
             raise RequestError(503, "The model is loading. Try again shortly", headers={"Retry-After": "5"})
         if self.state != "ready":
             raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
     def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
-        """Append a job to the queue.
-
-        Raises:
-            RequestError: 429 if the queue is full, 503 if the server is not ready.
-        """
+        """Append a job to the queue; a RequestError, 429 if the queue is full, 503 if the server is not ready."""
         with self._changed:
             self.require_ready()
             if len(self._waiting) >= self.limits.queue:
@@ -132,28 +101,24 @@ class Worker:
 
     def cancel(self, job: GenerationJob) -> None:
         """Cancel a job and free its place in the queue."""
-        job.cancel()
+        job.cancelled.set()
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
                 job.done.set_result([])
 
     def stop(self, at_once: bool = False) -> None:
-        """Accept no more jobs, refuse waiting ones, finish the current one.
-
-        Args:
-            at_once: cancel the current job too.
-        """
+        """Accept no more jobs, refuse waiting ones, and finish the current one, or cancel it too."""
         with self._changed:
             if self.state != "ended":
                 self.state = "stopping"
             while self._waiting:
                 self._waiting.popleft().done.set_exception(RequestError(503, STOPPING))
             if at_once and self._current is not None:
-                self._current.cancel()
+                self._current.cancelled.set()
             self._changed.notify()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """Load the model, then run jobs until stopped."""
         try:
             clock = time.perf_counter()
@@ -186,7 +151,9 @@ class Worker:
         try:
             job.started = time.monotonic()
             job.check_cancelled()
-            generator.encode(self._ahead(job))
+            with self._changed:
+                ahead = [image for waiting in self._waiting for image in waiting.images][:LOOKAHEAD]
+            generator.encode([*job.images, *ahead])  # the encoders load once for all their prompts
             encoded = []
             for image in job.images:
                 clock = time.perf_counter()
@@ -203,9 +170,3 @@ class Worker:
                 "The device ran out of memory. Request smaller pictures" if full else "Drawing failed; see the log"
             )
             job.done.set_exception(RequestError(503 if full else 500, message))
-
-    def _ahead(self, job: GenerationJob) -> list[ImageRequest]:
-        """Return a job's images and some of the waiting jobs', so that the encoders load once for all their prompts."""
-        with self._changed:
-            others = [image for waiting in self._waiting for image in waiting.images]
-        return [*job.images, *others[: LOOKAHEAD // 2]]

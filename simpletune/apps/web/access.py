@@ -29,24 +29,19 @@ OTHER_SITE = "The request came from another site, or its Origin header is missin
 
 @dataclass(frozen=True)
 class Access:
-    """Who has access.
+    """Who has access."""
 
-    Args:
-        hosts: allowed Host headers without a port; None: any.
-        token: the secret in the address; None: none is required.
-    """
-
-    hosts: Collection[str] | None
-    token: str | None = None
+    hosts: Collection[str] | None  # allowed Host headers without a port; None: any
+    token: str | None = None  # the secret in the address; None: none is required
 
     def refusal(self, scope: Scope) -> Response | None:
         """Return the response that refuses a request; None if it may pass."""
-        if scope["method"] not in SAFE and not _from_own_page(scope):
+        # browsers name the page that sent a request; one that changes something must come from a page of this server
+        own = {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
+        if scope["method"] not in SAFE and header(scope, b"origin") not in own:
             return PlainTextResponse(OTHER_SITE, 403)
-        return None if self.token is None else self._without_token(scope, self.token)
-
-    def _without_token(self, scope: Scope, token: str) -> Response | None:
-        if secrets.compare_digest(_cookie(scope).encode(), token.encode()):
+        token = self.token
+        if token is None or secrets.compare_digest(_cookie(scope).encode(), token.encode()):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = next((value for name, value in query if name == TOKEN), "")
@@ -57,12 +52,6 @@ class Access:
         response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict", path="/")
         return response
-
-
-def _from_own_page(scope: Scope) -> bool:
-    """Return whether a page of this server sent a request that changes something, judging by headers browsers add."""
-    origin = header(scope, b"origin")
-    return origin in {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
 
 
 def _cookie(scope: Scope) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,44 +27,28 @@ STATIC = {
     "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
     "start.js": TEMPLATES, "run.js": TEMPLATES,
 }  # fmt: skip
+KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
 
 
-@dataclass(frozen=True)
-class Web:
-    """The application, and what ends it.
+def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
+    """Build the application; pages find the roots as ``request.app.state.roots``.
 
-    Args:
-        app: answers requests.
-        watch: must be closed before the server stops.
-    """
-
-    app: ASGIApp
-    watch: FileWatcher
-
-
-def make_app(roots: Roots, access: Access) -> Web:
-    """Build the application.
-
-    Args:
-        roots: folders that the pages may touch; pages find them as ``request.app.state.roots``.
-        access: who has access.
+    Returns:
+        The application, and the watch over its files, which must be closed before the server stops.
     """
     routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
     for page in PAGES:
         routes += page.routes()
-    handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
-        UserError: user_error, HTTPException: http_error,
-    }  # fmt: skip
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers={UserError: problem, HTTPException: problem})
     app.router.redirect_slashes = False
 
     def look() -> dict[str, Hashable]:
         runs = [(folder, is_held(folder)) for folder in roots.all_runs()]
         return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
 
-    app.state.roots, app.state.watch = roots, FileWatcher(look)
-    guarded = Guard(app, access.hosts, plain_answer, FAILED, HEADERS, access.refusal)
-    return Web(guarded, app.state.watch)
+    watch = FileWatcher(look)
+    app.state.roots, app.state.watch = roots, watch
+    return Guard(app, access.hosts, plain_answer, FAILED, HEADERS, access.refusal), watch
 
 
 def plain_answer(status: int, message: str) -> Response:
@@ -81,22 +64,13 @@ async def static(request: Request) -> Response:
     return FileResponse(STATIC[name] / name, media_type=mimetypes.guess_type(name)[0], headers=KEEP)
 
 
-KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
-
-
-def user_error(request: Request, error: Exception) -> Response:
-    """Show a user's mistake, on a separate page or as a part in the place that sent the request."""
-    return _problem(request, 422, str(error))
-
-
-def http_error(request: Request, error: Exception) -> Response:
-    """Show an unknown path or a wrong method."""
-    assert isinstance(error, HTTPException)
-    response = _problem(request, error.status_code, error.detail)
-    response.headers.update(error.headers or {})
+def problem(request: Request, error: Exception) -> Response:
+    """Show a user's mistake, an unknown path or a wrong method, on a separate page or as a part in the place that sent
+    the request."""
+    status, message, headers = 422, str(error), None
+    if isinstance(error, HTTPException):
+        status, message, headers = error.status_code, error.detail, error.headers
+    is_part = request.headers.get("hx-request") == "true"
+    response = render(request, "problem_part.html" if is_part else "problem.html", status, message=message)
+    response.headers.update(headers or {})
     return response
-
-
-def _problem(request: Request, status: int, message: str) -> Response:
-    part = request.headers.get("hx-request") == "true"
-    return render(request, "problem_part.html" if part else "problem.html", status, message=message)

@@ -1,16 +1,20 @@
-"""The page Data: thumbnails as training crops them, captions and edits, truncated captions, captioning."""
+"""The page Data: thumbnails as training crops them, captions and edits, truncated captions; and the processes that it
+starts: the check of all pictures, and captioning by a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import json
+import signal
+import time
+from collections.abc import Hashable, Mapping
+from pathlib import Path
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from simpletune.apps.web import data_jobs
+from simpletune.apps.web import processes
 from simpletune.apps.web.data_set import (
     PAGE,
     SHOWN,
@@ -22,19 +26,28 @@ from simpletune.apps.web.data_set import (
     suggestions,
 )
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run_state import Runs
-from simpletune.apps.web.templates import read_form, render
+from simpletune.apps.web.run_state import Runs, stamps_in
+from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.commands.inspect_data.caption_edits import Edit, apply, preview, tag_counts
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
+from simpletune.commands.inspect_data.report import FIGURES
 from simpletune.commands.inspect_data.thumbnails import kept_thumbnail
 from simpletune.data.sources.caption_files import ChangedCaption, write_caption
 from simpletune.data.sources.source import UnusablePicture
+from simpletune.system.atomic import write_json
+from simpletune.system.hub.fetch import HUB_NAME
 from simpletune.system.options import Json, UserError
 
 TAGS = 60  # shown
 CHANGES = 20  # shown in a preview
+GROUPS, EACH = 24, 6  # groups of duplicates shown, and pictures in each
+LISTED = 200  # unusable entries
+LINES = 12  # of a log
+LONGEST = 2000  # characters of a field
 CHANGED = "captions-changed"  # event for the parts of the page that count captions
-Form = Mapping[str, list[str]]
+CHECK, CAPTION = "data-check-", "data-caption-"
+PRECISIONS, DEVICES = ("bf16", "int8", "fp32"), ("auto", "cpu", "cuda")
+REDO = "ours"
 
 
 def routes() -> list[Route]:
@@ -44,22 +57,33 @@ def routes() -> list[Route]:
         Route("/data/gallery", gallery),
         Route("/data/thumbnail", thumbnail),
         Route("/data/summary", summary),
-        Route("/data/caption", caption, methods=["POST"]),
-        Route("/data/preview", show_changes, methods=["POST"]),
-        Route("/data/apply", apply_changes, methods=["POST"]),
-        *data_jobs.routes(),
+        Route("/data/caption", save_caption, methods=["POST"]),
+        Route("/data/preview", preview_edit, methods=["POST"]),
+        Route("/data/apply", apply_edit, methods=["POST"]),
+        Route("/data/check", check, methods=["GET"]),
+        Route("/data/check", start_check, methods=["POST"]),
+        Route("/data/captioning", captioning, methods=["GET"]),
+        Route("/data/captioning", start_captioning, methods=["POST"]),
+        Route("/data/captioning/stop", stop_captioning, methods=["POST"]),
     ]
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics ``data-check:KEY`` and ``data-caption:KEY``, for the page's processes."""
-    return data_jobs.stamps(roots)
+    found: dict[str, list[tuple[str, Hashable]]] = {}
+    for name, stamp in sorted(stamps_in(roots.own / processes.LOGS).items()):
+        if name.startswith("data-"):
+            kind, _, key = Path(name).stem.rpartition("-")
+            found.setdefault(f"{kind}:{key}", []).append((name, stamp))
+    return {topic: tuple(files) for topic, files in found.items()}
 
 
-def _asked(request: Request, form: Form | None = None) -> DataSet:
+def _asked(request: Request, given: Mapping[str, str]) -> DataSet:
     """The data set that a request names, in its address or its form."""
-    given = {name: values[0] for name, values in form.items()} if form is not None else request.query_params
     return open_data_set(request.app.state.roots, given.get("place", ""), given.get("source", "0"))
+
+
+# Pictures
 
 
 def data(request: Request) -> Response:
@@ -76,24 +100,24 @@ def data(request: Request) -> Response:
 
 def gallery(request: Request) -> Response:
     """GET /data/gallery: a page of thumbnails and captions."""
-    found = _asked(request)
+    found = _asked(request, request.query_params)
     return render(request, "data_gallery.html", data=found, query=found.query, **_gallery(request, found))
 
 
 def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
+    show = show if show in SHOWN else "all"
     number = request.query_params.get("page", "1")
-    entries = select_pictures(found, show if show in SHOWN else "all", text)
+    entries = select_pictures(found, show, text)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
     cards = picture_tiles(found, entries[(page - 1) * PAGE : page * PAGE])
-    shown: Json = {"show": show if show in SHOWN else "all", "text": text, "number": page, "pages": pages}
-    return {"cards": cards, "count": len(entries), **shown}
+    return {"cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages}
 
 
 def thumbnail(request: Request) -> Response:
     """GET /data/thumbnail: a picture as training crops it; a link with another version is another thumbnail."""
-    found = _asked(request)
+    found = _asked(request, request.query_params)
     roots: Roots = request.app.state.roots
     name = request.query_params.get("name", "")
     file = found.picture(name)
@@ -108,39 +132,35 @@ def thumbnail(request: Request) -> Response:
 
 def summary(request: Request) -> Response:
     """GET /data/summary: tags, and how many captions are missing or truncated."""
-    found = _asked(request)
+    found = _asked(request, request.query_params)
     entries = found.entries()
     texts = [entry.text for entry in entries if entry.text]
     cutter = Cutter(found.config)
     cuts = cutter.cuts([found.prompt(text) for text in texts])
     cut = {name: sum(any(each.encoder == name for each in one) for one in cuts) for name in cutter.names}
     tags = tag_counts(texts, found.source.tag_separator)
-    values: Json = {
-        "pictures": len(entries),
-        "captioned": len(texts),
-        "cut": cut,
-        "tags": tags[:TAGS],
-        "all_tags": len(tags),
-    }
-    return render(request, "data_summary.html", data=found, problems=cutter.problems, **values)
+    return render(
+        request, "data_summary.html", data=found, problems=cutter.problems, pictures=len(entries),
+        captioned=len(texts), cut=cut, tags=tags[:TAGS], all_tags=len(tags),
+    )  # fmt: skip
 
 
-async def caption(request: Request) -> Response:
+# Captions
+
+
+@with_form
+def save_caption(request: Request, form: Form) -> Response:
     """POST /data/caption: write one caption, unless its file has changed since the page showed it."""
-    return await _with_form(request, _write)
-
-
-def _write(request: Request, form: Form) -> Response:
-    found = _asked(request, form)
-    _require_editable(found)
-    name, typed = form.get("name", [""])[0], form.get("caption", [""])[0]
+    found = _editable(request, form)
+    name, typed = form.get("name", ""), form.get("caption", "")
     try:
         entry = found.entry(name)
-    except UserError as reason:
-        return _unwritten(request, name, str(reason), typed)
-    if entry.caption is None:
-        return _unwritten(request, name, f"{name}: {entry.problem}", typed)
-    said, changed, kept = "", entry.caption.digest != form.get("digest", [""])[0], None
+        if entry.caption is None:
+            raise UserError(f"{name}: {entry.problem}")
+    except UserError as reason:  # there is nothing to write to; what the user typed returns
+        said = str(reason)
+        return render(request, "data_unwritten.html", 422, id=card_id(name), name=name, reason=said, typed=typed)
+    said, changed, kept = "", entry.caption.digest != form.get("digest", ""), None
     if not changed:
         try:
             write_caption(entry.caption, typed)
@@ -156,52 +176,144 @@ def _write(request: Request, form: Form) -> Response:
     return response
 
 
-def _unwritten(request: Request, name: str, reason: str, typed: str) -> Response:
-    """Show why there is nothing to write to, and return what the user typed."""
-    return render(request, "data_unwritten.html", 422, id=card_id(name), name=name, reason=reason, typed=typed)
-
-
-async def show_changes(request: Request) -> Response:
+@with_form
+def preview_edit(request: Request, form: Form) -> Response:
     """POST /data/preview: count what an edit would change, without writing."""
-    return await _with_form(request, _preview)
-
-
-def _preview(request: Request, form: Form) -> Response:
-    found = _asked(request, form)
-    _require_editable(found)
-    edit = _edit(form)
+    found, edit = _editable(request, form), _edit(form)
     seen = preview(edit, found.entries())
-    values: Json = {"edit": edit, "preview": seen, "most": CHANGES, "data": found}
-    return render(request, "data_changes.html", **values)
+    return render(request, "data_changes.html", edit=edit, preview=seen, most=CHANGES, data=found)
 
 
-async def apply_changes(request: Request) -> Response:
+@with_form
+def apply_edit(request: Request, form: Form) -> Response:
     """POST /data/apply: write an edit that a preview has shown."""
-    return await _with_form(request, _apply)
-
-
-def _apply(request: Request, form: Form) -> Response:
-    found = _asked(request, form)
-    _require_editable(found)
-    done = apply(preview(_edit(form), found.entries()), form.get("fingerprint", [""])[0])
+    found = _editable(request, form)
+    done = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
     response = render(request, "data_applied.html", done=done, query=found.query)
     response.headers["hx-trigger"] = CHANGED
     return response
 
 
-def _edit(form: Form) -> Edit:
-    kind = form.get("kind", [""])[0]
-    if kind not in ("replace", "prefix"):
-        raise UserError("Choose what to do: replace a text, or put a prefix before captions")
-    texts = (form.get("find", [""])[0], form.get("text", [""])[0])
-    return Edit("replace" if kind == "replace" else "prefix", *texts)
-
-
-def _require_editable(found: DataSet) -> None:
+def _editable(request: Request, form: Form) -> DataSet:
+    found = _asked(request, form)
     if found.why_not:
         raise UserError(found.why_not)
+    return found
 
 
-async def _with_form(request: Request, handle: Callable[[Request, Form], Response]) -> Response:
-    """Read a form, and handle it in a thread, because it reads and writes files."""
-    return await run_in_threadpool(handle, request, await read_form(request))
+def _edit(form: Form) -> Edit:
+    kind = form.get("kind", "")
+    if kind not in ("replace", "prefix"):
+        raise UserError("Choose what to do: replace a text, or put a prefix before captions")
+    return Edit("replace" if kind == "replace" else "prefix", form.get("find", ""), form.get("text", ""))
+
+
+# Processes
+
+
+def check(request: Request) -> Response:
+    """GET /data/check: the last check's findings: duplicates side by side, and what is unusable and why."""
+    return _check_part(request, _asked(request, request.query_params))
+
+
+@with_form
+def start_check(request: Request, form: Form) -> Response:
+    """POST /data/check: decode and compare all pictures in a separate process (``simpletune data``)."""
+    found, roots = _asked(request, form), request.app.state.roots
+    place = _check_folder(roots, found)
+    place.mkdir(parents=True, exist_ok=True)
+    write_json(place / "config.json", found.config.model_dump(mode="json", by_alias=True), shared=True)
+    words = ("data", str(place / "config.json"), "--out", str(place), "--pictures", "0")
+    processes.start(roots, words, CHECK + found.key)
+    return _check_part(request, found)
+
+
+def _check_folder(roots: Roots, found: DataSet) -> Path:
+    return roots.own / "data" / found.key
+
+
+def _check_part(request: Request, found: DataSet) -> Response:
+    roots: Roots = request.app.state.roots
+    file = _check_folder(roots, found) / FIGURES
+    try:
+        report: Json = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        report = {}
+    if not isinstance(report, dict) or "unusable" not in report:  # another version wrote it
+        report = {}
+    checked = time.strftime("%d %B %Y, %H:%M", time.localtime(file.stat().st_mtime)) if report else ""
+    groups = [("Identical files", report.get("duplicates", [])), ("Nearly identical", report.get("alike", []))]
+    return render(
+        request, "data_check.html", data=found, query=found.query, report=report, checked=checked, groups=groups,
+        most_groups=GROUPS, each=EACH, listed=LISTED, **_state(roots, CHECK + found.key),
+    )  # fmt: skip
+
+
+def captioning(request: Request) -> Response:
+    """GET /data/captioning: the form and the state of captioning."""
+    return _captioning_part(request, _asked(request, request.query_params))
+
+
+@with_form
+def start_captioning(request: Request, form: Form) -> Response:
+    """POST /data/captioning: start ``simpletune caption`` on the folder."""
+    found, roots = _asked(request, form), request.app.state.roots
+    try:
+        if found.why_not:
+            raise UserError(found.why_not)
+        processes.start(roots, caption_words(roots, found.folder, form), CAPTION + found.key)
+    except UserError as reason:
+        return _captioning_part(request, found, str(reason))
+    return _captioning_part(request, found)
+
+
+def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[str]:
+    """Build the command line that captions a folder as the form says.
+
+    Raises:
+        UserError: the model is neither a hub name nor in a root, or a choice is unknown.
+    """
+    model = form.get("model", "").strip()
+    if not model:
+        raise UserError("The model is empty. Give a hub name, such as florence-community/Florence-2-base, or a folder")
+    is_folder = (roots.named[0] / model).exists() or not HUB_NAME.match(model) or ".." in model
+    chosen = str(roots.resolve(model)) if is_folder else model
+    words = ["caption", str(folder), f"--model={chosen}"]
+    for name in ("prompt", "prefix", "trigger"):  # one word each, so that no value is read as a flag
+        text = form.get(name, "").strip()
+        if len(text) > LONGEST or "\0" in text:
+            raise UserError(f"{name} has {len(text):,} characters. Use at most {LONGEST:,}")
+        words += [f"--{name}={text}"] if text else []
+    for name, known in (("precision", PRECISIONS), ("device", DEVICES)):
+        value = form.get(name, known[0])
+        if value not in known:
+            raise UserError(f"{name}: {value} is unknown. Use one of {', '.join(known)}")
+        words.append(f"--{name}={value}")
+    return [*words, "--again"] if form.get("which") == REDO else words
+
+
+@with_form
+def stop_captioning(request: Request, form: Form) -> Response:
+    """POST /data/captioning/stop: end captioning; captions so far stay, and the next start continues."""
+    found = _asked(request, form)
+    process = processes.find_process(request.app.state.roots, CAPTION + found.key)
+    if process is not None:
+        process.signal(signal.SIGTERM)
+    return _captioning_part(request, found)
+
+
+def _captioning_part(request: Request, found: DataSet, said: str = "") -> Response:
+    entries, state = found.entries(), _state(request.app.state.roots, CAPTION + found.key)
+    captioned = sum(bool(entry.text) for entry in entries)
+    return render(
+        request, "data_captioning.html", 422 if said else 200, data=found, said=said, pictures=len(entries),
+        captioned=captioned, **state,
+    )  # fmt: skip
+
+
+def _state(roots: Roots, log_name: str) -> Json:
+    return {
+        "running": processes.running(roots, log_name),
+        "lines": processes.tail(roots, log_name, LINES),
+        "code": processes.exit_code(roots, log_name),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -36,25 +36,15 @@ LOOKED_AT = 400  # entries of a root that are searched for suggestions
 
 @dataclass(frozen=True)
 class DataSet:
-    """A folder of pictures and how training would read it.
+    """A folder of pictures and how training would read it."""
 
-    Args:
-        place: folder or configuration that the user named, absolute.
-        index: the source's index in the configuration.
-        sources: paths of all its sources.
-        config: the configuration with this source alone.
-        source: this source.
-        folder: its folder, links resolved.
-        why_not: why its captions cannot be edited here; empty if they can.
-    """
-
-    place: Path
-    index: int
-    sources: tuple[str, ...]
-    config: TrainConfig
+    place: Path  # folder or configuration that the user named, absolute
+    index: int  # the source's in the configuration
+    sources: tuple[str, ...]  # paths of all of them
+    config: TrainConfig  # with this source alone
     source: Folder
-    folder: Path
-    why_not: str
+    folder: Path  # the source's, links resolved
+    why_not: str  # why its captions cannot be edited here; empty if they can
 
     @property
     def key(self) -> str:
@@ -63,19 +53,13 @@ class DataSet:
 
     @property
     def query(self) -> str:
-        """The query string that names it."""
         return urlencode({"place": str(self.place), "source": self.index})
 
     def entries(self) -> list[CaptionedPicture]:
-        """All pictures with their captions."""
         return read_captions(self.folder, picture_files(self.folder, self.source))
 
     def entry(self, name: str) -> CaptionedPicture:
-        """One picture.
-
-        Raises:
-            UserError: the folder has no picture of this name.
-        """
+        """One picture with its caption; a UserError if the folder has none of this name."""
         file = self.picture(name)
         if file is None:
             raise UserError(f"{name}: the folder no longer has this picture. Reload the page")
@@ -100,12 +84,7 @@ class DataSet:
 
 
 def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
-    """Open a folder of pictures, or a source of a configuration.
-
-    Args:
-        roots: what the pages may touch.
-        place: as the user typed it.
-        index: the source's index, as in the address.
+    """Open a folder of pictures, or a source of a configuration, with place and index as in the address.
 
     Raises:
         UserError: the place is outside of the roots, missing, or the configuration is wrong.
@@ -146,79 +125,52 @@ def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
 
 @dataclass(frozen=True)
 class PictureTile:
-    """What the page shows about a picture.
+    """A picture with its caption, as the gallery shows it."""
 
-    Args:
-        entry: the picture and its caption.
-        version: changes when the file does.
-        size: size in pixels; None if the picture cannot be used.
-        bucket: the bucket that it is cropped to.
-        problem: why it cannot be used.
-        cuts: encoders that truncate its caption.
-        seen: the part of its prompt that every encoder sees.
-        unseen: the rest.
-        made: whether a model wrote the caption.
-    """
-
+    id: str
     entry: CaptionedPicture
-    version: str
-    size: Size | None
-    bucket: Size | None
-    problem: str
-    cuts: Sequence[Cut]
-    seen: str
-    unseen: str
-    made: bool
-
-    @property
-    def id(self) -> str:
-        """A name for the page's elements."""
-        return card_id(self.entry.name)
+    version: str  # changes when the file does
+    size: Size | None  # in pixels; None if the picture cannot be used
+    bucket: Size | None  # that it is cropped to
+    problem: str  # why it cannot be used
+    cuts: Sequence[Cut]  # encoders that truncate its caption
+    seen: str  # the part of its prompt that every encoder sees
+    unseen: str  # the rest
+    made: bool  # whether a model wrote the caption
 
 
 def card_id(name: str) -> str:
-    """A name for the elements about a picture."""
+    """A name for the page's elements about a picture."""
     return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[PictureTile]:
-    """Make the cards of pictures and captions.
-
-    Args:
-        data: the data set.
-        entries: the entries of one page.
-    """
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
-    return [
-        _card(data, entry, prompt, cuts, record) for entry, prompt, cuts in zip(entries, prompts, every, strict=True)
-    ]
-
-
-def _card(data: DataSet, entry: CaptionedPicture, prompt: str, cuts: Sequence[Cut], record: Record) -> PictureTile:
-    version, size, bucket, problem = "", None, None, entry.problem
-    try:
-        version = str(entry.file.stat().st_mtime_ns)
-        size = picture_size(read_regular(entry.file))
-        bucket = bucket_of_size(size, data.source, data.config.model.multiple)
-        scale, limit = upscaling(size, bucket), data.source.max_upscale
-        if limit is not None and scale > limit:
-            problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"
-    except (UnusablePicture, OSError) as reason:
-        problem = str(reason)
-    place = min((cut.place for cut in cuts), default=len(prompt))
-    made = entry.caption is not None and record.of(entry.caption) is not None
-    return PictureTile(entry, version, size, bucket, problem, cuts, prompt[:place], prompt[place:], made)
+    tiles = []
+    for entry, prompt, cuts in zip(entries, prompts, every, strict=True):
+        version, size, bucket, problem = "", None, None, entry.problem
+        try:
+            version = str(entry.file.stat().st_mtime_ns)
+            size = picture_size(read_regular(entry.file))
+            bucket = bucket_of_size(size, data.source, data.config.model.multiple)
+            scale, limit = upscaling(size, bucket), data.source.max_upscale
+            if limit is not None and scale > limit:
+                problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"
+        except (UnusablePicture, OSError) as reason:
+            problem = str(reason)
+        cut = min((cut.place for cut in cuts), default=len(prompt))
+        made = entry.caption is not None and record.of(entry.caption) is not None
+        tiles.append(
+            PictureTile(
+                card_id(entry.name), entry, version, size, bucket, problem, cuts, prompt[:cut], prompt[cut:], made
+            )
+        )
+    return tiles
 
 
 def select_pictures(data: DataSet, show: str, query: str) -> list[CaptionedPicture]:
-    """The pictures that the user asked for.
-
-    Args:
-        data: the data set.
-        show: one of ``SHOWN``.
-        query: text in the name or the caption, case-insensitive.
-    """
+    """The pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case."""
     entries = data.entries()
     if show == "without":
         entries = [entry for entry in entries if not entry.text]
@@ -236,17 +188,13 @@ def suggestions(roots: Roots) -> list[Path]:
     """Folders with pictures in the roots and one level below them."""
     found: list[Path] = []
     for root in roots.named:
-        found += [folder for folder in _folders(root) if _holds_pictures(folder)]
+        try:
+            entries = sorted(root.iterdir())[:LOOKED_AT]
+        except OSError:  # unreadable: there is nothing to suggest
+            entries = []
+        below = (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
+        found += [folder for folder in (root, *below) if _holds_pictures(folder)]
     return found[:SUGGESTED]
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    yield root
-    try:
-        entries = sorted(root.iterdir())[:LOOKED_AT]
-    except OSError:  # unreadable: there is nothing to suggest
-        return
-    yield from (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
 
 
 def _holds_pictures(folder: Path) -> bool:

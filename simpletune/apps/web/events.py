@@ -24,11 +24,7 @@ Look = Callable[[], Mapping[str, Hashable]]
 
 
 class FileWatcher:
-    """Watch files while somebody listens, and report which topics have changed.
-
-    Args:
-        look: returns the stamps; called in a thread.
-    """
+    """Watch files while somebody listens, and report which topics have changed; ``look`` is called in a thread."""
 
     def __init__(self, look: Look):
         self.look = look
@@ -76,7 +72,8 @@ class FileWatcher:
                 return
             stamps = await run_in_threadpool(self.look)
             self._looked = clock()
-            changed = _changed(self._stamps or {}, stamps) if self._stamps is not None else []
+            before = stamps if self._stamps is None else self._stamps
+            changed = sorted(topic for topic in {*before, *stamps} if before.get(topic) != stamps.get(topic))
             self._stamps = stamps
             if changed:
                 self.number += 1
@@ -97,10 +94,6 @@ class FileWatcher:
         while self._streams and not self.closed:
             await self.now()
             await asyncio.sleep(PERIOD)
-
-
-def _changed(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[str]:
-    return sorted(topic for topic in {*before, *after} if before.get(topic) != after.get(topic))
 
 
 async def events(request: Request) -> Response:

@@ -7,7 +7,6 @@ import json
 import subprocess
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -31,30 +30,19 @@ KEPT = 2000  # predictions
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """A prediction that a form is waiting for.
+    """A prediction that a form is waiting for."""
 
-    Args:
-        key: the result of ``key_of``.
-        data: the configuration's JSON.
-        device: the card's name or memory; None: no card.
-    """
-
-    key: str
-    data: Json
-    device: str | None
+    key: str  # equal for equal predictions
+    data: Json  # the configuration
+    device: str | None  # the card's name or memory; None: no card
 
 
 def wish(config: TrainConfig, data: Json, card: Card | None) -> EstimateRequest:
-    """Describe what to predict.
-
-    Args:
-        config: the validated configuration.
-        data: its JSON.
-        card: the card to train on; None: there is none.
-    """
+    """Describe what to predict for a validated configuration, its JSON and the card to train on."""
     device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
-    about = [options, device, [_changed(source.path) for source in config.data.members], __version__, version("torch")]
+    sources = [file_stamp(Path(source.path)) for source in config.data.members]
+    about = [options, device, sources, __version__, version("torch")]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return EstimateRequest(key, data, device)
 
@@ -64,17 +52,8 @@ def cached_estimate(roots: Roots, key: str) -> Json | None:
     return read_json_or_none(_file(roots, key)) if key.isalnum() else None
 
 
-def stamp(roots: Roots) -> Hashable:
-    """Return a value that changes with every new prediction."""
-    return file_stamp(roots.own / FOLDER)
-
-
 class Estimator:
-    """Predict for one page's open forms; a form's newest wish replaces its older ones.
-
-    Args:
-        roots: the page's roots.
-    """
+    """Predict for one page's open forms; a form's newest wish replaces its older ones."""
 
     def __init__(self, roots: Roots):
         self.roots = roots
@@ -126,37 +105,24 @@ class Estimator:
         out, err = process.communicate()
         with self._lock:
             self._running = None
-        folder = self.roots.own / FOLDER
+        folder, code = self.roots.own / FOLDER, process.returncode
         (folder / f"{wish.key}.config.json").unlink(missing_ok=True)
-        if process.returncode < 0:  # dropped for a newer wish
+        if code < 0:  # dropped for a newer wish
             return
-        write_json(_file(self.roots, wish.key), _result(process.returncode, out, err), shared=True)
+        if code == 0:
+            found: Json = json.loads(out[out.index("{") :])
+        else:
+            lines = [line for line in err.splitlines() if line.strip()]
+            at = next((at for at, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - 1))
+            said = "\n".join(lines[at:]).removeprefix("error: ")[:2000]
+            found = {"error": said or f"estimate ended with code {code}"}
+        write_json(_file(self.roots, wish.key), found, shared=True)
         for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 
 
-@cache
-def estimator(roots: Roots) -> Estimator:
-    """Return the estimator of a page."""
-    return Estimator(roots)
-
-
-def _result(code: int, out: str, err: str) -> Json:
-    if code == 0:
-        found = json.loads(out[out.index("{") :])
-        assert isinstance(found, dict)
-        return found
-    lines = [line for line in err.splitlines() if line.strip()]
-    at = next((at for at, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - 1))
-    return {"error": "\n".join(lines[at:]).removeprefix("error: ")[:2000] or f"estimate ended with code {code}"}
+estimator = cache(Estimator)  # one for each page's roots
 
 
 def _file(roots: Roots, key: str) -> Path:
     return roots.own / FOLDER / f"{key}.json"
-
-
-def _changed(path: str) -> int | None:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except (OSError, ValueError):
-        return None

@@ -37,21 +37,15 @@ _unreaped: set[Path] = set()  # logs of this process's children whose end is not
 
 @dataclass(frozen=True)
 class VerbProcess:
-    """A started process.
+    """A started process."""
 
-    Args:
-        pid: its ID, which is also the ID of its session and group.
-        started: its start time in clock ticks since boot.
-        log: the file with its output.
-    """
-
-    pid: int
-    started: int
-    log: Path
+    pid: int  # also the ID of its session and group
+    started: int  # in clock ticks since boot
+    log: Path  # its output
 
     @property
     def alive(self) -> bool:
-        """Return whether it is running; a zombie is not."""
+        """Whether it is running; a zombie is not."""
         return start_time(self.pid) == self.started
 
     def signal(self, number: signal.Signals) -> None:
@@ -62,13 +56,8 @@ class VerbProcess:
 
 
 def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> VerbProcess:
-    """Start a verb in the first root, where the page's relative paths begin.
-
-    Args:
-        roots: where logs go.
-        words: verb and arguments, such as ``("estimate", "config.json")``.
-        log_name: the name of the log and of the process; only one of each name runs at a time.
-        module: what ``python -m`` runs.
+    """Start a verb with its arguments, as ``python -m`` a module, in the first root, where the page's relative paths
+    begin. The log's name is also the process's: only one of each name runs at a time.
 
     Raises:
         UserError: a process with this name is running, or the system refuses to start one.
@@ -80,7 +69,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
             raise UserError(f"{log_name} is still running. Wait for its end, or stop it")
         opened.truncate(0)
         record: Json = {"words": list(words)}
-        write_json(_record_of(log), record, shared=True)
+        write_json(log.with_suffix(".json"), record, shared=True)
         try:
             child = subprocess.Popen(
                 command(module, words), cwd=roots.named[0], env=environment(),
@@ -90,7 +79,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
             raise UserError(f"no process could be started ({error.strerror}). End others, and try again") from None
         record |= {"pid": child.pid, "started": start_time(child.pid), "boot": _boot()}
         _unreaped.add(log)
-        write_json(_record_of(log), record, shared=True)
+        write_json(log.with_suffix(".json"), record, shared=True)
     threading.Thread(target=_reap, args=(child, log, record), daemon=True).start()
     return VerbProcess(child.pid, record["started"] or 0, log)
 
@@ -108,22 +97,26 @@ def running(roots: Roots, log_name: str) -> bool:
 
 def find_process(roots: Roots, log_name: str) -> VerbProcess | None:
     """Return the running process with this name, to send it a signal."""
-    log = log_file(roots, log_name)
-    record = _read(log)
+    record = read_record(roots, log_name)
     if record.get("boot") != _boot() or not isinstance(record.get("pid"), int):
         return None
-    process = VerbProcess(record["pid"], record.get("started") or 0, log)
+    process = VerbProcess(record["pid"], record.get("started") or 0, log_file(roots, log_name))
     return process if process.alive else None
 
 
-def last_words(roots: Roots, log_name: str) -> list[str]:
-    """Return the verb and arguments of the last process with this name."""
-    return list(_read(log_file(roots, log_name)).get("words") or [])
+def read_record(roots: Roots, log_name: str) -> Json:
+    """Return what is known of the last process with this name: words, pid, started, boot and, if a page saw its end,
+    code; empty if there was none, or the file is damaged."""
+    try:
+        found = strict_json.read(log_file(roots, log_name).with_suffix(".json"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
     """Return the exit code of the last process with this name; None while it runs, or if no page saw it end."""
-    code = _read(log_file(roots, log_name)).get("code")
+    code = read_record(roots, log_name).get("code")
     return code if isinstance(code, int) else None
 
 
@@ -139,11 +132,7 @@ def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
 
 
 def log_file(roots: Roots, log_name: str) -> Path:
-    """Return the log of a name.
-
-    Raises:
-        UserError: the name does not fit into a file name.
-    """
+    """Return the log of a name; a UserError if the name does not fit into a file name."""
     if not NAME.fullmatch(log_name):
         raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
     return roots.own / LOGS / f"{log_name}.log"
@@ -176,12 +165,11 @@ def _locked(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
 def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
     code = child.wait()
     with _starting:
-        write_json(_record_of(log), {**record, "code": code}, shared=True)
+        write_json(log.with_suffix(".json"), {**record, "code": code}, shared=True)
         _unreaped.discard(log)
 
 
 def command(module: str, words: Sequence[str]) -> list[str]:
-    """Return the command that runs a module."""
     return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
 
 
@@ -189,18 +177,6 @@ def environment() -> dict[str, str]:
     """Return the environment of child processes, in which they find this package and print unbuffered."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
-def _record_of(log: Path) -> Path:
-    return log.with_suffix(".json")
-
-
-def _read(log: Path) -> Json:
-    try:
-        found = strict_json.read(_record_of(log))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _boot() -> str:

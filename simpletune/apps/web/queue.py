@@ -8,7 +8,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from simpletune.apps.web import processes
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run_state import file_stamp
 from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import Json, UserError
@@ -60,11 +59,7 @@ def log_name(name: str) -> str:
 
 
 def read_queue(roots: Roots) -> list[QueueEntry]:
-    """Return all entries in order, including ended ones.
-
-    Raises:
-        UserError: the file is damaged, or from a newer version.
-    """
+    """Return all entries in order, including ended ones; a UserError if the file is damaged, or of a newer version."""
     try:
         return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
     except FileNotFoundError:
@@ -78,11 +73,7 @@ def read_queue(roots: Roots) -> list[QueueEntry]:
 
 
 def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> list[QueueEntry]:
-    """Replace the entries by the result of ``to``, while no other process changes them.
-
-    Raises:
-        DiskFull: the queue is unchanged.
-    """
+    """Replace the entries by the result of ``to``, while no other process changes them; drops old ended ones."""
     roots.own.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
         try:
@@ -90,24 +81,24 @@ def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> 
         except UserError:
             quarantine(roots.own / FILE)
             entries = []
-        changed = _without_old(to(entries))
+        changed = to(entries)
+        ended = [each.id for each in changed if each.state not in ("waiting", "running")]
+        old = set(ended[:-ENDED_KEPT])
+        changed = [each for each in changed if each.id not in old]
         if changed != entries:
             write_json(roots.own / FILE, _ENTRIES.dump_python(changed, mode="json"))
         return changed
 
 
 def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> QueueEntry:
-    """Append a run to the queue, and make sure that a runner processes the queue.
+    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full.
 
     Args:
         roots: the page's roots.
-        name: the run's name.
-        config: its configuration file, which must exist until the run has begun.
+        name: the run's.
+        config: must exist until the run has begun.
         device: the result of ``queue_device``.
-        resume: whether to continue the run with this name.
-
-    Raises:
-        UserError: the queue is full.
+        resume: continue the run with this name.
     """
     entry = QueueEntry(
         id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
@@ -154,20 +145,17 @@ def stop(roots: Roots, which: str) -> None:
 
 def ensure_runner(roots: Roots) -> None:
     """Start the queue's runner if there is something to do and none is running."""
-    if not is_open(roots) or processes.running(roots, RUNNER) or _failed_just_now(roots):
+    if not is_open(roots) or processes.running(roots, RUNNER):
         return
+    if processes.exit_code(roots, RUNNER) not in (0, None):  # it failed, as on a full disk; another would fail, too
+        failed = processes.log_file(roots, RUNNER).with_suffix(".json").stat().st_mtime
+        if time.time() - failed < PAUSE:
+            return
     try:
         processes.start(roots, [str(roots.runs), str(roots.named[0])], RUNNER, RUNNER_MODULE)
     except UserError:  # another page was faster
         if not processes.running(roots, RUNNER):
             raise
-
-
-def _failed_just_now(roots: Roots) -> bool:
-    """Return whether a runner has just failed, as on a full disk; another one would fail, too."""
-    if processes.exit_code(roots, RUNNER) in (0, None):
-        return False
-    return time.time() - processes.log_file(roots, RUNNER).with_suffix(".json").stat().st_mtime < PAUSE
 
 
 def is_open(roots: Roots) -> bool:
@@ -178,20 +166,9 @@ def is_open(roots: Roots) -> bool:
         return False
 
 
-def stamp(roots: Roots) -> Hashable:
-    """Return a value that changes with the queue."""
-    return file_stamp(roots.own / FILE)
-
-
 def queue_device(settings: Json) -> str:
     """Return which device a configuration trains on: ``cpu`` or ``gpu``."""
     model = settings.get("model")
     is_demo = isinstance(model, dict) and str(model.get("pretrained", "")).startswith("demo:")
     on_cpu = settings.get("device", "auto") == "cpu" or (is_demo and shutil.which("nvidia-smi") is None)
     return CPU if on_cpu else GPU
-
-
-def _without_old(entries: list[QueueEntry]) -> list[QueueEntry]:
-    ended = [each.id for each in entries if each.state not in ("waiting", "running")]
-    old = set(ended[:-ENDED_KEPT])
-    return [each for each in entries if each.id not in old]

@@ -27,11 +27,7 @@ ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "fail
 
 
 def run(roots: Roots) -> None:
-    """Start runs that may start and record those that have ended, until there is nothing left to do.
-
-    Args:
-        roots: the page's roots.
-    """
+    """Start runs that may start and record those that have ended, until there is nothing left to do."""
     while queue.is_open(roots):
         step(roots)
         time.sleep(PERIOD)
@@ -39,42 +35,50 @@ def run(roots: Roots) -> None:
 
 def step(roots: Roots) -> None:
     """Look at the queue once."""
-    ended = {each.id: run_outcome(roots, each) for each in queue.read_queue(roots) if each.state == "running"}
-    known = {which: found for which, found in ended.items() if found is not None}
-    if known:
-        queue.change(roots, lambda entries: [_ended(each, known) for each in entries])
-        for state, reason in known.values():
+    outcomes = {each.id: run_outcome(roots, each) for each in queue.read_queue(roots) if each.state == "running"}
+    ended = {which: found for which, found in outcomes.items() if found is not None}
+    if ended:
+        _record(roots, ended)
+        for state, reason in ended.values():
             say(f"{state} {reason}")
     queue.change(roots, lambda entries: [_adopted(roots, each) for each in entries])
     busy = busy_devices(roots)
     for entry in queue.read_queue(roots):
-        if entry.state == "waiting" and entry.device not in busy and not _is_taken(roots, entry):
+        if entry.state != "waiting" or entry.device in busy:
+            continue
+        # a run of this name may still be training, or its log still be written
+        if not is_held(roots.runs / entry.name) and not processes.running(roots, log_name(entry.name)):
             busy.add(entry.device)
             begin(roots, entry)
 
 
 def begin(roots: Roots, entry: QueueEntry) -> None:
     """Start an entry's run, unless a page has removed the entry meanwhile."""
-    started: list[QueueEntry] = []
 
     def mark(entries: list[QueueEntry]) -> list[QueueEntry]:
-        started[:] = [each for each in entries if each.id == entry.id and each.state == "waiting"]
-        if started:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
+        waits = any(each.id == entry.id and each.state == "waiting" for each in entries)
+        if waits:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
             processes.start(roots, train_words(entry), log_name(entry.name))
-        return [_with(each, "running") if each in started else each for each in entries]
+        return [_with(each, "running") if waits and each.id == entry.id else each for each in entries]
 
     try:
         queue.change(roots, mark)
         say(f"start {entry.name}")
     except UserError as error:
-        reason = str(error)
-        queue.change(roots, lambda entries: [_ended(each, {entry.id: ("failed", reason)}) for each in entries])
+        _record(roots, {entry.id: ("failed", str(error))})
 
 
 def busy_devices(roots: Roots) -> set[str]:
     """Return the devices on which runs are training, whoever started them."""
-    busy = {each.device for each in queue.read_queue(roots) if each.state == "running"}
-    return busy | {_device_of_run(folder) for folder in roots.all_runs() if is_held(folder)}
+    busy: set[str] = {each.device for each in queue.read_queue(roots) if each.state == "running"}
+    for folder in roots.all_runs():
+        if not is_held(folder):
+            continue
+        if attempts := attempts_of(folder):
+            busy.add(CPU if attempts[-1].device.startswith("cpu") else GPU)
+        else:
+            busy.add(queue.queue_device(state_of(folder).settings))
+    return busy
 
 
 def run_outcome(roots: Roots, entry: QueueEntry) -> tuple[State, str] | None:
@@ -109,26 +113,16 @@ def train_words(entry: QueueEntry) -> list[str]:
 def _adopted(roots: Roots, entry: QueueEntry) -> QueueEntry:
     """Mark an entry as running if a runner started its run but was killed before recording it."""
     name = log_name(entry.name)
-    if entry.state != "waiting" or processes.last_words(roots, name) != train_words(entry):
+    if entry.state != "waiting" or processes.read_record(roots, name).get("words") != train_words(entry):
         return entry
     return _with(entry, "running") if processes.running(roots, name) else entry
 
 
-def _is_taken(roots: Roots, entry: QueueEntry) -> bool:
-    """Return whether a run with this name is training, or its log is still being written."""
-    return is_held(roots.runs / entry.name) or processes.running(roots, log_name(entry.name))
-
-
-def _device_of_run(folder: Path) -> str:
-    """Return a running run's device: its last attempt's, or else its configuration's."""
-    attempts = attempts_of(folder)
-    if attempts:
-        return CPU if attempts[-1].device.startswith("cpu") else GPU
-    return queue.queue_device(state_of(folder).settings)
-
-
-def _ended(entry: QueueEntry, known: Mapping[str, tuple[State, str]]) -> QueueEntry:
-    return _with(entry, *known[entry.id]) if entry.id in known else entry
+def _record(roots: Roots, outcomes: Mapping[str, tuple[State, str]]) -> None:
+    """Write how entries ended, by their IDs."""
+    queue.change(
+        roots, lambda entries: [_with(each, *outcomes[each.id]) if each.id in outcomes else each for each in entries]
+    )
 
 
 def _with(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:

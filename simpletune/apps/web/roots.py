@@ -18,15 +18,10 @@ class OutsideRoots(UserError):
 
 @dataclass(frozen=True)
 class Roots:
-    """The folders that the pages may touch.
-
-    Args:
-        runs: folder of the runs.
-        named: further folders with pictures and configurations; relative paths are relative to the first.
-    """
+    """The folders that the pages may touch."""
 
     runs: Path
-    named: tuple[Path, ...]
+    named: tuple[Path, ...]  # with pictures and configurations; relative paths are relative to the first
 
     @property
     def own(self) -> Path:
@@ -34,11 +29,7 @@ class Roots:
         return self.runs / OWN
 
     def resolve(self, text: str) -> Path:
-        """Resolve a path given by a user, including links.
-
-        Raises:
-            OutsideRoots: it lies outside of all roots; the message names the remedy.
-        """
+        """Resolve a path given by a user, including links; OutsideRoots, with the remedy, if it leads out of them."""
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
@@ -56,7 +47,9 @@ class Roots:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
         folder = self.runs / name
-        return folder if may_be_run(folder) and folder.resolve().parent == self.runs else None
+        # a run has begun here, even if its configuration or its steps are missing or damaged
+        begun = any((folder / file).is_file() for file in (CONFIG, ATTEMPTS, METRICS))
+        return folder if begun and folder.resolve().parent == self.runs else None
 
     def all_runs(self) -> Iterator[Path]:
         """Yield the folders of all runs, by name."""
@@ -72,17 +65,8 @@ class Roots:
             return None
 
 
-def may_be_run(folder: Path) -> bool:
-    """Return whether a run has begun in a folder, even if its configuration or its steps are missing or damaged."""
-    return any((folder / name).is_file() for name in (CONFIG, ATTEMPTS, METRICS))
-
-
 def make_roots(runs: Path, named: list[Path]) -> Roots:
-    """Resolve the folders of ``simpletune web``.
-
-    Raises:
-        UserError: a root is not a folder.
-    """
+    """Resolve the folders of ``simpletune web``; a UserError if a root is not one."""
     for root in named:
         if not root.is_dir():
             raise UserError(f"--root: {root} is not a folder. Give one that exists")

@@ -1,264 +1,438 @@
-"""The page of a run: the parts of ``running``, and what can be done when the run is not training: its report,
-comparisons, choosing a step, files for other tools, and continuing.
+"""The page of a run. While it trains: progress, charts, pictures, requests, log. Afterwards: its report, comparisons,
+choosing a step, files for other tools, and continuing. In the run's folder, the page writes only the control file;
+whatever computes is a verb in a separate process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from simpletune.adapters.methods.adapter import OUTPUT
-from simpletune.apps.web import queue, run_live
-from simpletune.apps.web.files import file_response
-from simpletune.apps.web.processes import LOGS
+from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run.comparisons import COMPARE, comparisons_of
-from simpletune.apps.web.run.form_values import STRENGTHS, plain_text, strengths_of, whole_number
-from simpletune.apps.web.run.pictures import matrix_of
-from simpletune.apps.web.run.progress import Progress
-from simpletune.apps.web.run_live import (
-    TRAIN,
-    RunJob,
-    begin,
-    drawing_defaults,
-    job_name,
-    job_of,
-    list_requests,
-    log_lines,
-    now_of,
-    run_of,
-    run_progress,
-)
+from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
+from simpletune.apps.web.run.progress import Progress, charts_of, read_progress
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
-from simpletune.apps.web.templates import read_fields, render
-from simpletune.runs.best_checkpoint import BestCheckpoint, choose_best
+from simpletune.apps.web.templates import Form, read_form, render
+from simpletune.config.error_text import problems_of
+from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
-from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, SUMMARY
+from simpletune.runs.control import (
+    LONGEST,
+    STRONGEST,
+    AnyRequest,
+    DrawRequest,
+    SaveRequest,
+    StopRequest,
+    ask,
+    new_id,
+    read_answers,
+    read_drawings,
+    read_requests,
+)
+from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONTROL, CONTROL_ANSWERS, DRAWN, SAMPLES, SUMMARY
 from simpletune.system.atomic import write_json
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import ConfigError, Json, UserError
 
-REPORT = "report.html"
+SHOWN = 12  # requests, and requested pictures, newest first
+LOG_LINES, JOB_LINES = 40, 12  # of the run's log, and of a verb's
+TRAIN = "run"  # the queue's name for a run's process
 JOBS = (COMPARE, "choose", "export", "report", "finish")
+UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
+REPORT = "report.html"
 FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
-WHOLE = ("full", "partial")  # methods whose result has no strength
+FULL = ("full", "partial")  # methods whose result has no strength
+STRENGTHS, MOST_STRENGTHS = "0.25 0.5 0.75 1 1.25", 8
+WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
+NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
+# Our own pages contain their scripts and pictures. Sandboxed, they cannot send requests to this server.
+ALONE = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox allow-scripts"
+)
+RESULT = {"content-type": "application/octet-stream", "content-disposition": "attachment"}
+TEXT = {"content-type": "text/plain; charset=utf-8"}
+SENT: dict[str, dict[str, str]] = {  # files that may be sent, by suffix, with their headers
+    ".png": {"content-type": "image/png"},
+    ".html": {"content-type": "text/html; charset=utf-8", "content-security-policy": ALONE},
+    ".safetensors": RESULT, ".json": TEXT, ".jsonl": TEXT, ".md": TEXT,
+}  # fmt: skip
 
 
 def routes() -> list[Route]:
     """Return the routes of the page and of its parts."""
     posts = {
-        "compare": compare, "choose": choose_step, "export": export, "report": report, "finish": finish,
+        "ask": ask_run, "compare": compare, "choose": choose_step, "export": export, "finish": finish,
         "continue": go_on,
     }  # fmt: skip
-    gets = {"after": after, "jobs": jobs, "comparisons": comparisons}
     return [
         Route("/run/{name}", page),
-        *run_live.routes(),
-        *(Route(f"/run/{{name}}/{word}", handler) for word, handler in gets.items()),
-        *(Route(f"/run/{{name}}/{word}", handler, methods=["POST"]) for word, handler in posts.items()),
+        Route("/run/{name}/report", report, methods=["POST"]),
+        *(Route(f"/run/{{name}}/{word}", _answering(handle), methods=["POST"]) for word, handle in posts.items()),
+        Route("/run/{name}/file/{path:path}", file),
+        Route("/run/{name}/small/{path:path}", small),
         Route("/run/{name}/exports/{file}", exported),
+        *(Route(f"/run/{{name}}/{word}", partial(part, *made)) for word, made in PARTS.items()),
     ]
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics of the parts, such as ``pictures:NAME``."""
     found: dict[str, Hashable] = {}
-    logs = stamps_in(roots.own / LOGS)
+    logs = stamps_in(roots.own / processes.LOGS)
     for folder, held in runs:
-        parts = run_live.topics(folder, held, logs) | topics(roots, folder, held, logs)
-        found |= {f"{topic}:{folder.name}": stamp for topic, stamp in parts.items()}
+        name = folder.name
+        files = (SUMMARY, ATTEMPTS, BEST, CHECKPOINTS, REPORT)
+        jobs = (f"{job_name(kind, name)}{suffix}" for kind in JOBS for suffix in (".log", ".json"))
+        found |= {
+            f"held:{name}": held,
+            f"pictures:{name}": file_stamp(folder / SAMPLES),
+            f"requests:{name}": tuple(file_stamp(folder / file) for file in (CONTROL, CONTROL_ANSWERS, DRAWN)),
+            f"log:{name}": logs.get(f"{job_name(TRAIN, name)}.log"),
+            f"after:{name}": (held, *(file_stamp(folder / file) for file in files),
+                              file_stamp(RunView(roots, folder).exports)),
+            f"jobs:{name}": tuple(logs.get(job) for job in jobs),
+            f"comparisons:{name}": file_stamp(folder / COMPARE),
+        }  # fmt: skip
     return found
 
 
-def page(request: Request) -> Response:
-    """GET /run/NAME: the page."""
-    folder = run_of(request)
-    values = {**after_of(request, folder), **now_of(folder), **list_requests(folder), **log_lines(request, folder)}
-    return render(
-        request, "run.html", matrix=matrix_of(folder), drawing=drawing_defaults(folder), jobs=jobs_of(request, folder),
-        comparisons=comparisons_of(folder), **values,
-    )  # fmt: skip
+@lru_cache(maxsize=4096)
+def job_name(kind: str, run: str) -> str:
+    """Name the process and log of a verb for a run; a hash distinguishes names that do not fit."""
+    plain = UNUSUAL.sub("_", run)[:100]
+    unusual = plain != run
+    return f"{kind}-{plain}" + (f"-{hashlib.sha256(run.encode()).hexdigest()[:8]}" if unusual else "")
 
 
-def topics(roots: Roots, folder: Path, held: bool, logs: Mapping[str, Hashable]) -> dict[str, Hashable]:
-    """Return the stamps of the topics ``after``, ``jobs`` and ``comparisons`` of a run.
-
-    Args:
-        roots: what the pages may touch.
-        folder: run folder.
-        held: whether a process trains it.
-        logs: stamps of the files with logs, by name.
-    """
-    files = (SUMMARY, ATTEMPTS, BEST, CHECKPOINTS, REPORT)
-    jobs = [logs.get(f"{job_name(kind, folder.name)}{suffix}") for kind in JOBS for suffix in (".log", ".json")]
-    exports = exports_of(roots, folder.name)
-    return {
-        "after": (held, *(file_stamp(folder / name) for name in files), file_stamp(exports)),
-        "jobs": tuple(jobs),
-        "comparisons": file_stamp(folder / COMPARE),
-    }
+# What the page shows
 
 
-def exports_of(roots: Roots, name: str) -> Path:
-    """The folder of a run's converted files."""
-    return roots.own / "exports" / job_name("run", name)
+@dataclass(frozen=True)
+class RunView:
+    """A run as its page shows it. Each method named in ``PARTS`` returns the values of that part's template."""
+
+    roots: Roots
+    folder: Path
+
+    @cached_property
+    def progress(self) -> Progress:
+        return read_progress(self.folder)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        return matrix_of(self.folder)
+
+    @property
+    def exports(self) -> Path:
+        """The folder of the run's converted files."""
+        return self.roots.own / "exports" / job_name("run", self.folder.name)
+
+    @property
+    def has_strength(self) -> bool:
+        """Whether the run's result is an adapter, which has a strength."""
+        adapter = self.progress.state.settings.get("adapter")
+        return not (isinstance(adapter, dict) and adapter.get("method") in FULL)
+
+    def weights(self, step: str) -> str:
+        """Name the run's result, or with a step a checkpoint, for a command."""
+        return f"{self.folder}@{whole_number(step, 'step')}" if step else str(self.folder)
+
+    def drawing(self) -> Json:
+        """The defaults of the picture form: the settings of the run's validation."""
+        settings = self.progress.state.settings
+        validation, data = settings.get("validation"), settings.get("data")
+        option: Json = validation if isinstance(validation, dict) else {}
+        side = data.get("resolution", "") if isinstance(data, dict) else ""
+        prompts = option.get("prompts")
+        prompt = prompts[0] if isinstance(prompts, list) and prompts else ""
+        if not prompt and self.matrix.rows:
+            prompt = self.matrix.rows[0]["prompt"]
+        if not prompt and isinstance(data, dict):  # before the first pictures
+            prompt = data.get("prompt") or "a picture"
+        fallback = {"width": option.get("width") or side, "height": option.get("height") or side}
+        own = {name: option.get(name, "") for name in ("negative_prompt", "seed", "steps", "guidance")}
+        return {"prompt": prompt, **own, **fallback}
+
+    def now(self) -> Json:
+        """State and charts."""
+        return {"run": self.progress, "charts": charts_of(self.folder, self.progress.steps)}
+
+    def form(self) -> Json:
+        """The form for requests to the run, if it is training."""
+        return {"run": self.progress, "drawing": self.drawing()}
+
+    def pictures(self) -> Json:
+        return {"matrix": self.matrix}
+
+    def requests(self) -> Json:
+        """Waiting requests, answers and requested pictures, newest first."""
+        answers = read_answers(self.folder)
+        answered = {answer["id"] for answer in answers}
+        try:
+            waiting, broken = [each for each in read_requests(self.folder) if each.id not in answered], ""
+        except UserError as error:
+            waiting, broken = [], str(error)
+        drawings = [each for each in read_drawings(self.folder) if (self.folder / each["file"]).is_file()]
+        answered_last = [answer for answer in answers if answer["state"] != "done" or answer.get("ask") != "draw"]
+        return {
+            "waiting": waiting, "broken": broken, "answers": answered_last[: -SHOWN - 1 : -1],
+            "drawings": drawings[: -SHOWN - 1 : -1],
+        }  # fmt: skip
+
+    def log(self) -> Json:
+        """The end of the log, for a run that a page started."""
+        return {"lines": processes.tail(self.roots, job_name(TRAIN, self.folder.name), LOG_LINES)}
+
+    def after(self) -> Json:
+        """What can be done with the run when it is not training."""
+        state, steps = self.progress.state, self.progress.steps or self.progress.state.done
+        try:
+            best = choose_best(self.folder)
+        except (UserError, KeyError, TypeError):  # a file about it is damaged
+            best = None
+        summary = json_object(self.folder / SUMMARY)
+        exports = self.exports.glob("*.safetensors") if self.exports.is_dir() else ()
+        saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
+        more = steps if state.done < steps else steps + max(1, steps // 2)  # as planned, or half as many again
+        return {
+            "run": self.progress, "steps": [step for step, _ in list_checkpoints(self.folder)],
+            "best": best, "best_file": saved if (self.folder / saved).is_file() else "",
+            "result": OUTPUT if (self.folder / OUTPUT).is_file() else "", "result_step": summary.get("steps"),
+            "output": str(summary.get("output", "")), "report": (self.folder / REPORT).is_file(),
+            "exports": sorted(file.name for file in exports), "formats": FORMATS, "has_strength": self.has_strength,
+            "strengths": STRENGTHS, "more": more, "drawing": self.drawing(),
+        }  # fmt: skip
+
+    def jobs(self) -> Json:
+        """The processes that the page has started for the run, besides its training."""
+        found = []
+        for kind in JOBS:
+            name = job_name(kind, self.folder.name)
+            lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
+            if lines or running:
+                failed = not running and processes.exit_code(self.roots, name) not in (0, None)
+                found.append({"kind": kind, "running": running, "failed": failed, "lines": lines})
+        return {"jobs": found}
+
+    def comparisons(self) -> Json:
+        return {"comparisons": comparisons_of(self.folder)}
 
 
-def after(request: Request) -> Response:
-    """GET /run/NAME/after: what can be done with the run when it is not training."""
-    folder = run_of(request)
-    return render(request, "run_after.html", drawing=drawing_defaults(folder), **after_of(request, folder))
+PARTS: dict[str, tuple[str, Callable[[RunView], Json]]] = {
+    "now": ("run_now.html", RunView.now),
+    "form": ("run_ask.html", RunView.form),
+    "pictures": ("run_pictures.html", RunView.pictures),
+    "requests": ("run_requests.html", RunView.requests),
+    "log": ("run_log.html", RunView.log),
+    "after": ("run_after.html", RunView.after),
+    "jobs": ("run_jobs.html", RunView.jobs),
+    "comparisons": ("run_comparisons.html", RunView.comparisons),
+}
 
 
-def jobs(request: Request) -> Response:
-    """GET /run/NAME/jobs: the processes started from this page."""
-    return render(request, "run_jobs.html", jobs=jobs_of(request, run_of(request)))
-
-
-def comparisons(request: Request) -> Response:
-    """GET /run/NAME/comparisons: the newest comparisons."""
-    folder = run_of(request)
-    return render(request, "run_comparisons.html", name=folder.name, comparisons=comparisons_of(folder))
-
-
-def jobs_of(request: Request, folder: Path) -> list[RunJob]:
-    """The processes that the page has started for a run, besides its training."""
-    found = (job_of(request.app.state.roots, kind, folder.name) for kind in JOBS)
-    return [job for job in found if job is not None]
-
-
-def after_of(request: Request, folder: Path) -> Json:
-    """The values for the part with what the page offers for a run."""
+def view_of(request: Request) -> RunView:
+    """Return the run that a path names, or answer 404."""
     roots: Roots = request.app.state.roots
-    progress, summary, best = run_progress(folder), json_object(folder / SUMMARY), best_of(folder)
-    exports = exports_of(roots, folder.name)
-    files = sorted(file.name for file in exports.glob("*.safetensors")) if exports.is_dir() else []
-    saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
-    return {
-        "name": folder.name, "run": progress, "steps": [step for step, _ in list_checkpoints(folder)],
-        "best": best, "best_file": saved if (folder / saved).is_file() else "",
-        "result": OUTPUT if (folder / OUTPUT).is_file() else "", "result_step": summary.get("steps"),
-        "output": str(summary.get("output", "")), "report": (folder / REPORT).is_file(),
-        "exports": files, "formats": FORMATS, "has_strength": has_strength(progress), "strengths": STRENGTHS,
-        "more": more_steps(progress),
-    }  # fmt: skip
+    folder = roots.run(request.path_params["name"])
+    if folder is None:
+        raise HTTPException(404, f"There is no run {request.path_params['name']}")
+    return RunView(roots, folder)
 
 
-def best_of(folder: Path) -> BestCheckpoint | None:
-    """The best checkpoint; None if there is none, or a file about it is damaged."""
+def page(request: Request) -> Response:
+    """GET /run/NAME: the page with all of its parts."""
+    view, all_values = view_of(request), Json()
+    for _, values in PARTS.values():
+        all_values |= values(view)
+    return render(request, "run.html", name=view.folder.name, **all_values)
+
+
+def part(template: str, values: Callable[[RunView], Json], request: Request) -> Response:
+    """GET /run/NAME/PART, after a change."""
+    view = view_of(request)
+    return render(request, template, name=view.folder.name, **values(view))
+
+
+# What can be asked of a run
+
+
+def _answering(handle: Callable[[Request, RunView, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Make a route's endpoint of a function that answers a form about a run; it runs in a thread."""
+
+    async def endpoint(request: Request) -> Response:
+        view, form = view_of(request), await read_form(request)
+        return await run_in_threadpool(handle, request, view, form)
+
+    return endpoint
+
+
+def ask_run(request: Request, view: RunView, form: Form) -> Response:
+    """POST /run/NAME/ask: put a request into the control file."""
+    asked = request_from(form)
+    ask(view.folder, asked)
+    return render(request, "run_asked.html", asked=asked)
+
+
+def request_from(form: Form) -> AnyRequest:
+    """Read a request from a form; empty fields mean the run's settings."""
+    what = form.get("ask", "")
+    if what == "save":
+        return SaveRequest(id=new_id("save"), ask="save")
+    if what == "stop":
+        return StopRequest(id=new_id("stop"), ask="stop")
+    if what != "draw":
+        raise UserError(f"{what[:40]!r} cannot be asked of a run. Use draw, save or stop")
+    data: Json = {"id": new_id("draw"), "prompt": form.get("prompt", "").strip()}
+    if form.get("negative_prompt", "").strip():
+        data["negative_prompt"] = form["negative_prompt"].strip()
+    for name in (*WHOLE, *BROKEN):
+        text = form.get(name, "").strip()
+        if text and not NUMBER.fullmatch(text):
+            raise UserError(f"{name.replace('_', ' ')}: {text[:40]!r} is not a number")
+        if text:
+            data[name] = int(text) if name in WHOLE and "." not in text else float(text)
     try:
-        return choose_best(folder)
-    except (UserError, KeyError, TypeError):
-        return None
+        return DrawRequest(**data)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, data, DrawRequest), "this picture") from None
 
 
-def has_strength(progress: Progress) -> bool:
-    """Return whether a run's result is an adapter, which has a strength."""
-    adapter = progress.state.settings.get("adapter")
-    return not (isinstance(adapter, dict) and adapter.get("method") in WHOLE)
+# What can be done with a run
 
 
-def more_steps(progress: Progress) -> int:
-    """The default number of steps for continuing: as planned, or half as many again."""
-    steps = progress.steps or progress.state.done
-    return steps if progress.state.done < steps else steps + max(1, steps // 2)
-
-
-async def compare(request: Request) -> Response:
+def compare(request: Request, view: RunView, form: Form) -> Response:
     """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
-    folder, form = run_of(request), await read_fields(request)
-    prompt = plain_text(form.get("prompt", ""), "prompt")
+    prompt = " ".join(form.get("prompt", "").split())
+    if not prompt or not prompt.isprintable() or len(prompt) > LONGEST:
+        raise UserError(f"prompt: write 1 to {LONGEST:,} characters that can be printed")
     seed = whole_number(form.get("seed") or "0", "seed")
-    source = weights_argument(folder, form.get("step", ""))
+    source = view.weights(form.get("step", ""))
     models = [source]
-    if has_strength(run_progress(folder)):
+    if view.has_strength:
         models = [f"{source}:{strength:g}" for strength in strengths_of(form.get("strengths", STRENGTHS))]
     words = ["compare", *models, "--run", source, f"--prompt={prompt}", f"--seed={seed}", "--predict"]
-    return await _begun(request, folder, COMPARE, words)
+    return _begin(request, view, COMPARE, words)
 
 
-async def choose_step(request: Request) -> Response:
+def choose_step(request: Request, view: RunView, form: Form) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
-    folder, form = run_of(request), await read_fields(request)
     step = form.get("step", "auto")
     chosen = "auto" if step == "auto" else str(whole_number(step, "step"))
-    return await _begun(request, folder, "choose", ["evaluate", str(folder), "--choose", chosen])
+    return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
 
 
-async def export(request: Request) -> Response:
+def export(request: Request, view: RunView, form: Form) -> Response:
     """POST /run/NAME/export: convert a checkpoint for other tools."""
-    folder, form = run_of(request), await read_fields(request)
     layout, step = form.get("format", ""), form.get("step", "")
     if layout not in FORMATS:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
-    place = exports_of(request.app.state.roots, folder.name)
-    place.mkdir(parents=True, exist_ok=True)
-    source = weights_argument(folder, step)
+    view.exports.mkdir(parents=True, exist_ok=True)
+    source = view.weights(step)
     at = f"-{whole_number(step, 'step')}" if step else ""
-    target = place / f"{job_name('lora', folder.name)}{at}-{layout}.safetensors"
-    words = ["export", source, "--format", layout, "--out", str(target), "--overwrite"]
-    return await _begun(request, folder, "export", words)
+    target = view.exports / f"{job_name('lora', view.folder.name)}{at}-{layout}.safetensors"
+    return _begin(request, view, "export", ["export", source, "--format", layout, "--out", str(target), "--overwrite"])
 
 
-async def report(request: Request) -> Response:
+def report(request: Request) -> Response:
     """POST /run/NAME/report: write the run's report."""
-    folder = run_of(request)
-    return await _begun(request, folder, "report", ["report", str(folder)])
+    view = view_of(request)
+    return _begin(request, view, "report", ["report", str(view.folder)])
 
 
-async def finish(request: Request) -> Response:
+def finish(request: Request, view: RunView, form: Form) -> Response:
     """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
-    folder, form = run_of(request), await read_fields(request)
-    return await _begun(request, folder, "finish", ["finish", weights_argument(folder, form.get("step", ""))])
+    return _begin(request, view, "finish", ["finish", view.weights(form.get("step", ""))])
 
 
-async def go_on(request: Request) -> Response:
+def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:
+    """Start a verb for a run, unless one of this kind is running, and report it."""
+    processes.start(view.roots, words, job_name(kind, view.folder.name))
+    return render(request, "run_begun.html", kind=kind)
+
+
+def go_on(request: Request, view: RunView, form: Form) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
-    folder, form = run_of(request), await read_fields(request)
+    name, state = view.folder.name, view.progress.state
     steps = whole_number(form.get("steps", ""), "steps")
-    progress = run_progress(folder)
-    if progress.running:
-        raise UserError(f"{folder.name} is training already")
-    if steps <= progress.state.done and progress.state.word == "finished":
-        raise UserError(f"{folder.name} has {progress.state.done:,} steps. Use more than that")
-    settings = going_on(folder, progress.state.settings, steps)
-    await run_in_threadpool(_queued, request.app.state.roots, folder.name, settings)
+    if view.progress.running:
+        raise UserError(f"{name} is training already")
+    if steps <= state.done and state.word == "finished":
+        raise UserError(f"{name} has {state.done:,} steps. Use more than that")
+    sections = (state.settings.get(key) for key in ("train", "output"))
+    train, output = ({**each} if isinstance(each, dict) else {} for each in sections)
+    train |= {"steps": steps} | ({"epochs": None} if "epochs" in train else {})
+    output["runs"] = str(view.folder.parent)
+    settings = {**state.settings, "name": name, "train": train, "output": output}
+    config = view.roots.own / "configs" / f"{job_name(TRAIN, name)}-goes-on.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    write_json(config, settings, shared=True)
+    queue.add(view.roots, name, config, queue.queue_device(settings), resume=True)
     return render(request, "run_begun.html", kind="the run, as soon as the queue reaches it")
 
 
-def going_on(folder: Path, settings: Json, steps: int) -> Json:
-    """The configuration with which a run continues in its folder up to a number of steps."""
-    train, output = ({**settings[key]} if isinstance(settings.get(key), dict) else {} for key in ("train", "output"))
-    train |= {"steps": steps} | ({"epochs": None} if "epochs" in train else {})
-    return {**settings, "name": folder.name, "train": train, "output": output | {"runs": str(folder.parent)}}
+def whole_number(text: str, what: str) -> int:
+    """Read a whole number of at least 0 from a form's field."""
+    text = text.strip()
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UserError(f"{what}: {text[:40]!r} is not a whole number of at least 0")
+    return int(text)
 
 
-def _queued(roots: Roots, name: str, settings: Json) -> None:
-    """Write the configuration for the queue, and queue the run."""
-    config = roots.own / "configs" / f"{job_name(TRAIN, name)}-goes-on.json"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    write_json(config, settings, shared=True)
-    queue.add(roots, name, config, queue.queue_device(settings), resume=True)
+def strengths_of(text: str) -> list[float]:
+    """Read strengths such as ``0.5 1``, in order and without duplicates; drops 0, because the base is always drawn."""
+    rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"
+    try:
+        found = sorted({float(part) for part in re.split(r"[\s,;]+", text.strip())} - {0.0})
+    except ValueError:
+        raise UserError(f"strengths: {text[:60]!r} is not a list of numbers. {rule}") from None
+    if not 1 <= len(found) <= MOST_STRENGTHS or not all(0 < value <= STRONGEST for value in found):
+        raise UserError(f"strengths: {text[:60]!r} does not fit. {rule}")
+    return found
 
 
-def weights_argument(folder: Path, step: str) -> str:
-    """Name a run's result, or one of its checkpoints, for a command."""
-    return f"{folder}@{whole_number(step, 'step')}" if step else str(folder)
+# Its files
 
 
-async def _begun(request: Request, folder: Path, kind: str, words: list[str]) -> Response:
-    """Start a verb, and report it."""
-    await run_in_threadpool(begin, request.app.state.roots, kind, folder.name, words)
-    return render(request, "run_begun.html", kind=kind)
+def file(request: Request) -> Response:
+    """GET /run/NAME/file/PATH: a picture, a report, a result."""
+    view, path = view_of(request), request.path_params["path"]
+    return _send(view, view.folder, path, SENT.get(Path(path).suffix))
 
 
 def exported(request: Request) -> Response:
     """GET /run/NAME/exports/FILE: a converted file."""
-    roots: Roots = request.app.state.roots
-    place = exports_of(roots, run_of(request).name)
-    headers = {"content-type": "application/octet-stream", "content-disposition": "attachment"}
-    return file_response(roots, place, request.path_params["file"], **headers)
+    view = view_of(request)
+    return _send(view, view.exports, request.path_params["file"], RESULT)
+
+
+def _send(view: RunView, folder: Path, name: str, headers: dict[str, str] | None) -> Response:
+    found = view.roots.inside(folder, name)
+    if headers is None or found is None:
+        raise HTTPException(404)
+    return FileResponse(found, headers=headers)
+
+
+def small(request: Request) -> Response:
+    """GET /run/NAME/small/PATH: a small copy of a picture."""
+    view = view_of(request)
+    found = view.roots.inside(view.folder, request.path_params["path"])
+    if found is None or found.suffix != ".png":
+        raise HTTPException(404)
+    try:
+        data = small_copy(found, file_stamp(found))
+    except (OSError, SyntaxError, ValueError):
+        raise HTTPException(404, "The picture is damaged") from None
+    return Response(data, media_type="image/webp", headers={"cache-control": "private, max-age=3600"})

@@ -18,53 +18,37 @@ from simpletune.system.strict_json import parse
 STAMPED = (METRICS, SUMMARY, ATTEMPTS, EVALUATIONS, SAMPLES, CONFIG)
 TAIL = 4096  # bytes: more than the longest row of metrics
 Runs = Sequence[tuple[Path, bool]]
-"""Folders of all runs, and whether a process trains each: one list for all pages\' stamps."""
+"""Folders of all runs, and whether a process trains each: one list for all pages' stamps."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run's state.
+    """A run's state."""
 
-    Args:
-        name: its folder's name.
-        word: running, finished, stopped, failed, killed or new.
-        reason: why it ended, if it did not finish.
-        done: finished steps.
-        steps: planned steps; None if the configuration does not say.
-        loss: the last step's loss; None before the first.
-        settings: its configuration as JSON; empty if it is missing or damaged.
-        picture: newest sheet of validation pictures, relative to the run's folder.
-    """
-
-    name: str
-    word: str
-    reason: str
-    done: int
-    steps: int | None
-    loss: float | None
-    settings: Json
-    picture: str | None
+    name: str  # its folder's
+    word: str  # running, finished, stopped, failed, killed or new
+    reason: str  # why it ended, if it did not finish
+    done: int  # finished steps
+    steps: int | None  # planned; None if the configuration does not say
+    loss: float | None  # of the last step; None before the first
+    settings: Json  # its configuration; empty if it is missing or damaged
+    picture: str | None  # newest sheet of validation pictures, relative to the run's folder
 
 
 def state_of(folder: Path) -> RunState:
     """Read the state of a run; damaged files count as missing."""
     row = last_row(folder / METRICS)
     summary, settings = json_object(folder / SUMMARY), json_object(folder / CONFIG)
-    word, reason = _ending(folder, bool(summary))
+    if is_held(folder):
+        word, reason = "running", ""
+    elif attempts := attempts_of(folder):
+        word, reason = attempts[-1].ended or "killed", attempts[-1].reason
+    else:
+        word, reason = "finished" if summary else "new", ""
     steps = summary.get("steps") or settings.get("train", {}).get("steps")
     sheets = sorted(folder.glob(f"{SAMPLES}/*.png"), key=lambda file: file.stat().st_mtime)
     picture = str(sheets[-1].relative_to(folder)) if sheets else None
     return RunState(folder.name, word, reason, int(row.get("step", 0)), steps, row.get("loss"), settings, picture)
-
-
-def _ending(folder: Path, summarised: bool) -> tuple[str, str]:
-    if is_held(folder):
-        return "running", ""
-    attempts = attempts_of(folder)
-    if not attempts:
-        return ("finished" if summarised else "new"), ""
-    last = attempts[-1]
-    return last.ended or "killed", last.reason
 
 
 def last_row(file: Path) -> Json:
@@ -95,12 +79,7 @@ def json_object(file: Path) -> Json:
 
 
 def stamp(folder: Path, held: bool) -> Hashable:
-    """Return a value that changes whenever a page about the run would look different.
-
-    Args:
-        folder: run folder.
-        held: whether a process trains it.
-    """
+    """Return a value that changes whenever a page about a run, which a process trains or not, would look different."""
     return (*(file_stamp(folder / name) for name in STAMPED), held)
 
 
@@ -119,6 +98,6 @@ def file_stamp(file: Path) -> tuple[int, int] | None:
     """Return a value that changes when a file or a folder's entries do; None if it is missing."""
     try:
         found = file.stat()
-    except OSError:
+    except (OSError, ValueError):  # a null byte in its name
         return None
     return found.st_mtime_ns, found.st_size

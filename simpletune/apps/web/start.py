@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Hashable, Mapping
-from pathlib import Path
+from collections.abc import Hashable
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -16,13 +14,12 @@ from starlette.routing import Route
 from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form.filled_form import FilledForm, FormRequest, fill_form
 from simpletune.apps.web.form.presets import HERE, card_here, cards
-from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run_state import Runs
-from simpletune.apps.web.templates import read_form, render
+from simpletune.apps.web.run_state import Runs, file_stamp
+from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.config.shipped import shipped_names
 from simpletune.system.atomic import write_json
-from simpletune.system.options import plural
+from simpletune.system.options import Json, plural
 
 CONFIGS = "configs"
 LISTED = 200  # configurations in a list
@@ -46,7 +43,10 @@ def routes() -> list[Route]:
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     """Return the stamps of the topics ``estimates`` and ``queue``; makes sure that the queue's runner is running."""
     queue.ensure_runner(roots)
-    return {"estimates": live.stamp(roots), "queue": queue.stamp(roots)}
+    return {"estimates": file_stamp(roots.own / live.FOLDER), "queue": file_stamp(roots.own / queue.FILE)}
+
+
+# The form
 
 
 def page(request: Request) -> Response:
@@ -58,19 +58,18 @@ def page(request: Request) -> Response:
     return _whole(request, fill_form(request.app.state.roots, asked), secrets.token_hex(6), None)
 
 
-async def change(request: Request) -> Response:
+@with_form
+def change(request: Request, form: Form) -> Response:
     """POST /start/change: the parts that a change affects."""
-    form = await read_form(request)
-    return await run_in_threadpool(_change, request, form)
-
-
-def _change(request: Request, form: Mapping[str, list[str]]) -> Response:
     asked, state = _asked(form)
     filled = fill_form(request.app.state.roots, asked)
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
     fields = filled.edited.fields()
-    anew = [each for each in filled.edited.sections if {f.path for f in each.fields()} - set(shown)
-            or any(path not in fields for path in shown if _in(each.path, path))]  # fmt: skip
+    anew = []  # sections that have got or lost fields
+    for each in filled.edited.sections:
+        own = (path for path in shown if (f"{path}.".startswith(f"{each.path}.") if each.path else "." not in path))
+        if {field.path for field in each.fields()} - set(shown) or any(path not in fields for path in own):
+            anew.append(each)
     inside = {each.path for section in anew for each in section.fields()}
     changed = [each for path, each in fields.items() if path not in inside and each.text != shown[path]]
     values = _values(request, filled, str(state.get("form", "")), state.get("live"))
@@ -84,79 +83,36 @@ def live_line(request: Request) -> Response:
     return render(request, "start_live.html", live=shown)
 
 
-async def begin(request: Request) -> Response:
+@with_form
+def begin(request: Request, form: Form) -> Response:
     """POST /start/run: write the configuration and queue the run, or show the problems."""
-    form = await read_form(request)
-    return await run_in_threadpool(_begin, request, form)
-
-
-def _begin(request: Request, form: Mapping[str, list[str]]) -> Response:
     roots: Roots = request.app.state.roots
     asked, state = _asked(form)
     filled = fill_form(roots, asked)
     if filled.problems or filled.config is None:
         return _whole(request, filled, str(state.get("form", "")), state.get("live"), 422)
-    file = _free_file(roots, filled.config.name)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    name, folder = filled.config.name, roots.own / CONFIGS
+    needed = {each.config for each in queue.read_queue(roots) if each.state in ("waiting", "running")}
+    files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
+    file = next(file for file in files if str(file) not in needed)  # the first that no run in the queue needs
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, filled.data)
-    entry = queue.add(roots, filled.config.name, file, queue.queue_device(filled.data))
+    entry = queue.add(roots, name, file, queue.queue_device(filled.data))
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 
-async def download(request: Request) -> Response:
+@with_form
+def download(request: Request, form: Form) -> Response:
     """POST /start/config.json: the configuration as a file."""
-    form = await read_form(request)
-    filled = await run_in_threadpool(lambda: fill_form(request.app.state.roots, _asked(form)[0]))
+    filled = fill_form(request.app.state.roots, _asked(form)[0])
     name = filled.config.name if filled.config else "config"
     headers = {"content-disposition": f'attachment; filename="{name}.json"'}
     return Response(json.dumps(filled.data, indent=2, ensure_ascii=False) + "\n", 200, headers, "application/json")
 
 
-def queued(request: Request) -> Response:
-    """GET /queued/ID: a run that is waiting, starting or has failed; redirects to the run's page once it exists."""
-    entry = _entry(request)
-    target = _run_page(request.app.state.roots, entry)
-    return RedirectResponse(target, 303) if target else render(request, "queued.html", 200, **_waiting(request, entry))
-
-
-def queued_part(request: Request) -> Response:
-    """GET /queued/ID/part: only its state."""
-    entry = _entry(request)
-    target = _run_page(request.app.state.roots, entry)
-    if target:
-        return Response(headers={"hx-redirect": target})
-    return render(request, "queued_part.html", 200, **_waiting(request, entry))
-
-
-def _entry(request: Request) -> QueueEntry:
-    which = request.path_params["id"]
-    found = next((each for each in queue.read_queue(request.app.state.roots) if each.id == which), None)
-    if found is None:
-        raise HTTPException(404, "This run is no longer in the queue")
-    return found
-
-
-def _run_page(roots: Roots, entry: QueueEntry) -> str | None:
-    """Return the address of a run that has begun; while it prepares, an older run may still have its name."""
-    log = "\n".join(processes.tail(roots, queue.log_name(entry.name), 1000))
-    begun = entry.state in ("running", "finished", "stopped") and roots.run(entry.name) is not None
-    prepared = entry.state != "running" or (roots.runs / entry.name / "attempts.json").exists() and "step" in log
-    return f"/run/{entry.name}" if begun and prepared else None
-
-
-def _waiting(request: Request, entry: QueueEntry) -> dict[str, object]:
-    roots = request.app.state.roots
-    entries = queue.read_queue(roots)
-    before = [
-        each for each in entries[: entries.index(entry)] if each.state == "waiting" and each.device == entry.device
-    ]
-    lines = [] if entry.state == "waiting" else processes.tail(roots, queue.log_name(entry.name), LOG_LINES)
-    return {"entry": entry, "before": len(before), "lines": lines}
-
-
-def _asked(form: Mapping[str, list[str]]) -> tuple[FormRequest, dict[str, object]]:
+def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
     """Read the form: the request, and the state that the page carries along."""
-    texts = {name: values[-1] for name, values in form.items()}
+    texts = dict(form)
     try:
         state = json.loads(texts.pop("state", "{}"))
         shown, mine = dict(state.get("shown", {})), dict(state.get("mine", {}))
@@ -173,10 +129,12 @@ def _whole(request: Request, filled: FilledForm, form: str, last: object, status
     roots: Roots = request.app.state.roots
     values = _values(request, filled, form, last)
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
-    return render(
-        request, "start.html", status, cards=cards(), bases=_bases(filled.asked.base), files=files, tried=status != 200,
-        **values,
-    )  # fmt: skip
+    base = filled.asked.base
+    own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
+    shipped = [(f"shipped:{name}", name) for name in shipped_names()]
+    bases = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
+    tried = status != 200
+    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, tried=tried, **values)
 
 
 def _values(request: Request, filled: FilledForm, form: str, last: object) -> dict[str, object]:
@@ -210,13 +168,9 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
     old = live.cached_estimate(roots, last) if last and found is None else None
     figures = found or old or {}
     return {
-        "key": key,
-        "last": last,
-        "ready": found is not None,
-        "why": why,
-        "error": figures.get("error"),
+        "key": key, "last": last, "ready": found is not None, "why": why, "error": figures.get("error"),
         "figures": figures,
-    }
+    }  # fmt: skip
 
 
 def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
@@ -225,12 +179,7 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
     found = []
     older = roots.run(name) if name else None
     number = next(n for n in range(1, 10**6) if not (roots.runs / f"{name}.{n}").exists())
-    waits = (
-        any(each.name == name and each.state in ("waiting", "running") for each in queue.read_queue(roots))
-        if name
-        else False
-    )
-    if waits:
+    if name and any(each.name == name and each.state in ("waiting", "running") for each in queue.read_queue(roots)):
         found.append(f"{name} is already in the queue: this run waits until it ends and moves it to {name}.{number}")
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
@@ -239,19 +188,33 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
     return found
 
 
-def _free_file(roots: Roots, name: str) -> Path:
-    """Return a file name for a configuration that no run in the queue still needs."""
-    needed = {each.config for each in queue.read_queue(roots) if each.state in ("waiting", "running")}
-    folder = roots.own / CONFIGS
-    names = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
-    return next(file for file in names if str(file) not in needed)
+# A run that waits in the queue
 
 
-def _bases(now: str) -> list[tuple[str, str]]:
-    shipped = [(f"shipped:{name}", name) for name in shipped_names()]
-    own = [(now, now.replace(":", " ", 1))] if now.startswith(("file:", "run:")) else []
-    return [(PRESET, "what suits the card and the pictures"), *own, *shipped]
+def queued(request: Request) -> Response:
+    """GET /queued/ID: a run that is waiting, starting or has failed; redirects to the run's page once it exists."""
+    target, values = _queued(request)
+    return RedirectResponse(target, 303) if target else render(request, "queued.html", 200, **values)
 
 
-def _in(section: str, path: str) -> bool:
-    return path.startswith(f"{section}.") or (section == path) if section else "." not in path
+def queued_part(request: Request) -> Response:
+    """GET /queued/ID/part: only its state."""
+    target, values = _queued(request)
+    return Response(headers={"hx-redirect": target}) if target else render(request, "queued_part.html", 200, **values)
+
+
+def _queued(request: Request) -> tuple[str, Json]:
+    """Return the address of a run that has begun, else an empty one; and what to show of its entry."""
+    roots: Roots = request.app.state.roots
+    entries = queue.read_queue(roots)
+    at = next((at for at, each in enumerate(entries) if each.id == request.path_params["id"]), None)
+    if at is None:
+        raise HTTPException(404, "This run is no longer in the queue")
+    entry, log = entries[at], queue.log_name(entries[at].name)
+    if entry.state in ("running", "finished", "stopped") and roots.run(entry.name) is not None:
+        prepared = (roots.runs / entry.name / "attempts.json").exists()  # before, an older run may still have its name
+        if entry.state != "running" or (prepared and "step" in "\n".join(processes.tail(roots, log, 1000))):
+            return f"/run/{entry.name}", {}
+    before = sum(each.state == "waiting" and each.device == entry.device for each in entries[:at])
+    lines = [] if entry.state == "waiting" else processes.tail(roots, log, LOG_LINES)
+    return "", {"entry": entry, "before": before, "lines": lines}

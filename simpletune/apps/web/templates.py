@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
 from simpletune import __version__
 from simpletune.apps.http import read_body
-from simpletune.runs.report.templates import ASSETS
+from simpletune.system.package import ASSETS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATES = ASSETS / "web"
 SHARED = Path(__file__).resolve().parent.parent / "serve" / "page"  # base.css
+MOST_FORM = 2**20  # bytes of a form
+Form = dict[str, str]
 
 
 @functools.cache
 def jinja_environment() -> Environment:
-    """Load the templates of ``assets/web``."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
@@ -36,34 +39,32 @@ def jinja_environment() -> Environment:
 
 
 def render(request: Request, template: str, status: int = 200, **values: object) -> HTMLResponse:
-    """Render a template of ``assets/web``.
-
-    Args:
-        request: its path marks the current entry of the navigation.
-        template: file name; a whole page extends ``base.html``, a part does not.
-        status: the response's status.
-        values: the template's variables.
-    """
+    """Render a template of ``assets/web``: a whole page extends ``base.html``, a part does not. The request's path
+    marks the current entry of the navigation."""
     text = jinja_environment().get_template(template).render(path=request.url.path, **values)
     return HTMLResponse(text, status)
 
 
-MOST_FORM = 2**20  # bytes of a form
-
-
-async def read_form(request: Request) -> dict[str, list[str]]:
-    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with all its values.
+async def read_form(request: Request) -> Form:
+    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with its last value.
 
     Raises:
         HTTPException: 400 if it is not UTF-8, and what ``read_body`` raises.
     """
     body = await read_body(request, "application/x-www-form-urlencoded", MOST_FORM, "form", "a form")
     try:
-        return parse_qs(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=5000)
+        fields = parse_qs(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=5000)
     except ValueError:
         raise HTTPException(400, "The form is not UTF-8, or has more than 5,000 fields") from None
+    return {name: values[-1] for name, values in fields.items()}
 
 
-async def read_fields(request: Request) -> dict[str, str]:
-    """Read a form: each field with its last value. Raises what ``read_form`` raises."""
-    return {name: values[-1] for name, values in (await read_form(request)).items()}
+def with_form(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Make a route's endpoint of a function that answers a form; it runs in a thread, because it reads and writes
+    files."""
+
+    @functools.wraps(handle)
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(handle, request, await read_form(request))
+
+    return endpoint

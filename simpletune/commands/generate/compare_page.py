@@ -12,7 +12,7 @@ from PIL import Image
 
 from simpletune.commands.generate.image_scores import Measure, ModelFigures
 from simpletune.commands.generate.session import GeneratedImages
-from simpletune.runs.report.templates import page_template
+from simpletune.runs.report.page import page_template
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural

@@ -17,7 +17,7 @@ from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import printable_name
-from simpletune.runs.report.templates import page_template
+from simpletune.runs.report.page import page_template
 from simpletune.system.options import plural
 from simpletune.system.package import ASSETS
 from simpletune.system.sheets import shorten_to_width

@@ -22,11 +22,11 @@ from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.best_checkpoint import best_step
-from simpletune.runs.estimate_record import keep
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
+    PREDICTED,
     chosen_before,
     clear_unsaved,
     finished_steps,
@@ -219,7 +219,7 @@ def open_folder(
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
     if timed is not None and saved is None:
-        keep(folder, timed)
+        write_json(folder / PREDICTED, timed)
 
 
 def write_config(config: TrainConfig) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
-from simpletune.system.console import say
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
@@ -21,23 +20,19 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore(Protocol):
-    """The protocol by which a run reports its checkpoints."""
+    """By what a run reports its checkpoints; does nothing by itself."""
 
     def begins(self, step: int) -> None:
         """Training begins after this many steps."""
+        return
 
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
+        return
 
 
-class LocalOnly:
+class LocalOnly(CheckpointStore):
     """For a run that is kept only in its folder."""
-
-    def begins(self, step: int) -> None:
-        """Do nothing."""
-
-    def saved(self, step: int) -> None:
-        """Do nothing."""
 
 
 @contextmanager
@@ -56,6 +51,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     if url is None:
         yield LocalOnly()
         return
+    from simpletune.runs.remote.fetch import fetch
     from simpletune.runs.remote.index import take
     from simpletune.runs.remote.upload import Uploader
     from simpletune.system.stores.object_store import ObjectStore
@@ -65,7 +61,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     try:
         if resume in ("auto", "latest"):
             with wait_for_lock(folder.with_name(f".{folder.name}.fetch.lock"), "fetch   waiting for another process"):
-                _fetch(store, folder)
+                fetch(store, folder)
         owned = take(store, lambda stored: _owned(store, folder, stored, resume)) if is_first_process() else None
     except StoreError as error:
         raise UserError(f"output.runs: {error}. Check the URL, the credentials and the network") from None
@@ -77,29 +73,9 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
         yield uploader
 
 
-def _fetch(store: ObjectStore, folder: Path) -> None:
-    from simpletune.runs.remote.fetch import fetch
-    from simpletune.runs.remote.index import read_index, stored_words
-    from simpletune.runs.remote.link import link
-
-    found = read_index(store)
-    if found is None:
-        return
-    index, _ = found
-    say(f"store   {store.url}: {stored_words(index)}, by {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC")
-    if index.checkpoints:
-        fetch(store, index, folder)
-        link(folder, store.url, index.run)
-
-
 def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
-    """Make the index with which this process takes a run over.
-
-    Raises:
-        UserError: a new run would replace a stored one.
-    """
-    from simpletune.runs.remote.index import RunIndex, stored_words
-    from simpletune.runs.remote.link import require_same_run
+    """The index with which this process takes a run over, unless a new run would replace a stored one."""
+    from simpletune.runs.remote.index import RunIndex, require_same_run, stored_words
 
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:

@@ -2,17 +2,22 @@
 
 A checkpoint counts once the index names it. A process replaces the index only if nobody else has since it read it, so
 two machines that continue the same run cannot mix their checkpoints: the first one notices that it has lost the run
-when it commits its next checkpoint.
+when it commits its next checkpoint. A run's folder names the stored run that it belongs to in its ``remote.json``.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import REMOTE
+from simpletune.system.atomic import write_json
 from simpletune.system.options import UserError, plural
 from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import ObjectChanged, StoreError
@@ -32,40 +37,26 @@ class StoredFile(BaseModel):
 
 
 class StoredCheckpoint(BaseModel):
-    """A complete checkpoint.
-
-    Args:
-        folder: its key prefix.
-        files: its files by name.
-    """
+    """A complete checkpoint."""
 
     model_config = ConfigDict(frozen=True)
 
-    folder: str = Field(pattern=r"^checkpoints/[A-Za-z0-9.-]+$")
+    folder: str = Field(pattern=r"^checkpoints/[A-Za-z0-9.-]+$")  # its key prefix
     files: dict[str, StoredFile]
 
 
 class RunIndex(BaseModel):
-    """The content of ``index.json``.
-
-    Args:
-        run: identifies the run across all its attempts.
-        owner: identifies the process that may write.
-        machine: where that process runs, for messages.
-        since: when it took over.
-        checkpoints: the complete checkpoints by step.
-        finished: whether the run's result is stored.
-    """
+    """The content of ``index.json``."""
 
     model_config = ConfigDict(frozen=True)
 
     version: int = 1
-    run: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    owner: str
-    machine: str
-    since: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
-    checkpoints: dict[int, StoredCheckpoint] = {}
-    finished: bool = False
+    run: str = Field(default_factory=lambda: uuid.uuid4().hex)  # identifies the run across all its attempts
+    owner: str  # identifies the process that may write
+    machine: str  # where that process runs, for messages
+    since: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))  # when it took over
+    checkpoints: dict[int, StoredCheckpoint] = {}  # the complete ones by step
+    finished: bool = False  # whether the run's result is stored
 
 
 class LostRun(UserError):
@@ -79,10 +70,7 @@ class LostRun(UserError):
 
 
 def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
-    """Read the index of a run.
-
-    Returns:
-        The index and its ETag; None if there is none.
+    """Read the index of a run and its ETag; None if there is none.
 
     Raises:
         UserError: it is damaged or was written by a newer version.
@@ -107,15 +95,7 @@ def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
 
 
 def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | None:
-    """Replace the index.
-
-    Args:
-        store: the run's folder.
-        index: the new index.
-        known: the ETag of the index that this process last read or wrote; None: there is none.
-
-    Returns:
-        Its new ETag.
+    """Replace the index that this process last read or wrote, with the ETag ``known``; returns the new ETag.
 
     Raises:
         LostRun: another process has written the index since.
@@ -135,14 +115,7 @@ def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | N
 
 
 def take(store: ObjectStore, change: Callable[[RunIndex | None], RunIndex]) -> tuple[RunIndex, str | None]:
-    """Replace the index, regardless of its owner.
-
-    Args:
-        store: the run's folder.
-        change: makes the new index from the stored one, or from None if there is none.
-
-    Returns:
-        The new index and its ETag.
+    """Replace the index, regardless of its owner, by what ``change`` makes of it; returns the new one and its ETag.
 
     Raises:
         UserError: the stored index is damaged, or ``change`` refuses.
@@ -163,3 +136,26 @@ def stored_words(index: RunIndex) -> str:
     """Describe the checkpoints that an index names."""
     steps = list(index.checkpoints)
     return f"{plural(len(steps), 'checkpoint')}, the last of step {steps[-1]}" if steps else "no checkpoint yet"
+
+
+def linked_run(folder: Path) -> str | None:
+    """The identity of the stored run that a folder belongs to; None if it belongs to none."""
+    try:
+        return str(json.loads((folder / REMOTE).read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError):  # without an intact record it belongs to none
+        return None
+
+
+def require_same_run(folder: Path, url: str, run: str) -> None:
+    """Check that a folder with checkpoints belongs to a stored run, not to another or to none."""
+    if list_checkpoints(folder) and linked_run(folder) != run:
+        raise UserError(
+            f"--resume: {folder} is not the run that {url} holds. Move the folder away to continue the stored one, or "
+            "give this run another name: name=..."
+        )
+
+
+def link(folder: Path, url: str, run: str) -> None:
+    """Record which stored run a folder belongs to."""
+    if linked_run(folder) != run:
+        write_json(folder / REMOTE, {"url": url, "run": run})

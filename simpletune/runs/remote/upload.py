@@ -13,11 +13,17 @@ from types import TracebackType
 
 from simpletune.config.checkpoints import Checkpoint
 from simpletune.runs.best_checkpoint import best_step
-from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints
+from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints, read_state
 from simpletune.runs.folder import REMOTE
-from simpletune.runs.remote.index import LostRun, RunIndex, StoredCheckpoint, StoredFile, put_index
-from simpletune.runs.remote.link import link, linked_run
-from simpletune.runs.state_file import read_state
+from simpletune.runs.remote.index import (
+    LostRun,
+    RunIndex,
+    StoredCheckpoint,
+    StoredFile,
+    link,
+    linked_run,
+    put_index,
+)
 from simpletune.system.atomic import remove
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import duration, say
@@ -34,17 +40,11 @@ AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last uploa
 
 @dataclass(frozen=True)
 class UploadJob:
-    """What the next upload sends to the store, besides the run's other files.
+    """What the next upload sends to the store, besides the run's other files."""
 
-    Args:
-        step: the checkpoint's step; None: no checkpoint.
-        staged: the folder with links to its files.
-        finished: whether the run is finished.
-    """
-
-    step: int | None = None
-    staged: Path | None = None
-    finished: bool = False
+    step: int | None = None  # of the checkpoint; None: no checkpoint
+    staged: Path | None = None  # folder with links to its files
+    finished: bool = False  # whether the run is
 
 
 class Uploader:
@@ -82,19 +82,26 @@ class Uploader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lost = isinstance(error, LostRun) or isinstance(self._failure, LostRun)
-        if not lost and self._is_linked():
+        # A run that has not saved yet may have an older run of the same name in its folder.
+        linked = linked_run(self.folder) == self.index.run
+        if not lost and linked:
             patience = AT_END if error is None else AT_STOP if isinstance(error, Stopped) else AT_FAILURE
             self._last(patience, finished=error is None)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
         remove(self.folder / STAGED)
-        if error is None and self._is_linked():
-            self._require_all()
-
-    def _is_linked(self) -> bool:
-        """Whether the folder holds this run; one that has not saved yet may hold an older run of the same name."""
-        return linked_run(self.folder) == self.index.run
+        if error is not None or not linked:
+            return
+        if isinstance(self._failure, LostRun):
+            raise self._failure
+        if not self._is_done():
+            reason = f" ({self._failure})" if self._failure else ""
+            raise UserError(
+                f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
+                f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
+            )
+        say(f"upload  {self.store.url}: {format_bytes(self.uploaded)} in {duration(self.seconds)}, during training")
 
     def begins(self, step: int) -> None:
         """Replace the stored checkpoints after this step: they come from an earlier attempt and may be damaged, and
@@ -102,11 +109,7 @@ class Uploader:
         self._start = step
 
     def saved(self, step: int) -> None:
-        """Upload a checkpoint that has just been written, and the run's other files.
-
-        Raises:
-            LostRun: another process has taken over the run.
-        """
+        """Upload a new checkpoint, and the run's other files. LostRun: another process has taken over the run."""
         if isinstance(self._failure, LostRun):
             raise self._failure
         link(self.folder, self.store.url, self.index.run)
@@ -126,16 +129,18 @@ class Uploader:
         staged = self.folder / STAGED / f"{self._stagings}"
         staged.mkdir(parents=True)
         for file in checkpoint_folder(self.folder, step).iterdir():
-            _link(file, staged / file.name)
+            try:
+                os.link(file, staged / file.name)
+            except OSError:  # the file system has no links
+                shutil.copy2(file, staged / file.name)
         return staged
 
     def _last(self, patience: float, finished: bool) -> None:
         """Upload everything that is left, waiting at most ``patience`` seconds."""
-        found = [step for step, _ in list_checkpoints(self.folder)]
+        found = list_checkpoints(self.folder)
+        step = found[-1][0] if found else None
         with self._changed:
-            self._queue(
-                UploadJob(found[-1], self._stage(found[-1]), finished) if found else UploadJob(finished=finished)
-            )
+            self._queue(UploadJob(step, None if step is None else self._stage(step), finished))
         began, said = time.monotonic(), False
         while not self._is_done() and time.monotonic() - began < patience:
             if not said and time.monotonic() - began > 2:
@@ -147,80 +152,52 @@ class Uploader:
         with self._changed:
             return isinstance(self._failure, LostRun) or (self._waiting is None and not self._busy)
 
-    def _require_all(self) -> None:
-        """Report the outcome of the last upload.
-
-        Raises:
-            LostRun: another process has taken over the run.
-            UserError: not everything could be uploaded.
-        """
-        if isinstance(self._failure, LostRun):
-            raise self._failure
-        if not self._is_done():
-            reason = f" ({self._failure})" if self._failure else ""
-            raise UserError(
-                f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
-                f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
-            )
-        say(f"upload  {self.store.url}: {format_bytes(self.uploaded)} in {duration(self.seconds)}, during training")
-
     def _work(self) -> None:
         """Upload waiting jobs, and retry after a failure, until the run ends."""
         pause = AGAIN
-        while (job := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._ends)
+                job, self._waiting = self._waiting, None
+                self._busy = job is not None
+            if job is None:
+                return
             began = time.monotonic()
             try:
                 self._upload(job)
             except LostRun as lost:
-                self._done(lost)
+                with self._changed:
+                    self._failure, self._busy = lost, False
                 return
             except Exception as error:  # a failed upload must not fail the run; it is reported and retried
                 if self._failure is None and not self._ends:
                     say(f"warning {error}. Training continues, and the upload is retried")
-                self._failed(error, job, pause)
+                with self._changed:
+                    self._failure, self._busy = error, False
+                    if self._waiting is None:
+                        self._waiting = job
+                    elif job.staged is not None:  # a newer checkpoint waits
+                        remove(job.staged)
+                    self._changed.wait_for(lambda: self._ends, timeout=pause)
                 pause = min(2 * pause, LONGEST)
             else:
                 if self._failure is not None:
                     say(f"upload  {self.store.url} accepts files again")
                 self.seconds += time.monotonic() - began
-                self._done(None)
+                with self._changed:
+                    self._failure, self._busy = None, False
                 pause = AGAIN
 
-    def _next(self) -> UploadJob | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._ends)
-            job, self._waiting = self._waiting, None
-            self._busy = job is not None
-            return job
-
-    def _done(self, failure: BaseException | None) -> None:
-        with self._changed:
-            self._failure, self._busy = failure, False
-
-    def _failed(self, error: Exception, job: UploadJob, pause: float) -> None:
-        """Queue a failed job again, unless a newer checkpoint is waiting, and pause."""
-        with self._changed:
-            self._failure = error
-            if self._waiting is None:
-                self._waiting = job
-            elif job.staged is not None:
-                remove(job.staged)
-            self._busy = False
-            self._changed.wait_for(lambda: self._ends, timeout=pause)
-
     def _upload(self, job: UploadJob) -> None:
-        """Upload the run's files, then a checkpoint, then name it in the index; then remove checkpoints that are no
-        longer kept.
-
-        Raises:
-            LostRun: another process has taken over the run.
-            StoreError: an upload failed.
-        """
+        """Upload the run's files, then a checkpoint, then name it in the index; then remove what is no longer kept."""
         self._upload_files()
         checkpoints = dict(self.index.checkpoints)
         if job.step is not None and job.staged is not None:
+            # Those after the step that this process began with are its own, or from an attempt that went on further.
             checkpoints = {
-                step: each for step, each in checkpoints.items() if step <= job.step and self._is_current(step, each)
+                step: each
+                for step, each in checkpoints.items()
+                if step <= job.step and (self._start is None or step <= self._start or each.folder == self._place(step))
             }
             if job.step not in checkpoints:
                 checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
@@ -233,14 +210,13 @@ class Uploader:
             self.index = index
         if job.staged is not None:
             remove(job.staged)
-            self._remove_others(kept)
-
-    def _is_current(self, step: int, stored: StoredCheckpoint) -> bool:
-        """Whether a stored checkpoint is part of this process's run, and not from an attempt that went on further."""
-        return self._start is None or step <= self._start or stored.folder == self._place(step)
+            # Remove what the index does not name: old checkpoints, and those of killed uploads.
+            named = {each.folder for each in kept.values()}
+            there = self.store.keys("checkpoints/")
+            self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in named])
 
     def _place(self, step: int) -> str:
-        """Return the key prefix of a checkpoint that this process uploads; no other process writes there."""
+        """The key prefix of a checkpoint that this process uploads; no other process writes there."""
         return f"checkpoints/step-{step:06d}.{self.index.owner[:8]}"
 
     def _upload_files(self) -> None:
@@ -260,7 +236,6 @@ class Uploader:
             self._stored[key] = seen
 
     def _upload_checkpoint(self, step: int, staged: Path) -> StoredCheckpoint:
-        """Upload the files of a checkpoint into a folder that no other process writes."""
         sums: Mapping[str, str] = read_state(staged / STATE)["sha256"]
         files = {
             file.name: StoredFile(size=file.stat().st_size, sha256=sums.get(file.name) or sha256_of(file))
@@ -275,17 +250,3 @@ class Uploader:
         size = file.stat().st_size
         self.store.upload(file, key)
         self.uploaded += size
-
-    def _remove_others(self, kept: Mapping[int, StoredCheckpoint]) -> None:
-        """Remove checkpoints that the index does not name: old ones, and those of killed uploads."""
-        stay = {each.folder for each in kept.values()}
-        there = self.store.keys("checkpoints/")
-        self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in stay])
-
-
-def _link(file: Path, target: Path) -> None:
-    """Link a file, or copy it if the file system has no links."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copy2(file, target)

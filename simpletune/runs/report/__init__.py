@@ -34,34 +34,21 @@ def make_report(
     Raises:
         UserError: a folder is not a run.
     """
-    from simpletune.runs.report import comparison, single_run
+    from simpletune.runs.report.comparison import comparison_report
     from simpletune.runs.report.run_data import read_runs
+    from simpletune.runs.report.single_run import single_run_report
 
     runs = read_runs(list(folders))
     for run, name in zip(runs, names, strict=False):
         run.name = name
-    report = (
-        single_run.single_run_report(runs[0], price)
-        if len(runs) == 1
-        else comparison.comparison_report(runs, price, title, lead)
-    )
+    single = len(runs) == 1
+    report = single_run_report(runs[0], price) if single else comparison_report(runs, price, title, lead)
     report.sections += more
     return report
 
 
 def write_report(report: Report, file: Path) -> list[Path]:
-    """Write a page and its Markdown version.
-
-    Args:
-        report: the content.
-        file: the page's file; the Markdown version has the suffix ``.md``.
-
-    Returns:
-        Both files.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write a page and, beside it, its Markdown version; returns both files. UserError: they cannot be written."""
     from simpletune.runs.report.markdown import markdown
     from simpletune.runs.report.page import page
 
@@ -78,9 +65,5 @@ def write_report(report: Report, file: Path) -> list[Path]:
 
 
 def report_at_end(folder: Path) -> Path:
-    """Write the report of a run into its folder when the run ends.
-
-    Returns:
-        The page.
-    """
+    """Write the report of a run into its folder when the run ends; returns the page."""
     return write_report(make_report([folder]), folder / REPORT)[0]

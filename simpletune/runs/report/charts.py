@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -85,8 +84,7 @@ def stacked(
     Returns:
         The figure's specification in Vega-Lite.
     """
-    shown = _shown(rows, colours)
-    order = {part: number for number, part in enumerate(shown)}
+    order, colour = _parts(rows, colours)
     sums: dict[str, float] = {}
     for row in rows:
         sums[row["name"]] = sums.get(row["name"], 0) + row["value"]
@@ -98,7 +96,7 @@ def stacked(
             "y": {"field": "name", "type": "nominal", "sort": None, "title": None,
                   "axis": {"ticks": False, "domain": False}},
             "x": {"field": "value", "type": "quantitative", "title": axis, "axis": {"tickCount": 5}},
-            "color": _part_colours(shown, colours),
+            "color": colour,
             "order": {"field": "order"},
             "tooltip": [{"field": "name", "title": " "}, {"field": "part", "title": "part"},
                         {"field": "value", "title": axis, "format": format}],
@@ -120,19 +118,14 @@ def stacked(
     return height | {"layer": layer}
 
 
-def _shown(rows: list[Json], colours: dict[str, int]) -> list[str]:
-    """List the parts that occur in rows, known ones first."""
+def _parts(rows: list[Json], colours: dict[str, int]) -> tuple[dict[str, int], Json]:
+    """Number the parts that occur in rows, known ones first; and encode their colours, the same in every chart."""
     names = {row["part"] for row in rows}
-    return [part for part in colours if part in names] + sorted(names - set(colours))
-
-
-def _part_colours(shown: list[str], colours: dict[str, int]) -> Json:
-    """Give each part its fixed colour in every chart; unknown parts share the last two."""
-    scale = {
-        "domain": shown,
-        "range": [f"@part{colours.get(part, 7 + number % 2)}" for number, part in enumerate(shown)],
-    }
-    return {"field": "part", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
+    shown = [part for part in colours if part in names] + sorted(names - set(colours))
+    order = {part: number for number, part in enumerate(shown)}
+    # Parts without a colour share the last two.
+    scale = {"domain": shown, "range": [f"@part{colours.get(part, 7 + number % 2)}" for part, number in order.items()]}
+    return order, {"field": "part", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
 
 
 def timeline(rows: list[Json], phases: list[Json]) -> ReportChart:
@@ -142,8 +135,7 @@ def timeline(rows: list[Json], phases: list[Json]) -> ReportChart:
         rows: ``ms``, ``part``, ``value`` in MiB.
         phases: ``name``, ``from`` and ``to`` in ms, ``peak`` in MiB.
     """
-    shown = _shown(rows, KIND_COLOURS)
-    order = {part: number for number, part in enumerate(shown)}
+    order, colour = _parts(rows, KIND_COLOURS)
     top = max((phase["peak"] for phase in phases), default=0)
     lanes = label_lanes(phases)
     room = 1 + max(0.15, LANE * (1 + max(lanes, default=0)) / 200)  # the labels are above the areas
@@ -162,20 +154,23 @@ def timeline(rows: list[Json], phases: list[Json]) -> ReportChart:
             "x": x,
             "y": {"field": "value", "type": "quantitative", "stack": "zero", "title": "MiB", "axis": {"tickCount": 5},
                   "scale": {"domainMax": room * top or 1}},
-            "color": _part_colours(shown, KIND_COLOURS),
+            "color": colour,
             "order": {"field": "order"},
             "tooltip": [{"field": "part", "title": "kind"}, {"field": "value", "title": "MiB", "format": ",.1f"},
                         {"field": "ms", "title": "ms", "format": ".1f"}, {"field": "phase", "title": "phase"}],
         },
     }  # fmt: skip
-    borders = {
-        "data": {"values": phases},
-        "layer": [
-            {"mark": {"type": "rule", "color": "@muted", "strokeDash": [3, 3]}, "encoding": {"x": {"field": "from",
-             "type": "quantitative"}}},
-            *(_labels(lane, named) for lane, named in lanes.items()),
-        ],
-    }  # fmt: skip
+    start = {"x": {"field": "from", "type": "quantitative"}}
+    layers: list[Json] = [{"mark": {"type": "rule", "color": "@muted", "strokeDash": [3, 3]}, "encoding": start}]
+    at = {"x": {"field": "at", "type": "quantitative"}, "y": {"value": 0}, "text": {"field": "name"}}
+    for lane, named in lanes.items():
+        mark = {"type": "text", "baseline": "top", "color": "@muted", "fontSize": 11, "dy": 2 + LANE * lane}
+        labels: list[Json] = []
+        for ends, side in ((False, {"align": "left", "dx": 4}), (True, {"align": "right", "dx": -2})):
+            if there := [row for row in named if row["end"] is ends]:
+                labels.append({"data": {"values": there}, "mark": {**mark, **side}, "encoding": at})
+        layers.append({"layer": labels})
+    borders = {"data": {"values": phases}, "layer": layers}
     spec = {"height": 240, "layer": [area, borders]}
     says = "Memory in MiB over the milliseconds of one training step, stacked by kind, divided into phases"
     return ReportChart("timeline", "Memory over one step", says, spec)
@@ -206,30 +201,8 @@ def label_lanes(phases: list[Json]) -> dict[int, list[Json]]:
     return found
 
 
-def _labels(lane: int, named: list[Json]) -> Json:
-    """Draw one row of phase names."""
-    mark = {"type": "text", "baseline": "top", "color": "@muted", "fontSize": 11, "dy": 2 + LANE * lane}
-    encoding = {
-        "x": {"field": "at", "type": "quantitative"}, "y": {"value": 0}, "text": {"field": "name"},
-    }  # fmt: skip
-    layers: list[Json] = []
-    for end, side in ((False, {"align": "left", "dx": 4}), (True, {"align": "right", "dx": -2})):
-        if rows := [row for row in named if row["end"] is end]:
-            layers.append({"data": {"values": rows}, "mark": {**mark, **side}, "encoding": encoding})
-    return {"layer": layers}
-
-
 def line(name: str, title: str, field: str, axis: str, rows: list[Json], format: str) -> ReportChart:
-    """Draw one value over the steps.
-
-    Args:
-        name: the chart's name.
-        title: the title above the chart.
-        field: the field of the rows.
-        axis: title of the value's axis.
-        rows: rows with ``step`` and the field.
-        format: the format of the value in the tooltip.
-    """
+    """Draw one field of the rows over their steps; the axis' name and the format are for the tooltip."""
     x = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 5, "grid": False}}
     y = {
         "field": field, "type": "quantitative", "title": None, "scale": {"zero": False},
@@ -295,21 +268,13 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str
         {**_hover(smooth, tooltip), "mark": {"type": "point", "filled": True, "size": 70}},
     ]
     spec: Json = {
-        "height": 300,
-        "data": {"name": "loss", "values": []},
-        "encoding": {"x": x, "color": colour},
-        "layer": layers,
-    }
+        "height": 300, "data": {"name": "loss", "values": []}, "encoding": {"x": x, "color": colour}, "layer": layers,
+    }  # fmt: skip
     if evaluations:
         mark = {
-            "type": "point",
-            "shape": "diamond",
-            "filled": True,
-            "size": 170,
-            "stroke": "@card",
-            "opacity": 1,
+            "type": "point", "shape": "diamond", "filled": True, "size": 170, "stroke": "@card", "opacity": 1,
             "clip": False,
-        }
+        }  # fmt: skip
         points: Json = {
             "data": {"values": evaluations},
             "mark": mark,
@@ -325,12 +290,7 @@ def loss(runs: list[str], evaluations: list[Json], fields: list[str], title: str
 
 
 def drift(points: list[Json], says: str) -> ReportChart:
-    """Draw the drift of groups of prompts over the steps.
-
-    Args:
-        points: ``step``, ``prompts``, ``drift``, ``low``, ``high``.
-        says: the text alternative.
-    """
+    """Draw the drift of groups of prompts over the steps: ``step``, ``prompts``, ``drift``, ``low``, ``high``."""
     groups = list(dict.fromkeys(point["prompts"] for point in points))
     axis = {"tickCount": 5, "format": "~%"}
     y: Json = {"field": "drift", "type": "quantitative", "title": "drift", "axis": axis}
@@ -411,29 +371,23 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart
 # Pictures in files
 
 
-@functools.cache
-def _light() -> Json:
-    """Colours of the page's light theme by name."""
-    css = (ASSETS / "report" / "page.css").read_text(encoding="utf-8")
-    found: Json = dict(re.findall(r"--([\w-]+): (#\w+)", css[: css.index("}")]))
-    return found | {"runs": [found[f"part{number}"] for number in RUN_PARTS]}
-
-
-def _coloured(value: Any) -> Any:
-    """Replace @NAME by colours, as page.js does."""
-    if isinstance(value, list):
-        return [_coloured(each) for each in value]
-    if isinstance(value, dict):
-        return {key: inner if key == "values" else _coloured(inner) for key, inner in value.items()}
-    return _light()[value[1:]] if isinstance(value, str) and value.startswith("@") else value
-
-
 def picture(spec: Json, suffix: str = ".png") -> bytes:
     """Draw a chart in Vega-Lite on white, as ``.svg``, or ``.png`` with twice its pixels."""
     import vl_convert
 
+    css = (ASSETS / "report" / "page.css").read_text(encoding="utf-8")
+    light: Json = dict(re.findall(r"--([\w-]+): (#\w+)", css[: css.index("}")]))  # the first rule is the light theme
+    light["runs"] = [light[f"part{number}"] for number in RUN_PARTS]
+
+    def coloured(value: Any) -> Any:  # replaces @NAME, as page.js does
+        if isinstance(value, list):
+            return [coloured(each) for each in value]
+        if isinstance(value, dict):
+            return {key: inner if key == "values" else coloured(inner) for key, inner in value.items()}
+        return light[value[1:]] if isinstance(value, str) and value.startswith("@") else value
+
     schema = "https://vega.github.io/schema/vega-lite/v5.json"
-    whole = {"$schema": schema, "background": "white", **_coloured(spec)}
+    whole = {"$schema": schema, "background": "white", **coloured(spec)}
     return (
         vl_convert.vegalite_to_svg(whole).encode() if suffix == ".svg" else vl_convert.vegalite_to_png(whole, scale=2)
     )
@@ -448,19 +402,10 @@ LEAST = 1e-30
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A line of a chart.
-
-    Args:
-        name: the name in the legend; empty: none.
-        dots: step and value.
-        kind: its class in app.css: ``raw``, ``smooth`` or ``held``.
-        errors: half the length of the bar through each dot; empty: no bars and no dots.
-    """
-
-    name: str
-    dots: Sequence[tuple[float, float]]
-    kind: str
-    errors: Sequence[float] = ()
+    name: str  # in the legend; empty: none
+    dots: Sequence[tuple[float, float]]  # step and value
+    kind: str  # its class in app.css: raw, smooth or held
+    errors: Sequence[float] = ()  # half the length of the bar through each dot; empty: no bars and no dots
 
 
 def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None, wide: bool = False) -> str:

@@ -13,10 +13,9 @@ from simpletune.runs.report.content import (
     format_gib,
     seconds,
 )
-from simpletune.runs.report.fidelity import fidelity_sections
+from simpletune.runs.report.evaluations import fidelity_sections
 from simpletune.runs.report.losses import MIXED, loss_data, loss_section, loss_title
-from simpletune.runs.report.outcome import outcome, resumes
-from simpletune.runs.report.run_data import Json, RunData
+from simpletune.runs.report.run_data import Json, RunData, outcome, resumes
 from simpletune.runs.report.settings import plain_settings, settings_of
 from simpletune.system.console import duration
 
@@ -28,53 +27,63 @@ PICTURES = 12  # maximum of prompts on the page
 
 
 def comparison_report(runs: list[RunData], price: float | None, title: str = "", lead: str = "") -> Report:
-    """Build the report of several runs, compared with the first.
-
-    Args:
-        runs: the runs, read from their folders; percentages refer to the first.
-        price: the machine's price in dollars per hour, if known.
-        title: the page's title.
-        lead: sentence under the title.
-    """
+    """Build the report of several runs, in percent of the first; the price is in dollars per hour."""
     differences = differing(runs)
-    found = {run.name: list(pictures.validation_pictures(run.folder, run.notes)) for run in runs}
+    grid = picture_grid(runs)
     status = [f"{run.name}: {note}" for run in runs for note in run.notes]
-    status += comparability(runs, differences)
+    if weighty := [path for path in WEIGHTY if path in differences]:
+        status.append(f"These runs differ in {', '.join(weighty)}, which affects times and peaks.")
+    devices = {str(run.summary.get("device", "")) for run in runs if run.summary}
+    machines = {str(run.environment.get("device", "")) for run in runs if run.environment}
+    if len(devices) > 1 or len(machines) > 1:
+        used = "; ".join(sorted(machines if len(machines) > 1 else devices))
+        status.append(f"The runs used different machines: {used}.")
+    shown = ReportSection("pictures", "The same prompts in every run")
+    if grid:
+        shown.block = "grid"
+        shown.notes.append("The base and each run's last pictures, from the same noise; large ones are scaled down.")
+        shown.lines.append("The pictures are on the HTML page and in each run's `samples/`.")
+    else:
+        shown.notes.append("No run drew validation pictures.")
+    changed = ReportSection("differences", "Differences")
+    if differences:
+        rows = [(path, *values) for path, values in differences.items()]
+        changed.tables.append(ReportTable("Settings", ("setting", *(run.name for run in runs)), rows))
+    else:
+        changed.notes.append("These runs have the same configuration.")
     sections = [
         runtime_section(runs),
         peak_section(runs),
         table_section(runs, price),
-        picture_section(found),
+        shown,
         loss_section(runs),
         *fidelity_sections(runs),
-        difference_section(runs, differences),
+        changed,
         environment_section(runs),
     ]
-    data = {"losses": [loss_data(run) for run in runs if run.metrics], "grid": picture_grid(found)}
+    data = {"losses": [loss_data(run) for run in runs if run.metrics], "grid": grid}
     lead = lead or f"Compared with the first, {runs[0].name}."
     return Report(title or f"{len(runs)} runs", lead, "", status, headline(runs), sections, price, [], data)
 
 
 def headline(runs: list[RunData]) -> list[Fact]:
     """Name the runs with the least memory and the fastest step, relative to the first run."""
+
+    def against(value: float | None, first: float | None) -> str:
+        return f"{value / first:.0%} of the first" if value and first else "not known for the first"
+
     facts = []
     peaks = [run for run in runs if run.peak]
     if peaks and len({run.peak_key for run in peaks}) == 1:
         least = min(peaks, key=lambda run: run.peak or 0.0)
-        facts.append(
-            Fact("Least memory", format_gib(least.peak), f"{least.name}, {_against(least.peak, runs[0].peak)}")
-        )
+        note = f"{least.name}, {against(least.peak, runs[0].peak)}"
+        facts.append(Fact("Least memory", format_gib(least.peak), note))
     quick = [run for run in runs if run.seconds_per_step]
     if quick:
         best = min(quick, key=lambda run: run.seconds_per_step or 0.0)
-        note = f"{best.name}, {_against(best.seconds_per_step, runs[0].seconds_per_step)}"
+        note = f"{best.name}, {against(best.seconds_per_step, runs[0].seconds_per_step)}"
         facts.append(Fact("Fastest step", seconds(best.seconds_per_step), note))
     return facts
-
-
-def _against(value: float | None, first: float | None) -> str:
-    """Express a figure as a percentage of the first run's."""
-    return f"{value / first:.0%} of the first" if value and first else "not known for the first"
 
 
 def runtime_section(runs: list[RunData]) -> ReportSection:
@@ -108,13 +117,8 @@ def peak_section(runs: list[RunData]) -> ReportSection:
     for run in runs:
         first = runs[0].peak if run.peak_key == runs[0].peak_key else None
         percent = f" ({run.peak / first:.0%})" if run.peak and first else ""
-        rows.append(
-            {
-                "name": run.name,
-                "value": run.peak,
-                "label": f"{format_gib(run.peak)}{percent}" if run.peak else "not known",
-            }
-        )
+        label = f"{format_gib(run.peak)}{percent}" if run.peak else "not known"
+        rows.append({"name": run.name, "value": run.peak, "label": label})
     says = "; ".join(f"{row['name']} {row['label']}" for row in rows)
     section.charts.append(ReportChart("peak", "", f"Peak memory: {says}", charts.bars(rows, "GiB", "@runs")))
     if len(kinds) == 1:
@@ -127,21 +131,14 @@ def peak_section(runs: list[RunData]) -> ReportSection:
 
 
 def table_section(runs: list[RunData], price: float | None) -> ReportSection:
-    """Tabulate all figures, with percentages of the first run's."""
-    head = [
-        "run",
-        "trained parameters",
-        "s/step",
-        "% of first",
-        "s/epoch",
-        "samples/s",
-        "peak",
-        "% of first",
-        "loss",
-        loss_title(runs) or MIXED,
-    ]
-    head += ["1,000 steps"] if price else []
-    rows = []
+    """Tabulate all figures, with percentages of the first run's; and each run's time over all attempts, and its end."""
+
+    def percent(value: float | None, first: float | None) -> str:
+        return f"{value / first:.1%}" if value and first else ""
+
+    head = ["run", "trained parameters", "s/step", "% of first", "s/epoch", "samples/s", "peak", "% of first", "loss"]
+    head += [loss_title(runs) or MIXED, *(["1,000 steps"] if price else [])]
+    rows, times = [], []
     for run in runs:
         trained = run.summary.get("trainable_parameters")
         share = f" ({100 * run.share:.3g}%)" if run.share is not None else ""
@@ -150,39 +147,28 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
             run.name,
             f"{trained:,}{share}" if trained is not None else "",
             seconds(run.seconds_per_step),
-            _percent(run.seconds_per_step, runs[0].seconds_per_step),
+            percent(run.seconds_per_step, runs[0].seconds_per_step),
             seconds(run.seconds_per_epoch),
             f"{run.samples_per_second:.3g}" if run.samples_per_second else "",
             format_gib(run.peak),
-            _percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
+            percent(run.peak, runs[0].peak if run.peak_key == runs[0].peak_key else None),
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
         ]
         cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
         rows.append(tuple(cells))
-    note = f"Percentages refer to the first run, {runs[0].name}." + (f" Cost at ${price:g} per hour." if price else "")
-    tables = [ReportTable("Runs", tuple(head), rows), _time_table(runs, price)]
-    return ReportSection("figures", "Figures", notes=[note], tables=tables)
-
-
-def _time_table(runs: list[RunData], price: float | None) -> ReportTable:
-    """Tabulate each run's time over all attempts, and how it ended."""
-    rows = []
-    for run in runs:
         time = run.seconds_total
         cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
         took = duration(time) if time is not None else ""
-        rows.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
-    head = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
-    return ReportTable("Time of the whole job", head, rows)
-
-
-def _percent(value: float | None, first: float | None) -> str:
-    return f"{value / first:.1%}" if value and first else ""
+        times.append((run.name, took, *cost, resumes(run) or ("1 attempt" if run.attempts else ""), outcome(run)))
+    note = f"Percentages refer to the first run, {runs[0].name}." + (f" Cost at ${price:g} per hour." if price else "")
+    ends = ("run", "time", *(["cost"] if price else []), "attempts", "how it ended")
+    tables = [ReportTable("Runs", tuple(head), rows), ReportTable("Time of the whole job", ends, times)]
+    return ReportSection("figures", "Figures", notes=[note], tables=tables)
 
 
 def differing(runs: list[RunData]) -> dict[str, list[str]]:
-    """Find the settings in which the runs differ: path, and each run's value."""
+    """The settings in which the runs differ: path, and each run's value."""
     tables = [
         {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
         for run in runs
@@ -197,33 +183,6 @@ def differing(runs: list[RunData]) -> dict[str, list[str]]:
             continue
         found[path] = [row.value if row is not None else "" for row in rows]
     return found
-
-
-def comparability(runs: list[RunData], differences: dict[str, list[str]]) -> list[str]:
-    """List caveats for comparing times and peaks of these runs."""
-    notes = []
-    weighty = [path for path in WEIGHTY if path in differences]
-    if weighty:
-        notes.append(f"These runs differ in {', '.join(weighty)}, which affects times and peaks.")
-    devices = {str(run.summary.get("device", "")) for run in runs if run.summary}
-    machines = {str(run.environment.get("device", "")) for run in runs if run.environment}
-    if len(devices) > 1 or len(machines) > 1:
-        notes.append(
-            f"The runs used different machines: {'; '.join(sorted(machines if len(machines) > 1 else devices))}."
-        )
-    return notes
-
-
-def difference_section(runs: list[RunData], differences: dict[str, list[str]]) -> ReportSection:
-    """Tabulate the settings that differ between the runs."""
-    section = ReportSection("differences", "Differences")
-    if not differences:
-        section.notes.append("These runs have the same configuration.")
-        return section
-    head = ("setting", *(run.name for run in runs))
-    rows = [(path, *values) for path, values in differences.items()]
-    section.tables.append(ReportTable("Settings", head, rows))
-    return section
 
 
 def environment_section(runs: list[RunData]) -> ReportSection:
@@ -241,28 +200,16 @@ def environment_section(runs: list[RunData]) -> ReportSection:
     return section
 
 
-def picture_section(found: dict[str, list[pictures.ValidationPicture]]) -> ReportSection:
-    """Show every run's pictures of the same prompts."""
-    section = ReportSection("pictures", "The same prompts in every run", block="grid")
-    if not any(found.values()):
-        section.block = ""
-        section.notes.append("No run drew validation pictures.")
-        return section
-    section.notes.append("The base and each run's last pictures, from the same noise; large ones are scaled down.")
-    section.lines.append("The pictures are on the HTML page and in each run's `samples/`.")
-    return section
-
-
-def picture_grid(found: dict[str, list[pictures.ValidationPicture]]) -> list[Json]:
-    """Return, for each prompt, the base's picture and each run's last one as data URIs."""
+def picture_grid(runs: list[RunData]) -> list[Json]:
+    """For each prompt, the base's picture and each run's last one as data URIs; empty if no run drew any."""
     prompts: dict[tuple[str, str], Json] = {}
-    for name, drawn in found.items():
-        for picture in drawn:
+    for run in runs:
+        for picture in pictures.validation_pictures(run.folder, run.notes):
             row = prompts.setdefault((picture.prompt, picture.seed), {"base": None, "runs": {}})
             if picture.step == 0:
                 row["base"] = row["base"] or picture
             else:
-                row["runs"][name] = picture  # ordered by step, so the last one wins
+                row["runs"][run.name] = picture  # ordered by step, so the last one wins
     kept = list(prompts.items())[:PICTURES]
     side = pictures.side_for(sum(1 + len(row["runs"]) for _, row in kept))
     return [

@@ -10,98 +10,53 @@ from simpletune.system.options import Json
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of the headline.
-
-    Args:
-        name: the figure's name.
-        value: the value with its unit.
-        note: details in a few words.
-    """
+    """One figure of the headline."""
 
     name: str
-    value: str
+    value: str  # with its unit
     note: str = ""
 
 
 @dataclass(frozen=True)
 class ReportChart:
-    """A chart.
-
-    Args:
-        name: letters and dashes; unique on the page.
-        title: the title above the chart.
-        says: text alternative for screen readers.
-        spec: the specification in Vega-Lite; strings that begin with @ name colours of the page's theme.
-    """
-
-    name: str
+    name: str  # letters and dashes; unique on the page
     title: str
-    says: str
-    spec: Json
+    says: str  # the text alternative for screen readers
+    spec: Json  # in Vega-Lite; strings that begin with @ name colours of the page's theme
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table; the first column names the row.
-
-    Args:
-        title: the table's title.
-        head: the columns' headings.
-        rows: cells as text.
-        folded: collapse it on the page, because a chart shows the same data.
-    """
+    """A table; the first column names the row."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    folded: bool = False
+    folded: bool = False  # collapsed on the page, because a chart shows the same data
 
 
 @dataclass
 class ReportSection:
-    """A part of a report.
-
-    Args:
-        name: letters and dashes; unique on the page.
-        title: its heading.
-        notes: paragraphs under the heading.
-        block: special part of the page: ``loss``, ``pictures``, ``grid``, ``settings`` or none.
-        lines: charts as text, for the Markdown version only.
-    """
-
-    name: str
+    name: str  # letters and dashes; unique on the page
     title: str
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # paragraphs under the heading
     charts: list[ReportChart] = field(default_factory=list)
     tables: list[ReportTable] = field(default_factory=list)
-    block: str = ""
-    lines: list[str] = field(default_factory=list)
+    block: str = ""  # special part of the page: loss, pictures, grid, settings or none
+    lines: list[str] = field(default_factory=list)  # charts as text, for the Markdown version only
 
 
 @dataclass
 class Report:
-    """A whole report.
-
-    Args:
-        title: the page's title.
-        lead: one sentence under the title.
-        about: purpose of the run, in the user's words.
-        status: what is unfinished or broken; shown first.
-        facts: the headline.
-        price: dollars per hour, if known.
-        priced: (item, seconds) to multiply by the price.
-        data: losses, pictures and settings for the page's template and script.
-    """
-
     title: str
-    lead: str
-    about: str
-    status: list[str]
-    facts: list[Fact]
+    lead: str  # one sentence under the title
+    about: str  # purpose of the run, in the user's words
+    status: list[str]  # what is unfinished or broken; shown first
+    facts: list[Fact]  # the headline
     sections: list[ReportSection]
-    price: float | None = None
-    priced: list[tuple[str, float]] = field(default_factory=list)
-    data: Json = field(default_factory=dict)
+    price: float | None = None  # dollars per hour, if known
+    priced: list[tuple[str, float]] = field(default_factory=list)  # (item, seconds) to multiply by the price
+    data: Json = field(default_factory=dict)  # losses, pictures and settings for the page's template and script
 
 
 def format_gib(value: float | None) -> str:

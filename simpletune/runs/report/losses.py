@@ -12,7 +12,7 @@ MIXED = "loss at fixed noise"
 
 
 def loss_data(run: RunData) -> Json:
-    """Return columns for the page's script: step, loss, and fields for the tooltip."""
+    """Columns for the page's script: step, loss, and fields for the tooltip."""
     rows = mean_by_group(run.metrics, ROOM)
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
     columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}
@@ -53,7 +53,8 @@ def loss_section(runs: list[RunData]) -> ReportSection:
     if points:
         section.notes.append(f"Diamonds: {title}, averaged over a fixed set, so the points of a run can be compared.")
         if title == MIXED:
-            section.notes.append(f"Runs used different pictures: {_by_run(drawn)}.")
+            measured = "; ".join(f"{run.name}: {run.loss_is}" for run in drawn if run.evaluations)
+            section.notes.append(f"Runs used different pictures: {measured}.")
     if any(len(run.metrics) > ROOM for run in drawn):
         section.notes.append(f"Beyond {ROOM:,} steps, neighbouring steps are averaged.")
     for run in drawn:
@@ -68,10 +69,6 @@ def loss_title(runs: list[RunData]) -> str:
     """Name the runs' validation loss; ``MIXED`` if they evaluated different pictures."""
     names = {run.loss_is for run in runs if run.evaluations}
     return MIXED if len(names) > 1 else "".join(names)
-
-
-def _by_run(runs: list[RunData]) -> str:
-    return "; ".join(f"{run.name}: {run.loss_is}" for run in runs if run.evaluations)
 
 
 def _table(run: RunData) -> ReportTable:

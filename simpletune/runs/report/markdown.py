@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator
 
 from simpletune.runs.report import charts
-from simpletune.runs.report.content import Report, ReportSection, ReportTable, dollars
+from simpletune.runs.report.content import Report, ReportSection, dollars
 
 WIDTH = 30  # characters of the longest bar
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#])")
 
 
 def markdown(report: Report) -> str:
-    """Render a report as Markdown."""
     lines = [f"# {escape_markdown(report.title)}", ""]
     lines += [escape_markdown(report.lead), ""] if report.lead else []
     lines += [escape_markdown(report.about), ""] if report.about else []
@@ -25,7 +24,9 @@ def markdown(report: Report) -> str:
             for f in report.facts
         ]
         lines += [""]
-    lines += _cost(report)
+    if report.price is not None and report.priced:
+        costs = ", ".join(f"{what} {dollars(time / 3600 * report.price)}" for what, time in report.priced)
+        lines += [f"At ${report.price:g} per hour: {costs}.", ""]
     for section in report.sections:
         lines += _section(section)
     return "\n".join(lines).rstrip() + "\n"
@@ -34,14 +35,6 @@ def markdown(report: Report) -> str:
 def escape_markdown(text: str) -> str:
     """Escape Markdown and join lines: prompts and names may contain anything."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))
-
-
-def _cost(report: Report) -> Iterator[str]:
-    if report.price is None or not report.priced:
-        return
-    costs = ", ".join(f"{what} {dollars(time / 3600 * report.price)}" for what, time in report.priced)
-    yield f"At ${report.price:g} per hour: {costs}."
-    yield ""
 
 
 def _section(section: ReportSection) -> Iterator[str]:
@@ -57,7 +50,13 @@ def _section(section: ReportSection) -> Iterator[str]:
     for chart in section.charts:
         yield from _bars(chart.spec.get("data", {}).get("values", []), chart.title)
     for table in section.tables:
-        yield from _table(table)
+        yield f"**{escape_markdown(table.title)}**"
+        yield ""
+        yield "| " + " | ".join(escape_markdown(cell) for cell in table.head) + " |"
+        yield "|" + "---|" * len(table.head)
+        for row in table.rows:
+            yield "| " + " | ".join(escape_markdown(cell) for cell in row) + " |"
+        yield ""
 
 
 def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
@@ -75,14 +74,4 @@ def _bars(rows: list[dict[str, object]], title: str) -> Iterator[str]:
         bar = charts.text_bar([value], top, WIDTH) or ("█" if value else "")
         yield f"{' '.join(str(row['name']).replace('`', ' ').split()):<{wide}}  {bar:<{WIDTH}}  {row['label']}"
     yield "```"
-    yield ""
-
-
-def _table(table: ReportTable) -> Iterator[str]:
-    yield f"**{escape_markdown(table.title)}**"
-    yield ""
-    yield "| " + " | ".join(escape_markdown(cell) for cell in table.head) + " |"
-    yield "|" + "---|" * len(table.head)
-    for row in table.rows:
-        yield "| " + " | ".join(escape_markdown(cell) for cell in row) + " |"
     yield ""

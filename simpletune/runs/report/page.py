@@ -1,20 +1,34 @@
-"""Write the report as one self-contained HTML page with styles, script, charts and pictures."""
+"""The report as one self-contained HTML page, and the templates of this and the other pages."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from simpletune import __version__
 from simpletune.runs.report.content import Report, ReportTable
-from simpletune.runs.report.templates import page_template
 from simpletune.system.package import ASSETS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NUMBER = re.compile(r"[-+$]?[0-9][0-9,.e+-]*(%| [A-Za-z]{1,3})?( \([^)]*\))?$")
 
 
+def page_template(kind: str, **filters: Callable[..., str]) -> Template:
+    """Load the template ``assets/KIND/page.html``: ``report``, ``compare`` or ``data_report``."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(ASSETS / kind)
+    # Escapes all that users write (prompts, names, captions); a variable that the page lacks is an error.
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters.update(filters)
+    return environment.get_template("page.html")
+
+
 def page(report: Report) -> str:
-    """Render the page."""
     charts = {chart.name: chart.spec for section in report.sections for chart in section.charts}
     return page_template("report").render(
         report=report,
@@ -35,7 +49,7 @@ def numeric_column(table: ReportTable, column: int) -> bool:
 
 @functools.cache
 def vega_bundle() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, from vl-convert's copy, without the network."""
+    """Vega, Vega-Lite and vega-embed as one script, from vl-convert's copy, without the network."""
     import vl_convert
 
     script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default

@@ -19,32 +19,18 @@ ROOM = 3 * 2**20  # bytes of all pictures of a page
 
 @dataclass(frozen=True)
 class ValidationPicture:
-    """A validation picture.
-
-    Args:
-        prompt: the picture's prompt.
-        seed: the seed of its noise.
-        step: 0 for the base.
-        file: the picture's file.
-    """
-
     prompt: str
     seed: str
-    step: int
+    step: int  # 0 for the base
     file: Path
 
 
 def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
-    """Find the validation pictures of a run's folder, ordered by prompt, then by step.
-
-    Args:
-        folder: the run's folder.
-        notes: appended to for each damaged picture.
-    """
+    """Find the validation pictures of a run, ordered by prompt, then by step; adds a note for each damaged one."""
     found = []
     for state in sorted((folder / "samples").glob("*/")):
-        step = 0 if state.name == BASE else _number(state.name)
-        if step is None:
+        digits = "0" if state.name == BASE else state.name.removeprefix("step-")
+        if not digits.isdigit():
             continue
         for file in sorted(state.glob("prompt-*.png")):
             try:
@@ -52,14 +38,9 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
             except (OSError, ValueError, SyntaxError) as error:
                 notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
                 continue
-            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), step, file)
+            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), int(digits), file)
             found.append((file.name, picture))
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
-
-
-def _number(name: str) -> int | None:
-    digits = name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else None
 
 
 def spread_steps(steps: list[int], room: int) -> list[int]:
@@ -69,20 +50,14 @@ def spread_steps(steps: list[int], room: int) -> list[int]:
     return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
 
 
-def data_uri(file: Path, largest: int = LARGEST, quality: int = 82) -> str:
-    """Encode a picture as a WebP data URI; tiny ones losslessly, larger ones scaled down.
-
-    Args:
-        file: the picture's file.
-        largest: maximum of the longer side in pixels.
-        quality: WebP's quality, 0 to 100.
-    """
+def data_uri(file: Path, largest: int = LARGEST) -> str:
+    """Encode a picture as a WebP data URI, at most ``largest`` pixels wide and high; tiny ones losslessly."""
     with Image.open(file) as image:
         picture = image.convert("RGB")
     tiny = max(picture.size) <= SHOWN_AS_IS
     picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    picture.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else quality, method=4)
+    picture.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else 82, method=4)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Read everything in a run's folder, and describe how it ended and what is missing or broken."""
+"""Read everything in a run's folder, and say how the run ended and what is missing or broken."""
 
 from __future__ import annotations
 
@@ -37,52 +37,26 @@ NAME_A_RUN = "Name a run's folder, such as runs/demo"
 
 @dataclass
 class RunData:
-    """A run as read from its files.
-
-    Args:
-        folder: the run's folder.
-        name: unique among the runs of one report.
-        settings: raw content of config.json.
-        config: parsed from ``settings``, if this version of the tool can read them.
-        metrics: a row for each finished step.
-        evaluations: (step, validation loss).
-        summary: summary.json; empty while the run is running, or if it was stopped.
-        environment: machine and versions.
-        profiles: summaries of the traced epochs.
-        attempts: one for each process of the run; empty for runs of older versions.
-        held: whether a process has the run's folder locked now.
-        notes: what is missing or broken.
-        loss_is: name of the validation loss.
-    """
+    """A run as read from its files."""
 
     folder: Path
-    name: str
-    settings: Json
-    config: TrainConfig | None
-    metrics: list[Json]
-    evaluations: list[tuple[int, float]]
-    summary: Json
-    environment: dict[str, str]
-    profiles: list[Json]
-    attempts: list[Attempt] = field(default_factory=list)
-    held: bool = False
-    notes: list[str] = field(default_factory=list)
-    loss_is: str = ON_TRAINING
+    name: str  # unique among the runs of one report
+    settings: Json  # raw content of config.json
+    config: TrainConfig | None  # parsed from settings, if this version of the tool can read them
+    metrics: list[Json]  # a row for each finished step
+    evaluations: list[tuple[int, float]]  # step and validation loss
+    summary: Json  # summary.json; empty while the run is running, or if it was stopped
+    environment: dict[str, str]  # machine and versions
+    profiles: list[Json]  # summaries of the traced epochs
+    attempts: list[Attempt] = field(default_factory=list)  # one for each process; empty for runs of older versions
+    held: bool = False  # whether a process has the run's folder locked now
+    notes: list[str] = field(default_factory=list)  # what is missing or broken
+    loss_is: str = ON_TRAINING  # name of the validation loss
 
     @property
     def steps_done(self) -> int:
         """The last step in the metrics."""
         return self.metrics[-1]["step"] if self.metrics else 0
-
-    @property
-    def steps_asked(self) -> int | None:
-        """The planned number of steps, if known."""
-        train = self.settings.get("train", {})
-        if self.summary:
-            return self.summary["steps"]
-        if train.get("epochs") and self.steps_per_epoch:
-            return train["epochs"] * self.steps_per_epoch
-        return None if train.get("epochs") else train.get("steps")
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -127,13 +101,6 @@ class RunData:
         return total_seconds(self.attempts) if self.attempts else None
 
     @property
-    def seconds_setup(self) -> float | None:
-        """Part of the total time that passed before the first step of each process."""
-        if "seconds_total" in self.summary:
-            return self.summary.get("seconds_setup")
-        return sum(attempt.seconds_setup for attempt in self.attempts)
-
-    @property
     def peak_key(self) -> str:
         """Key of the peak to report: the GPU's, or without a GPU the process's."""
         on_gpu = any(figures.get("peak_allocated_gib") is not None for figures in [self.summary, *self.stages.values()])
@@ -141,7 +108,6 @@ class RunData:
 
     @property
     def peak_words(self) -> str:
-        """Description of that peak."""
         on_gpu = self.peak_key == "peak_allocated_gib"
         return "allocated on the GPU" if on_gpu else "resident, the whole process (no GPU)"
 
@@ -152,12 +118,6 @@ class RunData:
         return max((peak for peak in peaks if peak is not None), default=None)
 
     @property
-    def peak_stage(self) -> str:
-        """The stage of the peak."""
-        peaks = {name: figures.get(self.peak_key) or 0.0 for name, figures in self.stages.items()}
-        return max(peaks, key=lambda name: peaks[name], default="")
-
-    @property
     def share(self) -> float | None:
         """Trained parameters as a fraction of all."""
         trained, total = self.summary.get("trainable_parameters"), self.summary.get("total_parameters")
@@ -165,14 +125,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder.
-
-    Args:
-        folder: such as ``runs/demo``.
-
-    Raises:
-        UserError: the folder is not a run.
-    """
+    """Read a run's folder; a UserError if it is not a run's."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. {NAME_A_RUN}")
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
@@ -182,18 +135,28 @@ def read_run(folder: Path) -> RunData:
     notes: list[str] = []
     settings = read_object(folder / CONFIG, notes)
     metrics = _read_rows(folder / METRICS, ("step", "loss"), notes)
-    attempts = with_unrecorded_steps(_attempts(folder, notes), metrics)
+    try:
+        attempts = read_attempts(folder)
+    except (ValueError, OSError) as error:
+        attempts = []
+        notes.append(f"{ATTEMPTS} cannot be read ({str(error).splitlines()[0]}).")
+    try:
+        config = read_saved(json.dumps(settings)) if settings else None
+    except ValidationError as error:
+        config = None
+        differ = plural(error.error_count(), "field differs", "fields differ")
+        notes.append(f"Another version of the tool wrote {CONFIG} ({differ}).")
     found = RunData(
         folder=folder,
         name=folder.resolve().name,
         settings=settings,
-        config=_config(settings, notes),
+        config=config,
         metrics=metrics,
         evaluations=[],
         summary=_summary(folder / SUMMARY, notes),
         environment=read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
-        attempts=attempts,
+        attempts=with_unrecorded_steps(attempts, metrics),
         held=is_held(folder),
         notes=notes,
     )
@@ -208,7 +171,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def read_runs(folders: list[Path]) -> list[RunData]:
-    """Read several runs; those with equal names are named by their folders. Raises what ``read_run`` raises."""
+    """Read several runs; those with equal names are named by their folders."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for number, run in enumerate(runs):
@@ -219,15 +182,15 @@ def read_runs(folders: list[Path]) -> list[RunData]:
 
 
 def state_notes(run: RunData) -> list[str]:
-    """Say whether a run is still running, was stopped or killed, or failed; return nothing for a finished one.
-
-    Args:
-        run: the run, read from its folder.
-    """
+    """Say whether a run is still running, was stopped or killed, or failed; nothing for a finished one."""
     last = run.attempts[-1].ended if run.attempts else None
     if last == "finished" or (run.summary and not run.attempts):
         return []
-    of = f" of {run.steps_asked:,}" if run.steps_asked else ""
+    train = run.settings.get("train", {})
+    asked = run.summary["steps"] if run.summary else None if train.get("epochs") else train.get("steps")
+    if not run.summary and train.get("epochs") and run.steps_per_epoch:
+        asked = train["epochs"] * run.steps_per_epoch
+    of = f" of {asked:,}" if asked else ""
     steps = f"Recorded: {run.steps_done:,}{of} steps"
     if run.held:
         return [f"This run is still running. {steps} so far."]
@@ -242,17 +205,28 @@ def state_notes(run: RunData) -> list[str]:
     return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
 
 
+def outcome(run: RunData) -> str:
+    """How a run ended, in a few words."""
+    if status := run.summary.get("status"):
+        return str(status)
+    if run.attempts and run.attempts[-1].ended:
+        return run.attempts[-1].in_words()
+    if run.attempts:
+        return "running" if run.held else "killed"
+    return "running" if run.held else "finished" if run.summary else "not recorded"
+
+
+def resumes(run: RunData) -> str:
+    """How many attempts a run took and from which steps it was resumed; empty for one attempt."""
+    if len(run.attempts) < 2:
+        return ""
+    steps = [f"{attempt.from_step:,}" for attempt in run.attempts[1:]]
+    return f"{len(run.attempts)} attempts; resumed from step{'s' * (len(steps) > 1)} {', '.join(steps)}"
+
+
 def without_folders(text: str) -> str:
     """Shorten absolute paths in a message to their last name, because pages are shared."""
     return ABSOLUTE.sub("…/", text)
-
-
-def _attempts(folder: Path, notes: list[str]) -> list[Attempt]:
-    try:
-        return read_attempts(folder)
-    except (ValueError, OSError) as error:
-        notes.append(f"{ATTEMPTS} cannot be read ({str(error).splitlines()[0]}).")
-        return []
 
 
 def read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
@@ -307,19 +281,8 @@ def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Js
     return rows
 
 
-def _config(settings: Json, notes: list[str]) -> TrainConfig | None:
-    if not settings:
-        return None
-    try:
-        return read_saved(json.dumps(settings))
-    except ValidationError as error:
-        differ = plural(error.error_count(), "field differs", "fields differ")
-        notes.append(f"Another version of the tool wrote {CONFIG} ({differ}).")
-        return None
-
-
 def _evaluations(folder: Path, run: RunData, notes: list[str]) -> list[tuple[int, float]]:
-    """Collect validation losses by step from the records and the summary; a repeated step counts once."""
+    """Validation losses by step, from the records and the summary; a repeated step counts once."""
     found: dict[int, float] = {}
     first = read_object(folder / EVALUATION, notes, expected=False)
     run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
@@ -335,20 +298,10 @@ def _evaluations(folder: Path, run: RunData, notes: list[str]) -> list[tuple[int
 
 
 def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:
-    """Read the summaries of the traced epochs, ordered by epoch."""
-    found = []
-    for file in sorted(profile_folder_of(folder, settings).glob("epoch-*/summary.json")):
-        summary = read_object(file, notes)
-        if "epoch" in summary:
-            found.append(summary)
-    return sorted(found, key=lambda summary: summary["epoch"])
-
-
-def profile_folder_of(folder: Path, settings: Json) -> Path:
-    """Locate a run's traces: under output.profiles, relative to the folder where the run was started."""
-    output = settings.get("output", {})
+    """Read the summaries of the traced epochs, in order."""
+    output, here = settings.get("output", {}), folder.resolve()
     profiles, runs = Path(output.get("profiles", "profiles")), Path(output.get("runs", "runs"))
-    if profiles.is_absolute() or runs.is_absolute():
-        return profiles / folder.resolve().name
-    started_in = folder.resolve() / os.path.join(*[".."] * (1 + len(runs.parts)))
-    return started_in.resolve() / profiles / folder.resolve().name
+    if not profiles.is_absolute() and not runs.is_absolute():  # relative to the folder where the run was started
+        profiles = (here / os.path.join(*[".."] * (1 + len(runs.parts)))).resolve() / profiles
+    summaries = [read_object(file, notes) for file in sorted((profiles / here.name).glob("epoch-*/summary.json"))]
+    return sorted((each for each in summaries if "epoch" in each), key=lambda each: each["epoch"])

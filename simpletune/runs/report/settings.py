@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from simpletune.config.rules.family import family_defaults
@@ -13,21 +14,13 @@ from simpletune.system.options import Json, Option, documented, item_of, union_o
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a configuration.
+    """One value of a configuration, as text."""
 
-    Args:
-        path: the dotted path.
-        value: the value as text.
-        default: the default as text; empty if there is none.
-        changed: whether the value differs from the default.
-        says: the field's documentation.
-    """
-
-    path: str
+    path: str  # dotted
     value: str
-    default: str
+    default: str  # empty if there is none
     changed: bool
-    says: str
+    says: str  # the field's documentation
 
 
 def settings_of(config: TrainConfig) -> list[Setting]:
@@ -51,7 +44,15 @@ def settings_of(config: TrainConfig) -> list[Setting]:
 
 def plain_settings(settings: Json) -> list[Setting]:
     """List the values of a configuration that this version cannot read, without defaults."""
-    return [Setting(path, _text(value), "", False, "") for path, value in _flat(settings, "")]
+
+    def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+        if not isinstance(value, dict):
+            yield path, value
+            return
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+
+    return [Setting(path, _text(value), "", False, "") for path, value in leaves(settings, "")]
 
 
 def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:
@@ -77,16 +78,14 @@ def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> l
     return found
 
 
-def _flat(value: object, prefix: str) -> list[tuple[str, object]]:
-    if not isinstance(value, dict):
-        return [(prefix, value)]
-    return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
+def without_parents(path: str) -> str:
+    """Shorten an absolute path to its last name, because pages are shared."""
+    return f"…/{os.path.basename(path.rstrip('/'))}" if os.path.isabs(path) else path
 
 
 def _text(value: object) -> str:
-    """Format a value as JSON; shorten absolute paths to their last name, because pages are shared."""
     if isinstance(value, str):
-        return f"…/{os.path.basename(value.rstrip('/'))}" if os.path.isabs(value) else value
+        return without_parents(value)
     if isinstance(value, Option):
         value = value.model_dump(mode="json")
     return json.dumps(value, ensure_ascii=False, default=str)

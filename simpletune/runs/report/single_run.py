@@ -5,43 +5,43 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
-from simpletune.runs.folder import overflow_words
+from PIL import Image
+
+from simpletune.adapters.files.describe import describe
+from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
+from simpletune.adapters.text.files import embeddings_in
+from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import DATA, overflow_words
 from simpletune.runs.report import charts, pictures
-from simpletune.runs.report.best_checkpoint import choice_sections
-from simpletune.runs.report.checkpoints import checkpoint_sections
 from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
-from simpletune.runs.report.fidelity import fidelity_sections
+from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
 from simpletune.runs.report.losses import loss_data, loss_section
-from simpletune.runs.report.outcome import attempts_section, resumes
-from simpletune.runs.report.peaks import memory_section
-from simpletune.runs.report.profile import profile_sections
-from simpletune.runs.report.run_data import Json, RunData
-from simpletune.runs.report.settings import Setting, plain_settings, settings_of
-from simpletune.runs.report.sources import source_sections, text_sections
-from simpletune.runs.report.time_and_price import time_sections
+from simpletune.runs.report.run_data import Json, RunData, read_object, resumes, without_folders
+from simpletune.runs.report.settings import Setting, plain_settings, settings_of, without_parents
+from simpletune.runs.report.time_and_memory import memory_section, profile_sections, time_sections
 from simpletune.system.console import duration
-from simpletune.system.options import plural
+from simpletune.system.options import UserError, join_names, plural
+from simpletune.system.stage_timer import largest_peak
 
-STEPS_SHOWN = 12  # maximum of steps whose pictures are on the page
+PICTURE_STEPS = 12  # maximum of steps whose pictures are on the page
+POINTS = 800  # maximum of points of a line
 
 
 def single_run_report(run: RunData, price: float | None) -> Report:
-    """Build the report of one run.
-
-    Args:
-        run: the run, read from its folder.
-        price: the machine's price in dollars per hour, if known.
-    """
+    """Build the report of one run; the price is in dollars per hour."""
     settings = settings_of(run.config) if run.config else plain_settings(run.settings)
     settings = [row for row in settings if row.path != "about"]  # shown under the title
     found = list(pictures.validation_pictures(run.folder, run.notes))
-    warned, attempts = warnings_section(run), attempts_section(run)
+    shown, shown_pictures = picture_section(run, found)
+    warnings = [str(text) for text in run.summary.get("warnings", [])]
+    none = "None." if run.summary else "Warnings are recorded when a run finishes."
+    warned = ReportSection("warnings", "Warnings", notes=warnings or [none])
     sections = [
-        *([warned] if run.summary.get("warnings") else []),  # first, if there are any
-        picture_section(run, found),
-        *checkpoint_sections(run.folder, run.config, sorted({picture.step for picture in found} - {0})),
+        *([warned] if warnings else []),  # first, if there are any
+        shown,
+        *checkpoint_sections(run, sorted({picture.step for picture in found} - {0})),
         loss_section([run]),
         *choice_sections(run),
         *source_sections(run),
@@ -50,25 +50,21 @@ def single_run_report(run: RunData, price: float | None) -> Report:
         step_section(run),
         memory_section(run),
         *time_sections(run),
-        *([attempts] if attempts else []),
+        *attempts_sections(run),
         *profile_sections(run.profiles),
         settings_section(settings, known=run.config is not None),
         environment_section(run),
-        *([] if run.summary.get("warnings") else [warned]),
+        *([] if warnings else [warned]),
         files_section(run),
     ]
-    data = {"losses": [loss_data(run)], "pictures": picture_data(found), "settings": settings}
-    return Report(
-        run.name,
-        summary_sentence(run),
-        str(run.settings.get("about", "")),
-        run.notes,
-        headline(run),
-        sections,
-        price,
-        priced_parts(run),
-        data,
-    )
+    priced = []
+    if run.seconds_per_step:
+        priced += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
+    if run.seconds_total is not None:
+        priced.append(("the whole job" if run.summary else "the time so far", run.seconds_total))
+    data = {"losses": [loss_data(run)], "pictures": shown_pictures, "settings": settings}
+    about = str(run.settings.get("about", ""))
+    return Report(run.name, summary_sentence(run), about, run.notes, headline(run), sections, price, priced, data)
 
 
 def summary_sentence(run: RunData) -> str:
@@ -89,9 +85,11 @@ def summary_sentence(run: RunData) -> str:
 
 
 def headline(run: RunData) -> list[Fact]:
-    """Return the key figures."""
-    unknown = "not known"
-    peak = f"{run.peak_words}, in stage {run.peak_stage}" if run.peak else "not recorded"
+    """The key figures."""
+    unknown, peak = "not known", "not recorded"
+    if run.peak:
+        by_stage = {name: figures.get(run.peak_key) or 0.0 for name, figures in run.stages.items()}
+        peak = f"{run.peak_words}, in stage {max(by_stage, key=lambda name: by_stage[name], default='')}"
     pace = "median, without warm-up, validation and saving"
     rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
     facts = [
@@ -102,38 +100,25 @@ def headline(run: RunData) -> list[Fact]:
     if run.share is not None:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
         facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
-    facts += _losses(run)
-    if undone := overflow_words(run.summary):
-        facts.append(Fact("fp16", undone, "gradients or activations exceeded fp16"))
-    if run.seconds_total is not None:
-        setup = run.seconds_setup
-        parts = [f"{duration(setup)} before the first step" if setup is not None else "", resumes(run)]
-        name = "Whole job" if run.summary else "Time so far"
-        facts.append(Fact(name, duration(run.seconds_total), "; ".join(part for part in parts if part)))
-    return facts
-
-
-def _losses(run: RunData) -> Iterator[Fact]:
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
         change = f" {after / before - 1:+.1%}," if before else ""
         note = f"{before:.4f} before,{change} at step {step:,}"
-        yield Fact(run.loss_is[0].upper() + run.loss_is[1:], f"{after:.4f}", note)
+        facts.append(Fact(run.loss_is[0].upper() + run.loss_is[1:], f"{after:.4f}", note))
     elif run.metrics:
         tenth = run.metrics[-max(1, len(run.metrics) // 10) :]
         mean = sum(row["loss"] for row in tenth) / len(tenth)
         last = "of the last step" if len(tenth) == 1 else f"mean of the last {len(tenth):,} steps"
-        yield Fact("Loss", f"{mean:.4f}", last)
-
-
-def priced_parts(run: RunData) -> list[tuple[str, float]]:
-    """List what costs money: (item, seconds)."""
-    found = []
-    if run.seconds_per_step:
-        found += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
+        facts.append(Fact("Loss", f"{mean:.4f}", last))
+    if undone := overflow_words(run.summary):
+        facts.append(Fact("fp16", undone, "gradients or activations exceeded fp16"))
     if run.seconds_total is not None:
-        found.append(("the whole job" if run.summary else "the time so far", run.seconds_total))
-    return found
+        so_far = sum(attempt.seconds_setup for attempt in run.attempts)  # before the first step of each process
+        setup = run.summary.get("seconds_setup") if "seconds_total" in run.summary else so_far
+        parts = [f"{duration(setup)} before the first step" if setup is not None else "", resumes(run)]
+        name = "Whole job" if run.summary else "Time so far"
+        facts.append(Fact(name, duration(run.seconds_total), "; ".join(part for part in parts if part)))
+    return facts
 
 
 def step_section(run: RunData) -> ReportSection:
@@ -144,9 +129,9 @@ def step_section(run: RunData) -> ReportSection:
         "grad_norm": ("Gradient norm", "gradient norm", ".4~g"),
         "seconds": ("Seconds per step", "s", ".3~g"),
     }
-    thin = thin_rows(run.metrics, 800)
+    every = max(1, -(-len(run.metrics) // POINTS))
     for field, (title, axis, form) in wanted.items():
-        rows = [row for row in thin if isinstance(row.get(field), int | float)]
+        rows = [row for row in run.metrics[::every] if isinstance(row.get(field), int | float)]
         if rows:
             section.charts.append(charts.line(field.replace("_", "-"), title, field, axis, rows, form))
     ranges = [
@@ -160,57 +145,139 @@ def step_section(run: RunData) -> ReportSection:
         )
     if not section.charts:
         section.notes.append("No step was recorded.")
-    elif len(thin) < len(run.metrics):
-        section.notes.append(f"Every {-(-len(run.metrics) // 800)}th step is drawn.")
+    elif every > 1:
+        section.notes.append(f"Every {every}th step is drawn.")
     return section
 
 
-def thin_rows(rows: list[Json], room: int) -> list[Json]:
-    """Take every n-th row, so that at most ``room`` are left."""
-    return rows[:: max(1, -(-len(rows) // room))]
-
-
-def picture_data(found: list[pictures.ValidationPicture]) -> list[Json]:
-    """Return pictures by prompt as data URIs: the base's, and those of at most ``STEPS_SHOWN`` steps."""
-    steps = sorted({picture.step for picture in found})
-    shown = {0, *pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)} & set(steps)
-    kept = [picture for picture in found if picture.step in shown]
+def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tuple[ReportSection, list[Json]]:
+    """Compare the base with the tuned model over the steps; also the pictures by prompt, as data URIs."""
+    section = ReportSection("pictures", "Base and tuned model")
+    steps = sorted({picture.step for picture in found} - {0})
+    if not steps:
+        none = "This run drew no validation pictures (validation.prompts)."
+        section.notes.append("Only the base has been drawn so far." if found else none)
+        return section, []
+    section.block = "pictures"
+    shown = pictures.spread_steps(steps, PICTURE_STEPS)
+    kept = [picture for picture in found if picture.step in {0, *shown}]
     side = pictures.side_for(len(kept))
+    choose = " Choose the step with the slider." if len(shown) > 1 else ""
+    section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
+    if len(shown) < len(steps):
+        section.notes.append(f"{len(shown)} of {len(steps)} steps are shown; all are in samples/.")
+    with Image.open(found[0].file) as image:
+        largest = max(image.size)
+    if largest > side:
+        section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
+    if (run.folder / "samples" / "grid.png").exists():
+        section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
     prompts: dict[str, Json] = {}
     for picture in kept:
         row = prompts.setdefault(picture.file.name, {"prompt": picture.prompt, "seed": picture.seed, "steps": {}})
         row["steps"][picture.step] = pictures.data_uri(picture.file, side)
-    return [row for row in prompts.values() if any(row["steps"])]
+    return section, [row for row in prompts.values() if any(row["steps"])]
 
 
-def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> ReportSection:
-    """Compare the base with the tuned model over the steps."""
-    section = ReportSection("pictures", "Base and tuned model", block="pictures")
-    if not found:
-        section.block = ""
-        section.notes.append("This run drew no validation pictures (validation.prompts).")
-        return section
-    if not any(picture.step for picture in found):
-        section.block = ""
-        section.notes.append("Only the base has been drawn so far.")
-        return section
-    steps = sorted({picture.step for picture in found})
-    shown = pictures.spread_steps([step for step in steps if step], STEPS_SHOWN)
-    choose = " Choose the step with the slider." if len(shown) > 1 else ""
-    section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
-    if len(shown) < len([step for step in steps if step]):
-        section.notes.append(f"{len(shown)} of {len(steps) - 1} steps are shown; all are in samples/.")
-    side = pictures.side_for(len([p for p in found if p.step in {0, *shown}]))
-    if any(max(_size(picture.file)) > side for picture in found[:1]):
-        section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
-    if (run.folder / "samples" / "grid.png").exists():
-        section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
-    return section
+def checkpoint_sections(run: RunData, drawn: list[int]) -> Iterator[ReportSection]:
+    """List the checkpoints under the names that commands take, and the steps with pictures but no checkpoint."""
+    steps = [step for step, _ in list_checkpoints(run.folder)]
+    gone = [step for step in drawn if step not in steps]
+    if not steps and not gone:
+        return
+    section = ReportSection("checkpoints", "Checkpoints")
+    name = run.folder.name if run.folder.is_absolute() else str(run.folder)
+    rows = [(f"{step:,}", f"{name}@{step}", "yes" if step in drawn else "no") for step in steps]
+    if rows:
+        section.notes.append(f"Use a step by its name, as in: simpletune generate --run {rows[-1][1]}")
+        section.tables.append(ReportTable("Available steps", ("step", "name", "pictures above"), rows))
+    if gone:
+        rule = f" ({run.config.checkpoint.in_words()})" if run.config is not None else ""
+        section.notes.append(
+            f"Pictures without a checkpoint: step {join_names([f'{step:,}' for step in gone], 12)}{rule}. "
+            "To keep more, set checkpoint.keep_every=N or keep_last=all."
+        )
+    yield section
 
 
-def _size(file: Path) -> tuple[int, int]:
-    with pictures.Image.open(file) as image:
-        return image.size
+def source_sections(run: RunData) -> Iterator[ReportSection]:
+    """List what each of several sources contributed; nothing for one source or a run of an earlier version."""
+    found = read_object(run.folder / DATA, run.notes, expected=False).get("sources", [])
+    try:
+        shares = [SourceShare(**{**share, "path": without_parents(share["path"])}) for share in found]
+        rows = source_rows(shares)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        run.notes.append(f"{DATA} lists sources in an unknown form.")
+        return
+    if len(shares) > 1:
+        table = ReportTable("What an epoch consists of", SOURCE_COLUMNS, rows)
+        yield ReportSection("sources", "Data sources", tables=[table])
+
+
+def text_sections(run: RunData) -> Iterator[ReportSection]:
+    """List a run's token vectors and text encoder updates; nothing if the text side did not train."""
+    if run.config is None or not run.config.text.trains:
+        return
+    section = ReportSection(
+        "text-side", "Text side", [f"{each[0].upper()}{each[1:]}." for each in run.config.text.describe()]
+    )
+    result = run.folder / LORA_FILE
+    for file in [*embeddings_in(run.folder), *([result] if result.is_file() else [])]:
+        try:
+            about = describe(file)
+        except UserError as error:
+            run.notes.append(f"{file.name} cannot be read: {error}")
+            continue
+        for each in about.get("embeddings", ()):
+            head = ("encoder", "vectors", "width", "norms", "cosine with the first value")
+            rows = [
+                (name, str(vectors["vectors"]), str(vectors["width"]),
+                 ", ".join(f"{norm:.3g}" for norm in vectors["norms"]),
+                 ", ".join(f"{cosine:.3f}" for cosine in vectors["cosines"]))
+                for name, vectors in each["encoders"].items()
+            ]  # fmt: skip
+            section.tables.append(ReportTable(f"{each['token']} in {file.name}", head, rows))
+            section.notes += [
+                f"{tool['tool']}: {'; '.join([tool['loads'], *tool['notes']])}." for tool in each["tools"]
+            ]
+        if counts := about.get("text_encoders"):
+            layers = [(title, str(count)) for title, count in counts.items()]
+            title = f"Updates of text encoders in {file.name}"
+            section.tables.append(ReportTable(title, ("encoder", "layers"), layers))
+    yield section
+
+
+def attempts_sections(run: RunData) -> Iterator[ReportSection]:
+    """List the attempts, which are the first start and each resume; nothing for a single one that finished."""
+    rows = run.attempts
+    unknown = bool(rows) and rows[0].from_step > 0
+    if not unknown and (not rows or (len(rows) == 1 and rows[0].ended == "finished")):
+        return
+    section = ReportSection("attempts", "Attempts")
+    if unknown:
+        section.notes.append(f"The attempts at steps 1 to {rows[0].from_step:,} were not recorded.")
+    if len(rows) > 1:
+        section.notes.append("Time, cost and memory on this page cover all attempts together.")
+    for earlier, later in zip(rows, rows[1:], strict=False):
+        verb = "Resumed" if later.from_step else "Restarted"
+        lost = earlier.last_step - later.from_step
+        again = f"; {lost:,} step{'s' * (lost != 1)} repeated" if lost > 0 else ""
+        when = f"on {later.started:%Y-%m-%d} at {later.started:%H:%M} UTC"
+        section.notes.append(f"{verb} {when} from step {later.from_step:,}{again}.")
+    cells = []
+    for row in rows:
+        steps = f"{row.from_step + 1:,} to {row.last_step:,}" if row.last_step > row.from_step else "none"
+        on_gpu = largest_peak(row.stages, "peak_allocated_gib")
+        peak = format_gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
+        ending = row.in_words()
+        if row.ended is None:
+            ending = "running" if run.held and row is rows[-1] else "killed"
+        elif row.ended == "failed" and row.reason:
+            ending = f"failed: {without_folders(row.reason).splitlines()[0]}"
+        cells.append((f"{row.started:%Y-%m-%d %H:%M}", steps, duration(row.seconds), peak, row.device, ending))
+    head = ("started (UTC)", "steps", "time", "peak memory", "device", "how it ended")
+    section.tables.append(ReportTable("Attempts", head, cells))
+    yield section
 
 
 def settings_section(settings: list[Setting], known: bool) -> ReportSection:
@@ -248,14 +315,6 @@ def environment_section(run: RunData) -> ReportSection:
     return section
 
 
-def warnings_section(run: RunData) -> ReportSection:
-    """List the run's warnings."""
-    section = ReportSection("warnings", "Warnings")
-    warnings = [str(text) for text in run.summary.get("warnings", [])]
-    section.notes += warnings or (["None."] if run.summary else ["Warnings are recorded when a run finishes."])
-    return section
-
-
 def files_section(run: RunData) -> ReportSection:
     """List the run's files with their sizes."""
     section = ReportSection("files", "Files")
@@ -265,12 +324,12 @@ def files_section(run: RunData) -> ReportSection:
             continue
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
-        rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _size_words(size)))
+        rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _decimal_size(size)))
     section.tables.append(ReportTable("In the run's folder", ("name", "files", "size"), rows))
     return section
 
 
-def _size_words(size: float) -> str:
+def _decimal_size(size: float) -> str:
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}"

@@ -111,6 +111,7 @@ class PlainStep(StepVariant):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.parameters = list(held_parameters(model).values())
         self.process = config.objective.process(config.model.scheduler_config)
+        self.dtype = config.precision.compute_dtype()
 
     def at_step(self, step: int, steps: int) -> None:
         pass
@@ -123,12 +124,11 @@ class PlainStep(StepVariant):
         return total
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        precision = self.config.precision
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
-        with autocast_of(precision, z_t.device), attention_by(self.config.speed.attention):
-            time, dtype = self.process.time(batch.level), precision.compute_dtype()
-            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, dtype)
+        with autocast_of(self.config.precision, z_t.device), attention_by(self.config.speed.attention):
+            time = self.process.time(batch.level)
+            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, self.dtype)
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
         target = self.process.target(batch.z_0, batch.noise, batch.level)

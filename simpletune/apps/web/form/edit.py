@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simpletune.apps.web.form.fields import PROFILE, FieldGroup, FormField, sections_of
 from simpletune.config.load import _trains_base, with_default_tags
@@ -25,40 +25,24 @@ YOU, DEFAULT = "you", "default"
 
 @dataclass(frozen=True)
 class StartingConfig:
-    """A configuration to start from.
-
-    Args:
-        data: its JSON.
-        label: its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``.
-        origin: the shipped configuration or the file that it was made from, for the command line.
-        reasons: why a field has its value, by path.
-        notes: notes for the user.
-        made_by: the command that writes ``origin``, without the file's name at its end; empty if the file exists.
-    """
+    """A configuration to start from."""
 
     data: Json
-    label: str
-    origin: str
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    made_by: tuple[str, ...] = ()
+    label: str  # its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``
+    origin: str  # the shipped configuration or the file that it was made from, for the command line
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
+    notes: tuple[str, ...] = ()  # for the user
+    made_by: tuple[str, ...] = ()  # the command that writes ``origin``, without the file's name; empty if it exists
 
 
 @dataclass(frozen=True)
 class EditedForm:
-    """A configuration in the form.
+    """A configuration in the form."""
 
-    Args:
-        data: JSON to validate and to save: the base with the user's changes.
-        sections: all fields with their texts.
-        mine: the user's texts by path.
-        sources: for each field's path, where its value comes from.
-    """
-
-    data: Json
-    sections: list[FieldGroup]
-    mine: Mapping[str, str]
-    sources: Mapping[str, str]
+    data: Json  # to validate and to save: the base with the user's changes
+    sections: list[FieldGroup]  # all fields with their texts
+    mine: Mapping[str, str]  # the user's texts by path
+    sources: Mapping[str, str]  # where the value at each path comes from
 
     def fields(self) -> dict[str, FormField]:
         """Return the fields by path."""
@@ -66,40 +50,37 @@ class EditedForm:
 
 
 def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's texts by path.
-
-    Args:
-        posted: the form's fields.
-        shown: the texts that the form was shown with.
-        mine: texts that were already the user's; keeps those of fields that are currently not shown.
-    """
+    """Return the user's texts by path: those that differ from what the form was shown with, and those that already were
+    the user's, also of fields that are not shown now."""
     posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
     touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
     return {**mine, **touched}
 
 
 def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
-    """Apply a user's changes, starting with those that determine which fields exist.
-
-    Args:
-        base: the base to start from.
-        mine: texts by path; ignores unknown paths and fields that do not exist.
-    """
+    """Apply a user's texts by path, starting with those that determine which fields exist; ignores paths without a
+    field."""
     data, kept = copy.deepcopy(base.data), {}
     for _ in range(DEEPEST):
         todo = [each for each in _fields(data) if each.structure and mine.get(each.path, each.text) != each.text]
         for each in todo:
-            kept[each.path] = mine[each.path]
-            data = _with_structure(data, each, mine[each.path])
+            text = kept[each.path] = mine[each.path]
+            if each.info is None or each.path == PROFILE:
+                set_at(data, each.path, each.parse(text))
+            else:  # a tag, as an override sets it, which drops the fields that the new member lacks
+                merged, _, problems = merge(data, [f"{each.path}={text}"])
+                data = data if problems else merged
         if not todo:
             break
-    kept = {path: text for path, text in kept.items() if path in {each.path for each in _fields(data)}}
     frame = _fields(data)
+    kept = {path: text for path, text in kept.items() if path in {each.path for each in frame}}
     for each in frame:
         if not each.structure and mine.get(each.path, each.text) != each.text:
             kept[each.path] = mine[each.path]
             set_at(data, each.path, each.parse(mine[each.path]))
-    _drop_about(base.data, data)
+    changed = {path.partition(".")[0] for path in overrides(base.data, data)}
+    if changed - set(BESIDE_THE_JOB) and data.get("about") == base.data.get("about"):
+        data.pop("about", None)  # the changes have made the description untrue
     sections = [_with_texts(section, kept) for section in sections_of(complete(data))]
     return EditedForm(data, sections, kept, _sources(base, data, sections, kept))
 
@@ -141,25 +122,13 @@ def _fields(data: Json) -> list[FormField]:
     return [each for section in sections_of(complete(data)) for each in section.fields()]
 
 
-def _with_structure(data: Json, field: FormField, text: str) -> Json:
-    """Set a tag as an override does, which drops fields that the new member lacks; or set an optional section."""
-    if field.info is None or field.path == PROFILE:
-        set_at(data, field.path, field.parse(text))
-        return data
-    merged, _, problems = merge(data, [f"{field.path}={text}"])
-    return data if problems else merged
-
-
 def _with_texts(section: FieldGroup, mine: Mapping[str, str]) -> FieldGroup:
     """Show the user's own texts, which may not be valid values yet."""
-    items: list[FormField | FieldGroup] = []
-    for each in section.items:
-        if isinstance(each, FieldGroup):
-            items.append(_with_texts(each, mine))
-        else:
-            text = mine.get(each.path, each.text)
-            items.append(FormField(each.path, text, each.help, each.kind, each.choices, each.structure, each.info))
-    return FieldGroup(section.path, section.help, items)
+    items = [
+        _with_texts(each, mine) if isinstance(each, FieldGroup) else replace(each, text=mine.get(each.path, each.text))
+        for each in section.items
+    ]
+    return replace(section, items=items)
 
 
 def _sources(base: StartingConfig, data: Json, sections: list[FieldGroup], mine: Mapping[str, str]) -> dict[str, str]:
@@ -176,10 +145,3 @@ def _sources(base: StartingConfig, data: Json, sections: list[FieldGroup], mine:
         return f"profile {profile}" if value is not None and get_at(family, path) != value else DEFAULT
 
     return {each.path: source(each.path) for section in sections for each in section.fields()}
-
-
-def _drop_about(base: Json, data: Json) -> None:
-    """Remove a description that changes have made untrue."""
-    changed = {path.partition(".")[0] for path in overrides(base, data)}
-    if changed - set(BESIDE_THE_JOB) and data.get("about") == base.get("about"):
-        data.pop("about", None)

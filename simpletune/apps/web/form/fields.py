@@ -30,63 +30,8 @@ PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 
 
 @dataclass(frozen=True)
-class FormField:
-    """One field of the form.
-
-    Args:
-        path: the dotted path, as in overrides.
-        text: its value as text; empty for null.
-        help: its docstring.
-        kind: how it is entered: ``lines``: one text per line; ``json``: values without a simpler form.
-        choices: the values of a ``choice``, and suggested words for a ``text``.
-        structure: whether other fields depend on it.
-        info: its option's field; None: it switches an optional section.
-    """
-
-    path: str
-    text: str
-    help: str
-    kind: Kind
-    choices: tuple[str, ...] = ()
-    structure: bool = False
-    info: FieldInfo | None = None
-
-    @property
-    def id(self) -> str:
-        """What element IDs are made of."""
-        return self.path.replace(".", "-")
-
-    @property
-    def label(self) -> str:
-        """Its name in words."""
-        return self.path.rpartition(".")[2].replace("_", " ")
-
-    def parse(self, text: str) -> object:
-        """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
-        if self.info is None:
-            return {} if text == ON else None
-        arms = _arms(self.info)
-        if self.kind == "lines" and not text.lstrip().startswith("["):
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            return lines or (None if types.NoneType in arms else [])
-        if text == "" and types.NoneType in arms:
-            return None
-        return parse_value(self.info, text)
-
-
-@dataclass(frozen=True)
-class FieldGroup:
-    """A group of fields.
-
-    Args:
-        path: dotted.
-        help: the section's help.
-        items: fields and nested sections.
-    """
-
-    path: str
-    help: str
-    items: list[FormField | FieldGroup] = field(default_factory=list)
+class _Item:
+    path: str  # dotted, as in overrides
 
     @property
     def id(self) -> str:
@@ -98,6 +43,38 @@ class FieldGroup:
         """Its name in words."""
         return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
+
+@dataclass(frozen=True)
+class FormField(_Item):
+    """One field of the form."""
+
+    text: str  # its value; empty for null
+    help: str  # its docstring
+    kind: Kind  # how it is entered: ``lines``: one text per line; ``json``: values without a simpler form
+    choices: tuple[str, ...] = ()  # the values of a ``choice``, and suggested words for a ``text``
+    structure: bool = False  # other fields depend on it
+    info: FieldInfo | None = None  # its option's field; None: it switches an optional section
+
+    def parse(self, text: str) -> object:
+        """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
+        if self.info is None:
+            return {} if text == ON else None
+        arms = _arms(self.info.annotation)
+        if self.kind == "lines" and not text.lstrip().startswith("["):
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            return lines or (None if types.NoneType in arms else [])
+        if text == "" and types.NoneType in arms:
+            return None
+        return parse_value(self.info, text)
+
+
+@dataclass(frozen=True)
+class FieldGroup(_Item):
+    """A section of fields and nested sections."""
+
+    help: str
+    items: list[FormField | FieldGroup] = field(default_factory=list)
+
     def fields(self) -> Iterator[FormField]:
         """Yield the fields, including those of nested sections."""
         for item in self.items:
@@ -108,11 +85,8 @@ class FieldGroup:
 
 
 def sections_of(data: Json) -> list[FieldGroup]:
-    """List a configuration's sections, starting with the one for fields outside of sections.
-
-    Args:
-        data: JSON, completed with profile and tags; values may be invalid.
-    """
+    """List a configuration's sections, starting with the one for fields outside of sections. ``data`` is completed with
+    profile and tags; its values may be invalid."""
     items = list(_items(TrainConfig, data, ""))
     general = FieldGroup("", "The run's name and device.", [item for item in items if isinstance(item, FormField)])
     return [general, *(item for item in items if isinstance(item, FieldGroup))]
@@ -128,9 +102,10 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
             yield _section(info, path, value)
         elif item_of(info) is not None:
             yield FormField(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
-        elif not _is_fixed(info):
+        else:
             kind, choices = _kind(info)
-            yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
+            if kind != "choice" or len(choices) > 1:  # a single choice needs no field
+                yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
 
 
 def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
@@ -144,7 +119,7 @@ def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
         section.items.append(
             FormField(f"{path}.{union.tag}", tag, about, "choice", tuple(union.members), True, tag_info)
         )
-    elif types.NoneType in _arms(info):
+    elif types.NoneType in _arms(info.annotation):
         section.items.append(
             FormField(path, ON if isinstance(value, dict) else "", _help(info), "choice", ("", ON), True)
         )
@@ -167,7 +142,7 @@ def format_value(value: object, kind: Kind = "text") -> str:
 
 
 def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
-    arms = _arms(info)
+    arms = _arms(info.annotation)
     words = tuple(format_value(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm))
     rest = [arm for arm in arms if get_origin(arm) is not Literal and arm is not types.NoneType]
     empty = ("",) if types.NoneType in arms else ()
@@ -180,24 +155,12 @@ def _kind(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
     return "text", words
 
 
-def _arms(info: FieldInfo) -> list[object]:
+def _arms(annotation: object) -> list[object]:
     """Return the types that a field may have."""
-
-    def parts(annotation: object) -> Iterator[object]:
-        annotation = strip_annotated(annotation)
-        if get_origin(annotation) in (Union, types.UnionType):
-            for each in get_args(annotation):
-                yield from parts(each)
-        else:
-            yield annotation
-
-    return list(parts(info.annotation))
-
-
-def _is_fixed(info: FieldInfo) -> bool:
-    """Return whether a field has only one possible value."""
-    kind, choices = _kind(info)
-    return kind == "choice" and len(choices) == 1
+    annotation = strip_annotated(annotation)
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return [annotation]
+    return [arm for each in get_args(annotation) for arm in _arms(each)]
 
 
 def _default(info: FieldInfo) -> object:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.form.edit import (
@@ -21,97 +20,57 @@ from simpletune.apps.web.form.edit import (
     overrides,
     set_at,
 )
-from simpletune.apps.web.form.paths import absolute_paths
+from simpletune.apps.web.roots import Roots
 from simpletune.config.explain import explain
 from simpletune.config.load import read_json, validate
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.runs.folder import CONFIG
-from simpletune.system.gpus import Card
+from simpletune.system.gpus import Card, find_card
+from simpletune.system.hub.fetch import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
 FOLDER = "data.path"
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
-
-
-class Places(Protocol):
-    """Where a form may read; implemented by ``web.roots.Roots``."""
-
-    @property
-    def runs(self) -> Path:
-        """The folder of the runs."""
-        ...
-
-    def resolve(self, text: str) -> Path:
-        """Resolve a path inside of the roots.
-
-        Raises:
-            UserError: the path lies outside.
-        """
-        ...
-
-    def run(self, name: str) -> Path | None:
-        """Return the folder of a run."""
-        ...
+MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
+OUTPUT = ("profiles", "cache", "prices")
+Resolve = Callable[[str], Path]
+"""Resolves a path inside of the roots; a UserError if it lies outside."""
 
 
 @dataclass(frozen=True)
 class FormRequest:
-    """A form's request.
+    """What a form asks for."""
 
-    Args:
-        base: ``preset``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``.
-        card: the chosen card's value.
-        trigger: the word to name what is learned.
-        texts: posted fields by path.
-        shown: the texts that the fields were shown with.
-        mine: the user's texts.
-    """
-
-    base: str
-    card: str
-    trigger: str
-    texts: Mapping[str, str]
-    shown: Mapping[str, str]
-    mine: Mapping[str, str]
+    base: str  # ``preset``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``
+    card: str  # the chosen card's value
+    trigger: str  # the word to name what is learned
+    texts: Mapping[str, str]  # posted fields by path
+    shown: Mapping[str, str]  # the texts that the fields were shown with
+    mine: Mapping[str, str]  # the user's texts
 
 
 @dataclass(frozen=True)
 class FilledForm:
-    """A filled-in form.
-
-    Args:
-        asked: the request.
-        base: the base that was chosen.
-        card: the card to train on; None: there is none.
-        edited: the fields.
-        data: JSON to save, paths absolute.
-        config: the validated configuration; None if it has problems.
-        planned: the configuration to predict: without the pictures if these are the only problem; None if there are
-            others.
-        problems: all problems.
-    """
+    """A filled-in form."""
 
     asked: FormRequest
     base: StartingConfig
-    card: Card | None
+    card: Card | None  # to train on; None: there is none
     edited: EditedForm
-    data: Json
-    config: TrainConfig | None
-    planned: TrainConfig | None
+    data: Json  # to save, paths absolute
+    config: TrainConfig | None  # None if it has problems
+    planned: TrainConfig | None  # to predict: without the pictures if only they are a problem; None: there are others
     problems: list[Problem]
 
     def problems_of(self, path: str) -> list[str]:
-        """Return the messages to show at a field."""
         return [each.message for each in self.problems if each.path == path]
 
     def problems_in(self, section: str) -> int:
-        """Count the problems of a section's fields."""
-        return sum(each.path.startswith(f"{section}.") or each.path == section for each in self.problems)
+        return sum(f"{each.path}.".startswith(f"{section}.") for each in self.problems)
 
     def yours_in(self, section: str) -> int:
-        """Count the user's own values in a section."""
-        return sum(path.startswith(f"{section}.") or path == section for path in self.edited.mine)
+        return sum(f"{path}.".startswith(f"{section}.") for path in self.edited.mine)
 
     @property
     def line(self) -> str:
@@ -136,48 +95,41 @@ class FilledForm:
         made_by = self.base.made_by
         origin = self.base.data if made_by else read_json(Path(self.base.origin))
         changed = overrides(origin, self.data)
-        words = [f"{path}={_word(value)}" for path, value in changed.items() if path not in UNSAID]
+        words = [f"{path}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+                 for path, value in changed.items() if path not in UNSAID]  # fmt: skip
         train = shlex.join(["simpletune", "train", self.base.origin, *words])
         return f"{shlex.join(['simpletune', *made_by, self.base.origin])} &&\n{train}" if made_by else train
 
 
-def fill_form(places: Places, asked: FormRequest) -> FilledForm:
-    """Fill in a form.
-
-    Args:
-        places: where it may read.
-        asked: the request.
-
-    Raises:
-        UserError: the base or the card does not exist.
-    """
-    card = presets.card_named(asked.card)
+def fill_form(roots: Roots, asked: FormRequest) -> FilledForm:
+    """Fill in a form; a UserError if the base or the card does not exist."""
+    card = presets.card_here() if asked.card == presets.HERE else find_card(asked.card)
     mine = changes(asked.texts, asked.shown, asked.mine)
-    base = _base(places, asked, card, mine.get(FOLDER, ""))
+    base = _base(roots, asked, card, mine.get(FOLDER, ""))
     found = apply_edits(base, mine)
     if mine.get(FOLDER):  # the folder is the user's, whichever base is chosen next
         found = EditedForm(
             found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU}
         )
-    data, outside = absolute_paths(found.data, places.resolve, places.runs)
+    data, outside = absolute_paths(found.data, roots.resolve, roots.runs)
     problems = [*outside, *_problems(data, {each.path for each in outside})]
     config = None if problems else validate(data, "form")
     return FilledForm(asked, base, card, found, data, config, config or _without_pictures(data), problems)
 
 
-def _base(places: Places, asked: FormRequest, card: Card | None, folder: str) -> StartingConfig:
+def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
-        pictures = _folder(places, folder)
+        pictures = _folder(roots, folder)
         made = presets.preset(card, pictures, asked.trigger) if kind == "preset" else None
         return made or presets.shipped_config(name, pictures, asked.trigger)
     if kind == "run":
-        run = places.run(name)
+        run = roots.run(name)
         if run is None:
             raise UserError(f"There is no run {name[:80]!r}")
         file, label = run / CONFIG, f"run {name}"
     elif kind == "file":
-        file = places.resolve(name)
+        file = roots.resolve(name)
         label = f"file {file.name}"
     else:
         raise UserError(f"{asked.base[:80]!r} is not a configuration to start from")
@@ -186,10 +138,10 @@ def _base(places: Places, asked: FormRequest, card: Card | None, folder: str) ->
     return StartingConfig(data, label, str(file))
 
 
-def _folder(places: Places, text: str) -> Path | None:
+def _folder(roots: Roots, text: str) -> Path | None:
     """Return the folder of pictures, if the page may read it."""
     try:
-        found = places.resolve(text) if text and ":" not in text else None
+        found = roots.resolve(text) if text and ":" not in text else None
     except UserError:
         return None
     return found if found is not None and found.is_dir() else None
@@ -223,5 +175,50 @@ def _without_pictures(data: Json) -> TrainConfig | None:
         return None
 
 
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def absolute_paths(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
+    """Make a configuration's paths absolute, and set its runs' folder to the page's; return the changed JSON, and a
+    problem for each path outside of the roots."""
+    data, problems = copy.deepcopy(data), []
+    for section, key, path in _places(data):
+        text = section[key]
+        if text.startswith(DEMO) or not text:
+            continue
+        # a repository on the hub, of a model or a data set
+        of_hub = path.startswith(("model.", "data.")) and not path.endswith("mask_path") and HUB_NAME.match(text)
+        try:
+            found = resolve(text)
+        except UserError as error:
+            if not of_hub or _lies_here(text, resolve):
+                problems.append(Problem(path, str(error)))
+            continue
+        if found.exists() or not of_hub:
+            section[key] = str(found)
+    output = data.setdefault("output", {})
+    if isinstance(output, dict):
+        output["runs"] = str(runs)
+    return data, problems
+
+
+def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
+    """Yield (section, key, path) of every text that names a file or folder."""
+    found: list[tuple[object, str, tuple[str, ...]]] = [
+        (data.get("data"), "data", ("path", "mask_path")),
+        (data.get("model"), "model", MODEL_PARTS),
+        (data.get("output"), "output", OUTPUT),
+    ]
+    own = data.get("data")
+    sources = own.get("sources") if isinstance(own, dict) else None
+    for number, source in enumerate(sources if isinstance(sources, list) else ()):
+        found.append((source, f"data.sources.{number}", ("path", "mask_path")))
+    for section, name, keys in found:
+        for key in keys:
+            if isinstance(section, dict) and isinstance(section.get(key), str):
+                yield section, key, f"{name}.{key}"
+
+
+def _lies_here(text: str, resolve: Resolve) -> bool:
+    """Return whether a relative path exists in the first root, even if only as a link out of it."""
+    try:
+        return (resolve(".") / text).exists()
+    except (OSError, UserError):
+        return False

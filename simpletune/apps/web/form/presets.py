@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from simpletune.commands.init.defaults import TRIGGER, profile_of
 from simpletune.config.load import read_json
 from simpletune.config.run_name import run_name
 from simpletune.config.shipped import shipped_names
-from simpletune.system.gpus import CARDS, Card, find_card
+from simpletune.system.gpus import CARDS, Card
 from simpletune.system.options import Json, UserError
 
 HERE = "here"  # the machine that serves the page
@@ -41,28 +42,17 @@ def cards() -> list[tuple[str, str]]:
     return [(HERE, words), *((card.name, f"{card.name}, {card.gib:.0f} GB") for card in CARDS)]
 
 
-def card_named(value: str) -> Card | None:
-    """Return the chosen card; None for a machine without one.
-
-    Raises:
-        UserError: there is no such card.
-    """
-    return card_here() if value == HERE else find_card(value)
-
-
 def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConfig:
-    """Return a configuration for a card.
-
-    Args:
-        card: the card to train on; None: there is none.
-        folder: the folder of pictures; None: not chosen yet.
-        trigger: the word to name what is learned; may be empty.
-    """
-    if folder is not None and _entries(folder) <= LOOKED_AT:
+    """Return a configuration for a card, a folder of pictures, if one is chosen yet, and a trigger word, which may be
+    empty."""
+    if folder is not None:
         try:
-            return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
-        except UserError:  # nothing is usable: reported at the field
-            pass
+            few = sum(1 for _ in zip(range(LOOKED_AT + 1), folder.rglob("*"), strict=False)) <= LOOKED_AT
+        except OSError:
+            few = True
+        if few:
+            with suppress(UserError):  # nothing is usable: reported at the field
+                return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
     origin = WITHOUT_CARD if card is None else WITH_CARD
     data = copy.deepcopy(read_json(Path(origin)))
     for name in ("$schema", "about"):
@@ -71,8 +61,8 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConf
     data["data"]["path"] = ""
     reasons: dict[str, str] = {}
     if card is not None:
-        set_at(data, "memory.profile", profile_of(card)[0])
-        reasons["memory.profile"] = profile_of(card)[1]
+        profile, reasons["memory.profile"] = profile_of(card)
+        set_at(data, "memory.profile", profile)
     data["name"] = run_name(folder.name if folder else "", "my_run")
     _use_folder(data, folder, trigger, reasons)
     return StartingConfig(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
@@ -89,11 +79,7 @@ def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> S
 
 
 def shipped_config(name: str, folder: Path | None, trigger: str) -> StartingConfig:
-    """Return a shipped configuration for the user's pictures.
-
-    Raises:
-        UserError: there is no shipped configuration with this name.
-    """
+    """Return a shipped configuration for the user's pictures; a UserError if there is none with this name."""
     if name not in shipped_names():
         raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one from the list")
     data = read_json(Path(name))
@@ -109,7 +95,11 @@ def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str
         return
     data["data"] = {key: value for key, value in data["data"].items() if key not in ("prompt", "caption_prefix")}
     data["data"]["path"] = str(folder)
-    captioned = has_captions(folder)
+    try:
+        beside = (each for _, each in zip(range(LOOKED_AT), folder.iterdir(), strict=False))
+        captioned = any(each.suffix.lower() in CAPTIONS for each in beside)
+    except OSError:
+        captioned = False
     word = trigger or ("" if captioned else TRIGGER)
     if captioned and word:
         data["data"]["caption_prefix"] = f"{word},"
@@ -117,20 +107,3 @@ def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str
     elif word:
         data["data"]["prompt"] = f"a photo of {word}"
         reasons["data.prompt"] = "the folder has no captions: all pictures get this one"
-
-
-def _entries(folder: Path) -> int:
-    """Count a folder's entries, up to one more than the limit."""
-    try:
-        return sum(1 for _ in zip(range(LOOKED_AT + 1), folder.rglob("*"), strict=False))
-    except OSError:
-        return 0
-
-
-def has_captions(folder: Path) -> bool:
-    """Return whether a folder holds captions beside its pictures."""
-    try:
-        entries = (each for _, each in zip(range(LOOKED_AT), folder.iterdir(), strict=False))
-        return any(each.suffix.lower() in CAPTIONS for each in entries)
-    except OSError:
-        return False

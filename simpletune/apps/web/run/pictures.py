@@ -1,16 +1,20 @@
-"""A run's pictures for its page: validation pictures as a matrix, others by name; and small copies of them."""
+"""A run's pictures for its page: validation pictures as a matrix, comparisons, and small copies."""
 
 from __future__ import annotations
 
 import functools
 import io
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
+from simpletune.apps.web.run_state import file_stamp
 from simpletune.runs.folder import SAMPLES
+from simpletune.runs.outputs import folder_name
+from simpletune.runs.report.run_data import read_object
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import Json
 
@@ -19,42 +23,17 @@ SIDE = 256  # pixels of a small copy
 BASE = "base"
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A picture of the matrix.
-
-    Args:
-        file: its path relative to the run's folder; empty if it is missing.
-        about: what it shows.
-    """
-
-    file: str
-    about: str
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """The pictures of one prompt: the base's first, then by step."""
-
-    prompt: str
-    cells: list[Cell]
+COMPARE = "compare"
+COMPARISONS = 3  # shown on the page, newest first
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Validation pictures, prompt by step.
+    """Validation pictures, prompt by step."""
 
-    Args:
-        titles: the columns' titles.
-        rows: one for each prompt.
-        left_out: the number of steps in between that are not shown.
-    """
-
-    titles: list[str]
-    rows: list[PromptRow]
-    left_out: int
+    titles: list[str]  # of the columns
+    rows: list[Json]  # a prompt, and cells: a file relative to the run's folder, empty if missing, and what it shows
+    left_out: int  # steps in between that are not shown
 
 
 def matrix_of(folder: Path) -> Matrix:
@@ -68,8 +47,18 @@ def matrix_of(folder: Path) -> Matrix:
     shown = [steps[number] for number in thinned_places(len(steps), COLUMNS)]
     states = [BASE] * (BASE in names) + shown
     titles = ["base" if state == BASE else f"step {int(state[5:]):,}" for state in states]
-    pictures = sorted({file.name for state in states for file in (place / state).glob("prompt-*.png")})
-    rows = [row for name in pictures if PROMPT.match(name) and (row := _row(place, name, states, titles)).cells]
+    rows = []
+    for name in sorted({file.name for state in states for file in (place / state).glob("prompt-*.png")}):
+        if not PROMPT.match(name):
+            continue
+        files = [place / state / name for state in states]
+        drawn = (_drawing(file, file_stamp(file)) for file in files)
+        prompt = next((str(how["prompt"]) for how in drawn if "prompt" in how), name)
+        cells = [
+            {"file": f"{SAMPLES}/{state}/{name}" if file.is_file() else "", "about": f"{prompt}: {title}"}
+            for file, state, title in zip(files, states, titles, strict=True)
+        ]
+        rows.append({"prompt": prompt, "cells": cells})
     return Matrix(titles, rows, len(steps) - len(shown))
 
 
@@ -80,47 +69,47 @@ def thinned_places(count: int, most: int) -> list[int]:
     return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
 
 
-def _row(place: Path, name: str, states: list[str], titles: list[str]) -> PromptRow:
-    files = [place / state / name for state in states]
-    prompt = next((str(how["prompt"]) for file in files if "prompt" in (how := drawing_of(file))), name)
-    cells = [
-        Cell(f"{SAMPLES}/{state}/{name}" if file.is_file() else "", f"{prompt}: {title}")
-        for file, state, title in zip(files, states, titles, strict=True)
-    ]
-    return PromptRow(prompt, cells)
-
-
-def drawing_of(file: Path) -> Json:
-    """How a picture was drawn; empty if it is missing or damaged."""
-    try:
-        status = file.stat()
-    except OSError:
-        return {}
-    return _drawing(file, status.st_mtime_ns, status.st_size)
-
-
 @functools.lru_cache(maxsize=512)
-def _drawing(file: Path, changed: int, size: int) -> Json:
+def _drawing(file: Path, stamp: Hashable) -> Json:
+    """How a picture was drawn; empty if it is missing or damaged."""
     try:
         return generation_parameters(file)
     except (OSError, SyntaxError, ValueError):
         return {}
 
 
-def small_copy(file: Path) -> bytes:
-    """A copy of a picture of at most ``SIDE`` pixels a side, as WebP.
+@functools.lru_cache(maxsize=512)
+def small_copy(file: Path, stamp: Hashable) -> bytes:
+    """A copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes.
 
     Raises:
         OSError, SyntaxError, ValueError: the file is not a picture.
     """
-    status = file.stat()
-    return _small(file, status.st_mtime_ns, status.st_size)
-
-
-@functools.lru_cache(maxsize=512)
-def _small(file: Path, changed: int, size: int) -> bytes:
     with Image.open(file) as image:
         image.thumbnail((SIDE, SIDE))
         data = io.BytesIO()
         image.convert("RGB").save(data, format="WEBP", quality=85)
     return data.getvalue()
+
+
+def comparisons_of(folder: Path) -> list[Json]:
+    """The newest comparisons that ``simpletune compare`` has drawn for a run, each with the prompt, the seed and the
+    picture of each model that come first; skips damaged ones."""
+    place = folder / COMPARE
+    names = sorted((entry.name for entry in place.iterdir() if entry.is_dir()), reverse=True) if place.is_dir() else []
+    found: list[Json] = []
+    for name in names:
+        figures = {} if name.startswith(".") else read_object(place / name / "compare.json", [], expected=False)
+        try:
+            labels = [(str(model["title"]), folder_name(model["weights"])) for model in figures["models"]]
+            first = figures["pictures"][0]
+            prompt, seed = str(first["prompt"]), first["seed"]
+        except (KeyError, TypeError, IndexError):
+            continue
+        frames = [{"title": title, "file": f"{COMPARE}/{name}/{label}/000.png"} for title, label in labels]
+        frames = [frame for frame in frames if (folder / frame["file"]).is_file()]
+        page = f"{COMPARE}/{name}/compare.html"
+        if frames:
+            page = page if (folder / page).is_file() else ""
+            found.append({"prompt": prompt, "seed": seed, "frames": frames, "page": page})
+    return found[:COMPARISONS]

@@ -6,11 +6,11 @@ import shlex
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from simpletune.apps.web.run.series import Follower, Followers
+from simpletune.apps.web.run.series import Followers
+from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
-from simpletune.runs.attempts import Attempt, attempts_of, merged_stages
+from simpletune.runs.attempts import attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
 from simpletune.runs.report.charts import ChartLine, svg_lines
@@ -19,9 +19,6 @@ from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
 from simpletune.system.stage_timer import Stage
 
-if TYPE_CHECKING:
-    from simpletune.apps.web.run_state import RunState
-
 FOLLOWED = ("loss", "lr", "grad_norm", "seconds")
 METRIC_ROWS, EVALUATION_ROWS = Followers(FOLLOWED), Followers((), keep=1000)
 ENDED = {"stopped": "was stopped", "failed": "failed", "killed": "was killed, or its machine went down"}
@@ -29,29 +26,17 @@ ENDED = {"stopped": "was stopped", "failed": "failed", "killed": "was killed, or
 
 @dataclass(frozen=True)
 class Progress:
-    """A run's progress.
+    """A run's progress."""
 
-    Args:
-        state: the state shown on the page of all runs.
-        steps: planned steps; None if not known yet.
-        pace: median seconds of the last steps.
-        left: time left; empty if unknown.
-        coming: coming interruptions, in words.
-        stages: time and peak memory by stage.
-        predicted: predicted memory by stage, as in ``estimate --json``; empty without a prediction.
-        trouble: why it ended early, and what to do; empty otherwise.
-        command: the command that fixes it; empty if nothing needs fixing.
-    """
-
-    state: RunState
-    steps: int | None
-    pace: float | None
-    left: str
-    coming: list[str]
+    state: RunState  # the one on the page of all runs
+    steps: int | None  # planned; None if not known yet
+    pace: float | None  # median seconds of the last steps
+    left: str  # time; empty if unknown
+    coming: list[str]  # interruptions, in words
     stages: dict[str, Stage]
-    predicted: Json
-    trouble: str
-    command: str
+    predicted: Json  # memory by stage, as in ``estimate --json``; empty without a prediction
+    trouble: str  # why it ended early, and what to do; empty otherwise
+    command: str  # that fixes it; empty if nothing needs fixing
 
     @property
     def running(self) -> bool:
@@ -64,49 +49,37 @@ class Progress:
         return min(100, 100 * self.state.done // self.steps) if self.steps else 0
 
 
-def read_progress(folder: Path, state: RunState) -> Progress:
-    """Read a run's progress; damaged files count as missing.
-
-    Args:
-        folder: run folder.
-        state: the state shown on the page of all runs.
-    """
+def read_progress(folder: Path) -> Progress:
+    """Read a run's progress; damaged files count as missing."""
+    state, attempts = state_of(folder), attempts_of(folder)
     planned = read_object(folder / PLANNED, [], expected=False)
-    rows = METRIC_ROWS.of(folder / METRICS)
     steps = planned["steps"] if isinstance(planned.get("steps"), int) else state.steps
-    pace = pace_of(rows)
-    attempts = attempts_of(folder)
+    rows = METRIC_ROWS.of(folder / METRICS).recent
+    seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
+    pace = statistics.median(seconds) if seconds else None
     stages = merged_stages(attempts)
     left, coming = "", []
     if state.word == "running" and steps and pace and state.done:
-        every = {"save": _every(state.settings, "checkpoint"), "validate": _every(state.settings, "validation")}
-        took = {name: _each_took(folder, name, stages) for name in every}
+        every: dict[str, int | None] = {}
+        for name, section in (("save", "checkpoint"), ("validate", "validation")):
+            option = state.settings.get(section)
+            given = option.get("every") if isinstance(option, dict) else None
+            every[name] = given if isinstance(given, int) and given > 0 else None
+        times = {"save": len(list_checkpoints(folder)), "validate": len(list(folder.glob(f"{SAMPLES}/*/")))}
+        took = {name: stages[name].seconds / max(1, times[name]) if name in stages else 0.0 for name in every}
         left = duration(TrainingProgress(steps, 0, every=every, took=took).left(state.done, pace))
-        coming = interruptions(state.done, steps, pace, every)
-    trouble = trouble_of(state, attempts)
+        for name, words in (("save", "saves"), ("validate", "evaluates and draws")):
+            period = every[name]
+            at = min((state.done // period + 1) * period, steps) if period else steps
+            coming.append(f"{words} after step {at:,}, in {duration((at - state.done) * pace)}")
+    trouble = trouble_of(state)
     command = shlex.join(["simpletune", "train", str(folder / CONFIG), "--resume", "auto"]) if trouble else ""
     predicted = planned.get("predicted")
     found = predicted if isinstance(predicted, dict) else {}
     return Progress(state, steps, pace, left, coming, stages, found, trouble, command)
 
 
-def pace_of(rows: Follower) -> float | None:
-    """The median seconds of the last steps."""
-    seconds = [row["seconds"] for row in rows.recent if isinstance(row.get("seconds"), int | float)]
-    return statistics.median(seconds) if seconds else None
-
-
-def interruptions(done: int, steps: int, pace: float, every: dict[str, int | None]) -> list[str]:
-    """Describe when the run saves and validates next."""
-    words = {"save": "saves", "validate": "evaluates and draws"}
-    found = []
-    for name, period in every.items():
-        at = min((done // period + 1) * period, steps) if period else steps
-        found.append(f"{words[name]} after step {at:,}, in {duration((at - done) * pace)}")
-    return found
-
-
-def trouble_of(state: RunState, attempts: list[Attempt]) -> str:
+def trouble_of(state: RunState) -> str:
     """Explain why a run is not finished; empty if it is running or finished."""
     if state.word not in ENDED:
         return ""
@@ -116,20 +89,6 @@ def trouble_of(state: RunState, attempts: list[Attempt]) -> str:
     if state.word == "failed":
         return f"{ending} after step {state.done:,}:\n{state.reason or 'no reason was recorded'}"
     return f"{ending} after step {state.done:,}: no end was recorded. It can continue from its last checkpoint."
-
-
-def _every(settings: Json, section: str) -> int | None:
-    found = settings.get(section)
-    period = found.get("every") if isinstance(found, dict) else None
-    return period if isinstance(period, int) and period > 0 else None
-
-
-def _each_took(folder: Path, name: str, stages: dict[str, Stage]) -> float:
-    """The mean seconds of each kind of interruption so far."""
-    if name not in stages:
-        return 0.0
-    times = len(list(folder.glob(f"{SAMPLES}/*/"))) if name == "validate" else len(list_checkpoints(folder))
-    return stages[name].seconds / max(1, times)
 
 
 def charts_of(folder: Path, steps: int | None) -> list[str]:
@@ -156,13 +115,9 @@ def evaluation_lines(folder: Path) -> list[ChartLine]:
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)
     for row in found:
+        losses = row["eval_losses"] if isinstance(row.get("eval_losses"), list) else []
+        listed = len(losses) > 1 and all(isinstance(each, int | float) for each in losses)
         dots.append((row["step"], float(row["eval_loss"])))
-        errors.append(error_of(row.get("eval_losses")))
+        errors.append(standard_error(losses) if listed else 0.0)
     held = bool(found) and bool(found[-1].get("held_out"))
     return [ChartLine("held-out pictures" if held else "fixed samples of training", dots, "held", errors)]
-
-
-def error_of(losses: object) -> float:
-    """The standard error of an evaluation; 0 if it does not list its losses."""
-    values = losses if isinstance(losses, list) else []
-    return standard_error(values) if len(values) > 1 and all(isinstance(each, int | float) for each in values) else 0.0

@@ -24,31 +24,20 @@ KEPT = 16  # runs whose series are kept
 
 @dataclass
 class SeriesPoint:
-    """Several neighbouring steps.
+    """Several neighbouring steps."""
 
-    Args:
-        step: the last step.
-        count: the number of steps.
-        total: the sum of their values.
-        low: smallest value.
-        high: largest value.
-        smooth: smoothed value at the last step.
-    """
-
-    step: int
+    step: int  # the last one
     count: int
-    total: float
+    total: float  # of their values
     low: float
     high: float
-    smooth: float
+    smooth: float  # smoothed value at the last step
 
     @property
     def mean(self) -> float:
-        """The mean of the values."""
         return self.total / self.count
 
     def merged(self, later: SeriesPoint) -> SeriesPoint:
-        """Merge this point and the next."""
         low, high = min(self.low, later.low), max(self.high, later.high)
         return SeriesPoint(later.step, self.count + later.count, self.total + later.total, low, high, later.smooth)
 
@@ -96,11 +85,6 @@ class Follower:
         self.rows = 0
         self._place, self._identity = 0, 0
 
-    @property
-    def last(self) -> Json:
-        """The last whole row; empty if there is none."""
-        return self.recent[-1] if self.recent else {}
-
     def look(self) -> None:
         """Read what was appended; rereads everything if the file was replaced or became shorter, as after a resume."""
         try:
@@ -138,12 +122,7 @@ class Follower:
 
 
 class Followers:
-    """Keep the followers of the most recently viewed runs.
-
-    Args:
-        names: numbers of a row to follow.
-        keep: how many of the last rows to keep whole.
-    """
+    """Keep the followers of the most recently viewed runs; arguments as of ``Follower``."""
 
     def __init__(self, names: tuple[str, ...], keep: int = RECENT):
         self.names, self.keep = names, keep

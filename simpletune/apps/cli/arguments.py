@@ -1,0 +1,83 @@
+"""What the arguments of several verbs share: their texts, their values, the configuration. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simpletune.config.schema import TrainConfig
+
+CONFIG_HELP = "a JSON file or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
+OVERRIDES_HELP = "override fields of the configuration, such as train.steps=30"
+JSON_HELP = "print machine-readable JSON"
+RUNS_HELP = "folder that contains the runs (default: runs)"
+PRECISION_HELP = "precision of the weights (default: the run's)"
+MODULATION_HELP = "plan: keep the modulation weights, a third of the model, in host memory"
+DEVICE_HELP = "default: the run's"
+OVERWRITE_HELP = "replace an existing file at --out"
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of verbs that read a configuration."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=CONFIG_HELP)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=OVERRIDES_HELP)
+
+
+def read_config_arguments(args: argparse.Namespace) -> TrainConfig:
+    """Read the configuration that the arguments name, and print notices."""
+    from simpletune.config.load import read_config
+    from simpletune.system.console import note
+
+    config, notices = read_config(args.config, args.overrides)
+    note(notices)
+    return config
+
+
+def whole_number(what: str, least: int, most: float = math.inf, multiple_of: int = 1) -> Callable[[str], int]:
+    """Make an argument's type; ``what`` says in messages what it must be."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most or int(text) % multiple_of:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return int(text)
+
+    return parse
+
+
+def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Make an argument's type; ``what`` says in messages what it must be."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return parse
+
+
+positive = whole_number("a whole number of at least 1", 1)
+non_negative = whole_number("a whole number of at least 0", 0)
+port = whole_number("a port from 0 to 65535", 0, 65535)
+tile = whole_number("a multiple of 64 of at least 128, such as 512", 128, multiple_of=64)  # side in pixels
+finite = number("a number, such as 0.8", math.isfinite)
+share = number("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def size(text: str) -> tuple[int, int]:
+    """Parse WIDTHxHEIGHT in pixels."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 and int(part) % 16 == 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in multiples of 16, such as 1024x768")
+    return int(parts[0]), int(parts[1])
