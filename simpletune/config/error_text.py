@@ -13,7 +13,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.system import strict_json
-from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
+from simpletune.system.options import (
+    Json,
+    Option,
+    Problem,
+    documented,
+    item_of,
+    member_for,
+    option_classes,
+    tag_values,
+    union_of,
+)
 from simpletune.system.strict_json import JsonError
 
 Complaint = Mapping[str, Any]
@@ -107,7 +117,7 @@ def find_field(
         key = rest.pop(0)
         if option is not None:
             names = {f.alias or n: n for n, f in option.model_fields.items()}
-            owner, field = option, option.model_fields.get(names.get(str(key), str(key)))
+            owner, field = option, documented(option).get(names.get(str(key), str(key)))
             path.append(str(key))
             data = data.get(key) if isinstance(data, Mapping) else None
             if field is None:
