@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blocks import on_cuda
 from diffusers.models.attention import FeedForward
 from reference import int8_network
 from reference.int8_network import Layer
@@ -241,8 +242,7 @@ def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> Non
 
 
 def test_training_fuses_every_network_of_int8_products_and_no_other(tiny_config: dict, tmp_path: Path) -> None:
-    from blocks import on_cuda
-from blocks import PRECISIONS, transformer
+    from blocks import PRECISIONS, transformer
 
     for name, fuses in (("int8-products", True), ("int8", False)):
         model = transformer(PRECISIONS[name])
