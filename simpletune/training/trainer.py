@@ -26,14 +26,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.options import plural
 from simpletune.system.phases import phase
-from simpletune.system.signals import (
-    SIGNALS,
-    Stopped,
-    deferred_signals,
-    is_listening,
-    received_signal,
-    stop_if_requested,
-)
+from simpletune.system.signals import SIGNALS, Signals, Stopped, deferred_signals, stop_if_requested
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.interrupts import Interrupts
@@ -128,7 +121,7 @@ class Trainer:
         self.first_alone(self.validator.before_training, self.start, self.steps)
         self.attempt.set_up()
         processes = self.accelerator.num_processes
-        if self.main and self.start < self.steps and is_listening():
+        if self.main and self.start < self.steps and Signals.listening:
             most = "one step" if processes == 1 else "two steps"  # the others learn of it a step later
             say(f"stops   SIGTERM or Ctrl-C finishes at most {most} and saves; a second one stops at once")
         stop_if_requested()
@@ -167,7 +160,7 @@ class Trainer:
                     self.interrupts.agree(False)
                 if ends is not None:
                     self.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
-                    raise Stopped(ends, by=None if received_signal() else self.interrupts.stopped_by)
+                    raise Stopped(ends, by=None if Signals.received else self.interrupts.stopped_by)
                 if self._stops_early(done):
                     break
         return traces
@@ -241,8 +234,8 @@ class Trainer:
         Raises:
             Stopped: a process received a signal.
         """
-        if self.accelerator.num_processes > 1 and self._any_process(received_signal() is not None):  # after the save
-            raise Stopped(received_signal() or SIGNALS[0])
+        if self.accelerator.num_processes > 1 and self._any_process(Signals.received is not None):  # after the save
+            raise Stopped(Signals.received or SIGNALS[0])
 
     def _any_process(self, asked: bool) -> bool:
         """Return whether something holds in any process."""

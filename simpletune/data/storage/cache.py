@@ -279,8 +279,8 @@ def span(layout: Layout) -> tuple[int, int]:
 
 
 def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[str, Tensor]:
-    """A sample's tensors, which share the memory of ``content``, where their offsets begin at ``start``; a ``ValueError``
-    if there are too few bytes, or a type is unknown."""
+    """A sample's tensors, which share the memory of ``content``, where their offsets begin at ``start``. ValueError:
+    there are too few bytes, or a type is unknown."""
     import torch
 
     found = {}

@@ -47,8 +47,8 @@ def place_of(key: str) -> int:
 
 
 class KeyedFolder(ABC):
-    """Folder with a file for each key, filled by several processes, which lock ranges of keys by the file ``lock`` (None:
-    the folder's own)."""
+    """Folder with a file for each key, filled by several processes, which lock ranges of keys by the file ``lock``
+    (None: the folder's own)."""
 
     def __init__(self, folder: Path, lock: Path | None = None):
         self.folder, self._lock = folder, lock or lock_of(folder)

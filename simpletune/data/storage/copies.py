@@ -73,7 +73,7 @@ class LocalCopies:
         return True
 
     def open(self, name: str, size: int, write: Callable[[BinaryIO], None]) -> BinaryIO:
-        """Open a large file, however much of the limit it takes, and mark it as used; ``write`` it if it is not there."""
+        """Open a large file, however much of the limit it takes, and mark it as used; ``write`` it if it is missing."""
         file = self.folder / name
         with self._lock:
             while True:

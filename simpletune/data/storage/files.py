@@ -66,7 +66,7 @@ class DataFiles:
         return self._known[name][1] or None
 
     def keep_copies(self, folder: Path | None, limit: int) -> None:
-        """Read remote files whole from now on, and keep up to ``limit`` bytes of copies; in a temporary folder if None."""
+        """Read remote files whole from now on, and keep up to ``limit`` bytes of copies; None: in a temporary folder."""
         if self._store.remote:
             if folder is None:
                 self._temporary = tempfile.TemporaryDirectory(prefix="simpletune-")
@@ -86,7 +86,7 @@ class DataFiles:
             return self._copies.open(copy, size, lambda file: file.writelines(self._pieces(name, 0, size)))
 
     def read(self, name: str, start: int, end: int) -> bytes | bytearray:
-        """Read bytes from ``start`` up to ``end``, exclusively; a ``UserError`` if they cannot be, or there are fewer."""
+        """Read bytes from ``start`` up to ``end``, exclusively. UserError: they cannot be read, or there are fewer."""
         if self._copies is not None:
             with self.open(name) as file, self._errors():
                 file.seek(start)

@@ -17,7 +17,6 @@ from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.tracker import Json, Tracker
-from simpletune.training.trackers.weights_and_biases import Wandb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -118,6 +117,8 @@ def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = 
     if writes and option.tensorboard:
         makers["TensorBoard"] = lambda warn: TensorBoard(profile_folder(config), start)
     if writes and option.wandb != "disabled":
+        from simpletune.training.trackers.weights_and_biases import Wandb
+
         online = option.wandb == "online"
         makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, warn)
     return Trackers(makers, config.model_dump(mode="json", by_alias=True))
