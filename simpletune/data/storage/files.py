@@ -66,7 +66,7 @@ class DataFiles:
         return self._known[name][1] or None
 
     def keep_copies(self, folder: Path | None, limit: int) -> None:
-        """Read remote files whole from now on, and keep up to ``limit`` bytes of copies; None: in a temporary folder."""
+        """Read remote files whole from now on; keep ``limit`` bytes of copies; None: in a temporary folder."""
         if self._store.remote:
             if folder is None:
                 self._temporary = tempfile.TemporaryDirectory(prefix="simpletune-")
