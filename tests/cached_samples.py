@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,10 @@ def fill(cache: Cache, keys: list[str] = KEYS, share: KeyRange = ALONE) -> list[
             cache.save(key, sample(key))
             made.append(key)
     return made
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def require_all(cache: Cache, keys: list[str] = KEYS) -> None:

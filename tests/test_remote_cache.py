@@ -12,9 +12,9 @@ import object_store
 import pytest
 import torch
 from cached_samples import KEYS as ALL_KEYS
+from cached_samples import bytes_in, sample
 from cached_samples import fill as fill_with
 from cached_samples import require_all as require_those
-from cached_samples import sample
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults
 from test_run import run_with, saved_weights
@@ -194,12 +194,12 @@ def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_
     for number in range(50):
         assert part.put(f"x/{number}", bytes([number]) * 500)
         assert part.get("x/0") == bytes(500), "what is used again and again stays"
-        assert part.size() <= 8000
-    assert part.get("x/49") == bytes([49]) * 500 and part.get("x/3") is None and part.size() > 4000
+        assert bytes_in(part.folder) <= 8000
+    assert part.get("x/49") == bytes([49]) * 500 and part.get("x/3") is None and bytes_in(part.folder) > 4000
     assert not part.put("x/large", bytes(4000)) and "x/large" not in part
     again = LocalCopies(tmp_path / "part", 2000)
     again.put("x/new", bytes(100))
-    assert again.size() <= 2000 and "x/new" in again
+    assert bytes_in(again.folder) <= 2000 and "x/new" in again
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_local_part_smaller_than_the_data_is_enough(tmp_path: Path, url: str) 
     small = opened(tmp_path / "b", url, limit=1000)
     for _ in range(2):
         require_all(small)
-        assert small.copies is not None and small.copies.size() <= 1000
+        assert small.copies is not None and bytes_in(small.copies.folder) <= 1000
 
 
 def test_threads_fetch_a_sample_once(tmp_path: Path, url: str, faults: Faults) -> None:
@@ -268,7 +268,7 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
                 patch.setattr(PromptEntries, "_encode", lambda *rest: pytest.fail("it encodes"))
             runs.append(run_here(tiny_config, url, runs="runs", cache_local_gib=0.001))
         part = LocalCopies(next(Path(".cache/remote").glob("*/part")), 0)
-        assert 0 < part.size() <= 0.001 * GIB
+        assert 0 < bytes_in(part.folder) <= 0.001 * GIB
     for run in runs:
         assert losses(run) == losses(folder)
         ours, other = saved_weights(run, 8), saved_weights(folder, 8)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cached_samples import KEYS, fill, sample
+from cached_samples import KEYS, bytes_in, fill, sample
 
 from simpletune.data.storage import shard_cache, shard_index
 from simpletune.data.storage.copies import LocalCopies
@@ -30,15 +30,21 @@ def opened(folder: Path) -> ShardCache:
 
 
 def test_a_header_is_read_from_its_first_bytes_or_refused() -> None:
-    text = json.dumps({"a": 1}).encode()
+    text, asked = json.dumps({"a": 1}).encode(), []
+
+    def read(content: bytes, first: int = 8) -> tuple[dict, int]:
+        return parse_header(lambda end: asked.append(end) or content[:end], "s", first)
+
     whole = len(text).to_bytes(8, "little") + text
-    assert parse_header(whole + b"tensors", "s") == ({"a": 1}, len(whole))
-    assert parse_header(whole[:-1], "s") == len(whole), "the number of bytes that are needed"
+    assert read(whole + b"tensors") == ({"a": 1}, len(whole)) and asked == [8, len(whole)]
+    assert read(whole + b"tensors", 99) == ({"a": 1}, len(whole)) and asked == [8, len(whole), 99]
+    with pytest.raises(UserError, match="the shard s is damaged: it ends within its header. Remove it"):
+        read(whole[:-1])
     for start in (b"", whole[:7], (1).to_bytes(8, "little") + b"{", (HEADER_BYTES + 1).to_bytes(8, "little")):
         with pytest.raises(UserError, match="the shard s is damaged: it does not start with a header. Remove it"):
-            parse_header(start, "s")
+            read(start)
     with pytest.raises(UserError, match="the shard s is damaged: its header is not JSON. Remove it"):
-        parse_header((2).to_bytes(8, "little") + b"{]", "s")
+        read((2).to_bytes(8, "little") + b"{]")
 
 
 @pytest.mark.parametrize(
@@ -130,11 +136,11 @@ def test_a_full_disk_keeps_half_of_the_local_part_and_no_partial_file(
 
     monkeypatch.setattr(Path, "write_bytes", fails(errno.ENOSPC))
     assert not part.put("x/new", bytes(500))
-    assert part.size() == 4000 and "x/new" not in part and not list((tmp_path / "x").glob(".*"))
+    assert bytes_in(part.folder) == 4000 and "x/new" not in part and not list((tmp_path / "x").glob(".*"))
     monkeypatch.setattr(Path, "write_bytes", fails(errno.EIO))
     with pytest.raises(OSError, match="no"):
         part.put("x/new", bytes(500))
-    assert part.size() == 4000 and not list((tmp_path / "x").glob(".*"))
+    assert bytes_in(part.folder) == 4000 and not list((tmp_path / "x").glob(".*"))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/cache", "https://host/cache"])

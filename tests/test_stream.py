@@ -27,7 +27,7 @@ from simpletune.data.row_order import epoch_order, substitute_unusable
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
-from simpletune.data.storage.dataset import Form, open_rows
+from simpletune.data.storage.dataset import open_rows
 from simpletune.data.storage.rows import Columns, LruCache, ShardedRows
 from simpletune.estimate.job_estimate import counts_of
 from simpletune.runs.folder import read_metrics
@@ -91,7 +91,7 @@ def test_parquet_rows_are_found_by_their_number(shards: Path) -> None:
     assert rows.name(8) == "train-00001-of-00003.parquet#00000001"
     one = rows_at(shards / "train-00001-of-00003.parquet")
     assert [one.key(n) for n in range(7)] == [rows.key(n) for n in range(7, 14)], "whatever else is listed"
-    assert len(open_rows(str(shards), COLUMNS, Form(split="00002-of"))) == 6
+    assert len(open_rows(str(shards), COLUMNS, split="00002-of")) == 6
 
 
 def test_a_block_is_read_once_while_it_fits() -> None:
@@ -265,7 +265,7 @@ def test_the_places_of_unusable_rows_are_taken(tiny_config: dict, tmp_path: Path
 
 
 def epoch_order_of(plan: StreamPlan) -> list[int]:
-    return plan._order(0).reshape(-1).tolist()
+    return plan._epoch(0).reshape(-1).tolist()
 
 
 def test_unusable_rows_stop_the_run_with_their_reasons(tiny_config: dict, tmp_path: Path) -> None:

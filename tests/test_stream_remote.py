@@ -13,7 +13,7 @@ from object_store import BUCKET, Faults, serving, settings
 from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
 from simpletune.data.storage import files as data_files
-from simpletune.data.storage.dataset import Form, open_rows
+from simpletune.data.storage.dataset import open_rows
 from simpletune.data.storage.files import DataFiles, split_url
 from simpletune.data.storage.rows import Columns, ShardedRows
 from simpletune.system.options import UserError
@@ -64,7 +64,7 @@ def test_urls_are_split_into_folder_and_pattern() -> None:
 def test_a_data_set_on_the_hub_gives_the_rows_of_its_files(ending: str, hub: Path) -> None:
     write_parquet(hub / "data", rows_of(20))
     (hub / "README.md").write_text("about")
-    rows = open_rows(f"hf://datasets/owner/name{ending}", COLUMNS, Form(split="train"))
+    rows = open_rows(f"hf://datasets/owner/name{ending}", COLUMNS, split="train")
     assert cells(rows) == cells(open_rows(str(hub), COLUMNS))
     one = open_rows("hf://datasets/owner/name/data/train-00001-of-00003.parquet", COLUMNS)
     assert cells(one) == cells(rows)[7:14]
@@ -86,7 +86,7 @@ def test_copies_stay_within_their_limit_and_are_fetched_again(tmp_path: Path, mo
     monkeypatch.setattr(
         DataFiles, "_pieces", lambda self, name, *span: fetched.append(name) or honest(self, name, *span)
     )
-    rows = open_rows(f"file://{place}", COLUMNS, Form(local_gib=2000 / 2**30), tmp_path / "kept")
+    rows = open_rows(f"file://{place}", COLUMNS, local=tmp_path / "kept", local_gib=2000 / 2**30)
     for number in (0, 7, 3, 0):
         assert rows.picture(number) == cells(open_rows(str(place), COLUMNS))[number][0]
         assert sum(file.stat().st_size for file in (tmp_path / "kept").iterdir()) <= 2000

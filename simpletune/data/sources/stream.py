@@ -100,12 +100,11 @@ class Stream(Source):
         Raises:
             UserError: the data set is missing or damaged, or lacks a column.
         """
-        from simpletune.data.storage.dataset import Form, open_rows
-        from simpletune.data.storage.rows import Columns
+        from simpletune.data.storage.dataset import Columns, open_rows
 
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
         columns = Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)
-        return open_rows(self.path, columns, Form(self.format, self.split, self.local_gib), local)
+        return open_rows(self.path, columns, self.format, self.split, local, self.local_gib)
 
     @property
     def captions_from(self) -> str:

@@ -68,7 +68,7 @@ class Cache(ABC):
 
     @abstractmethod
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
-        """Return the keys that still have to be encoded. Sets damaged samples aside and says so.
+        """The keys that still have to be encoded. Sets damaged samples aside and says so.
 
         Verifies the checksums if the samples take at most ``READ_WHOLE`` bytes in total and are on this machine.
         Otherwise checks only headers and lengths; the content is then verified at first use.
@@ -129,7 +129,7 @@ class Cache(ABC):
         """Set a sample aside; return words for what was done."""
 
     def size_of(self, key: str) -> int:
-        """Return the size in bytes of a sample that is worth fetching ahead; 0: none, or it is on this machine."""
+        """The size in bytes of a sample that is worth fetching ahead; 0: none, or it is on this machine."""
         return 0
 
     def fetch(self, key: str) -> None:
@@ -142,12 +142,7 @@ class Cache(ABC):
 
 
 class FileCache(KeyedFolder, Cache):
-    """A folder with a file for each sample.
-
-    Args:
-        folder: the folder; its name identifies the encoder.
-        lock: file by which processes lock ranges of keys; None: the folder's own.
-    """
+    """A folder with a file for each sample."""
 
     def __init__(self, folder: Path, lock: Path | None = None):
         super().__init__(folder, lock)
@@ -155,11 +150,9 @@ class FileCache(KeyedFolder, Cache):
         """Keys whose checksum this process has verified."""
 
     def file(self, key: str) -> Path:
-        """Return the file that stores a key's tensors."""
         return self.folder / f"{name_of(key)}.safetensors"
 
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
-        """Return the keys that still have to be encoded. Renames and reports damaged files."""
         wanted = list(dict.fromkeys(keys))
         there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self.sound]
         whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
@@ -167,7 +160,7 @@ class FileCache(KeyedFolder, Cache):
             if not self._damage(key, whole):
                 continue
             place = place_of(key)
-            with self.ranges() as ranges, ranges.held(place, place, wait=True):
+            with Ranges(self._lock) as ranges, ranges.held(place, place, wait=True):
                 if reason := self._damage(key, whole):  # unless another process has replaced it meanwhile
                     say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
         return [key for key in wanted if key not in self]
@@ -192,13 +185,11 @@ class FileCache(KeyedFolder, Cache):
                     remove(part)
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store tensors under a key. The file's header records the key."""
         self.folder.mkdir(parents=True, exist_ok=True)
         host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         write_safetensors(host, self.file(key), {"key": key, "crc32": checksum(host)})
 
     def quarantine(self, key: str) -> str:
-        """Rename a key's file, so that it can be inspected and is encoded again; return its new path."""
         self.sound.discard(key)
         return str(quarantine(self.file(key)))
 
@@ -238,12 +229,12 @@ class FileCache(KeyedFolder, Cache):
 
 
 def name_of(key: str) -> str:
-    """Return the name of a key's sample: 32 hexadecimal digits of its hash, the first of which are its place."""
+    """The name of a key's sample: 32 hexadecimal digits of its hash, the first of which are its place."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the CRC-32 of CPU tensors, including their names, types and shapes."""
+    """The CRC-32 of CPU tensors, including their names, types and shapes."""
     import torch
 
     value = 0
@@ -255,11 +246,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read(handle: FileIO, start: int, end: int) -> bytearray:
-    """Read a file's bytes from ``start`` up to ``end``, exclusively.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """Read a file's bytes from ``start`` up to ``end``, exclusively; a ``ValueError`` if there are fewer."""
     content = bytearray(end - start)
     handle.seek(start)
     done = 0
@@ -272,15 +259,8 @@ def _read(handle: FileIO, start: int, end: int) -> bytearray:
 
 
 def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]:
-    """The strings of a safetensors header, the first byte after it, and its tensors.
-
-    Args:
-        content: the first bytes of the file, with its whole header.
-        size: the size of the file in bytes.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the header is damaged, or the file is truncated.
-    """
+    """The strings of a safetensors header, the first byte after it, and its tensors, from a file's first bytes and its
+    size; a ValueError, KeyError, TypeError or AttributeError if the header is damaged or the file truncated."""
     start = 8 + int.from_bytes(content[:8], "little")
     if start > len(content):
         raise ValueError("its header is truncated")
@@ -293,26 +273,14 @@ def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]
 
 
 def span(layout: Layout) -> tuple[int, int]:
-    """The first byte of some tensors, and the one after the last.
-
-    Raises:
-        KeyError: a type is unknown.
-    """
+    """The first byte of some tensors, and the one after the last; a ``KeyError`` if a type is unknown."""
     ends = [offset + TYPES[kind].bytes * math.prod(shape) for _, kind, shape, offset in layout]
     return min((offset for *_, offset in layout), default=0), max(ends, default=0)
 
 
 def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[str, Tensor]:
-    """A sample's tensors, which share the memory of ``content``.
-
-    Args:
-        content: bytes of the sample.
-        layout: the tensors.
-        start: where their offsets begin in ``content``.
-
-    Raises:
-        ValueError: there are too few bytes, or a type is unknown.
-    """
+    """A sample's tensors, which share the memory of ``content``, where their offsets begin at ``start``. ValueError:
+    there are too few bytes, or a type is unknown."""
     import torch
 
     found = {}
@@ -329,7 +297,7 @@ def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[s
 
 
 def crop_key(crop: Crop) -> str:
-    """Return everything that a picture's latents and their mask depend on, apart from the autoencoder."""
+    """Everything that a picture's latents and their mask depend on, apart from the autoencoder."""
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
     mask = {} if crop.picture.mask is None else {"mask": mask_identity(crop)}
     return json.dumps({"sha256": crop.picture.digest, **cut, **mask}, sort_keys=True)

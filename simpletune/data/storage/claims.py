@@ -30,11 +30,11 @@ class KeyRange:
     of: int = 1
 
     def owner(self, key: str) -> int:
-        """Return the index of the process whose share contains a key."""
+        """The index of the process whose share contains a key."""
         return place_of(key) * self.of // PLACES
 
     def count(self, keys: int) -> int:
-        """Return about how many of ``keys`` keys each process encodes; at least 1."""
+        """About how many of ``keys`` keys each process encodes; at least 1."""
         return -(-keys // self.of) or 1
 
 
@@ -47,19 +47,14 @@ def place_of(key: str) -> int:
 
 
 class KeyedFolder(ABC):
-    """Folder with a file for each key, filled by several processes.
-
-    Args:
-        folder: the folder.
-        lock: file by which processes lock ranges of keys; None: the folder's own.
-    """
+    """Folder with a file for each key, filled by several processes, which lock ranges of keys by the file ``lock``
+    (None: the folder's own)."""
 
     def __init__(self, folder: Path, lock: Path | None = None):
         self.folder, self._lock = folder, lock or lock_of(folder)
 
     @abstractmethod
-    def file(self, key: str) -> Path:
-        """Return the file of a key."""
+    def file(self, key: str) -> Path: ...
 
     def __contains__(self, key: str) -> bool:
         return self.file(key).exists()
@@ -67,10 +62,6 @@ class KeyedFolder(ABC):
     @abstractmethod
     def remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
-
-    def ranges(self) -> Ranges:
-        """Return the locks of ranges of keys."""
-        return Ranges(self._lock)
 
     def claimed(
         self,
@@ -103,7 +94,7 @@ class KeyedFolder(ABC):
         for later in range(1, share.of):
             tried += _split(by_owner.get((share.number + later) % share.of, []), together)[::-1]
         order = {key: number for number, key in enumerate(keys)}
-        with self.ranges() as ranges:
+        with Ranges(self._lock) as ranges:
             self.remove_unfinished(ranges)
             for group in self._claim_each(tried[::-1], ranges, is_done):
                 lacking = sorted((key for key in group if not is_done(key)), key=order.__getitem__)

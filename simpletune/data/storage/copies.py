@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,14 +18,9 @@ SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not 
 
 
 class LocalCopies:
-    """Files in a folder; removes the least recently used ones when they exceed a limit.
+    """Files in a folder; removes the least recently used ones when their bytes exceed a limit.
 
-    Processes of one machine may share the folder. Threads may share an object.
-
-    Args:
-        folder: the folder.
-        limit: the largest total size of the files, in bytes.
-        processes: how many processes of this machine share it, and stay within the limit together.
+    Processes of one machine may share the folder, and stay within the limit together. Threads may share an object.
     """
 
     def __init__(self, folder: Path, limit: int, processes: int = 1):
@@ -77,16 +73,7 @@ class LocalCopies:
         return True
 
     def open(self, name: str, size: int, write: Callable[[BinaryIO], None]) -> BinaryIO:
-        """Open a large file, however much of the limit it takes, and mark it as used.
-
-        Args:
-            name: the file's name.
-            size: its size in bytes.
-            write: writes it if it is not there.
-
-        Raises:
-            DiskFull: the disk is full.
-        """
+        """Open a large file, however much of the limit it takes, and mark it as used; ``write`` it if it is missing."""
         file = self.folder / name
         with self._lock:
             while True:
@@ -101,7 +88,6 @@ class LocalCopies:
                 self._remove_oldest(self.limit, keep=file)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         (self.folder / name).unlink(missing_ok=True)
 
     def trim(self, most: int) -> None:
@@ -115,25 +101,17 @@ class LocalCopies:
                 self._written = 0
 
     def _remove_oldest(self, most: int, keep: Path | None = None) -> None:
-        found = [(*_used(path), path) for path in self.folder.rglob("*") if path.name != ".lock"]
+        found = list[tuple[int, int, Path]]()
+        for path in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # another process has removed it
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode) and path.name != ".lock":
+                    found.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= most:
                 break
-            with suppress(FileNotFoundError):  # another process has removed it
-                if path != keep and path.is_file():
+            with suppress(FileNotFoundError):
+                if path != keep:
                     path.unlink()
                     total -= size
-
-    def size(self) -> int:
-        """The total size of all files, in bytes."""
-        return sum(_used(path)[1] for path in self.folder.rglob("*"))
-
-
-def _used(path: Path) -> tuple[int, int]:
-    """When a file was last used, in ns, and its size; (0, 0) for a folder or a file that is gone."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return (status.st_mtime_ns, status.st_size) if path.is_file() else (0, 0)

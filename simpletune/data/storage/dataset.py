@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,41 +11,32 @@ from simpletune.data.storage.parquet import ParquetRows
 from simpletune.data.storage.rows import Columns, ShardedRows
 
 
-@dataclass(frozen=True)
-class Form:
-    """The form of a data set in shards.
-
-    Args:
-        kind: the kind of its shards; ``auto``: mds if there is an index.json.
-        split: text in the names of the parquet files, or the folder with index.json.
-        local_gib: GiB of disk space for shards that are fetched whole.
-    """
-
-    kind: Literal["auto", "parquet", "mds"] = "auto"
-    split: str | None = None
-    local_gib: float = 16.0
-
-
-NO_FORM = Form()
-
-
-def open_rows(place: str, columns: Columns, form: Form = NO_FORM, local: Path | None = None) -> ShardedRows:
+def open_rows(
+    place: str,
+    columns: Columns,
+    kind: Literal["auto", "parquet", "mds"] = "auto",
+    split: str | None = None,
+    local: Path | None = None,
+    local_gib: float = 16.0,
+) -> ShardedRows:
     """Open a data set and read its index.
 
     Args:
         place: where it is: a file, a folder, a pattern, or a URL of one of them.
         columns: the columns to read.
-        form: the data set's form.
+        kind: the kind of its shards; ``auto``: mds if there is an index.json.
+        split: text in the names of the parquet files, or the folder with index.json.
         local: the folder for shards that are fetched whole; None: a temporary folder.
+        local_gib: GiB of disk space for these.
 
     Raises:
         UserError: it is missing or damaged, or lacks a column.
     """
-    files, kind = DataFiles(place), form.kind
+    files = DataFiles(place)
     if kind == "auto":
-        index = INDEX if form.split is None else f"{form.split}/{INDEX}"
+        index = INDEX if split is None else f"{split}/{INDEX}"
         kind = "mds" if index in files.sizes(INDEX) else "parquet"
     if kind == "parquet":
-        return ParquetRows(files, columns, form.split)
-    files.keep_copies(local, int(form.local_gib * 2**30))
-    return MDSRows(files, columns, form.split)
+        return ParquetRows(files, columns, split)
+    files.keep_copies(local, int(local_gib * 2**30))
+    return MDSRows(files, columns, split)

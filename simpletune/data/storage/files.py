@@ -66,12 +66,7 @@ class DataFiles:
         return self._known[name][1] or None
 
     def keep_copies(self, folder: Path | None, limit: int) -> None:
-        """Read remote files whole from now on, and keep copies.
-
-        Args:
-            folder: the folder for the copies; None: a temporary one.
-            limit: the limit in bytes.
-        """
+        """Read remote files whole from now on; keep ``limit`` bytes of copies; None: in a temporary folder."""
         if self._store.remote:
             if folder is None:
                 self._temporary = tempfile.TemporaryDirectory(prefix="simpletune-")
@@ -79,11 +74,7 @@ class DataFiles:
             self._copies = LocalCopies(folder, limit)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read and seek in.
-
-        Raises:
-            UserError: it cannot be opened.
-        """
+        """Open a file to read and seek in."""
         size = self._known[name][0]
         with self._errors():
             if isinstance(self._store, FolderStore):
@@ -95,11 +86,7 @@ class DataFiles:
             return self._copies.open(copy, size, lambda file: file.writelines(self._pieces(name, 0, size)))
 
     def read(self, name: str, start: int, end: int) -> bytes | bytearray:
-        """Read bytes from ``start`` up to ``end``, exclusively.
-
-        Raises:
-            UserError: they cannot be read, or there are fewer.
-        """
+        """Read bytes from ``start`` up to ``end``, exclusively. UserError: they cannot be read, or there are fewer."""
         if self._copies is not None:
             with self.open(name) as file, self._errors():
                 file.seek(start)
@@ -116,11 +103,7 @@ class DataFiles:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Say what a user can do about a failure.
-
-        Raises:
-            UserError: instead of the store's error.
-        """
+        """Raise a ``UserError`` that says what to do, instead of the store's error."""
         try:
             yield
         except StoreError as error:

@@ -37,41 +37,22 @@ SIZES["int"] = np.dtype("int64")
 
 @dataclass(frozen=True)
 class MDSFile:
-    """A file that the index lists.
+    """A file that the index lists."""
 
-    Args:
-        name: its path relative to the index.
-        bytes: its length in bytes.
-        hashes: by algorithm, in hexadecimal digits.
-    """
-
-    name: str
+    name: str  # its path relative to the index
     bytes: int
-    hashes: dict[str, str]
+    hashes: dict[str, str]  # by algorithm, in hexadecimal digits
 
 
 @dataclass(frozen=True)
 class MDSShard:
-    """A shard in the index.
+    """A shard in the index."""
 
-    Args:
-        raw: its content.
-        zipped: its compressed file; None: the content is stored as it is.
-        compression: how it is compressed, such as ``zstd:3``.
-        samples: the number of samples.
-        columns: (name, encoding, fixed size or None) in their order.
-    """
-
-    raw: MDSFile
-    zipped: MDSFile | None
-    compression: str
+    raw: MDSFile  # its content
+    file: MDSFile  # what is stored: the content itself, or its compressed form
+    compression: str  # such as ``zstd:3``; empty: the content is stored as it is
     samples: int
-    columns: tuple[tuple[str, str, int | None], ...]
-
-    @property
-    def file(self) -> MDSFile:
-        """The stored file: the compressed one, if any."""
-        return self.zipped or self.raw
+    columns: tuple[tuple[str, str, int | None], ...]  # (name, encoding, fixed size or None) in their order
 
 
 class MDSRows(ShardedRows):
@@ -146,11 +127,7 @@ class MDSRows(ShardedRows):
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def _sample(self, block: int, row: int) -> dict[str, bytes]:
-        """The columns of a sample.
-
-        Raises:
-            UserError: the shard is damaged.
-        """
+        """The columns of a sample."""
         shard = int(self._shard_of[block])
         entry, offsets = self._entries[shard], self._offsets_of(shard)
         start, end = int(offsets[row]), int(offsets[row + 1])
@@ -166,63 +143,51 @@ class MDSRows(ShardedRows):
             place += wide
         return found
 
-    def _caption(self, block: int, row: int) -> object:
-        name, entry = self.columns.caption, self._entries[int(self._shard_of[block])]
-        assert name is not None
-        data = self._sample(block, row)[name]
+    def _cell(self, block: int, row: int, column: str) -> object:
+        data = self._sample(block, row)[column]
+        kind = next(k for name, k, _ in self._entries[int(self._shard_of[block])].columns if name == column)
+        if kind in PICTURES:
+            return data
         try:
             text = data.decode()
-            return json.loads(text) if dict((n, kind) for n, kind, _ in entry.columns)[name] == "json" else text
+            return json.loads(text) if kind == "json" else text
         except ValueError:  # not UTF-8, or not JSON
             return data
 
-    def _picture(self, block: int, row: int) -> object:
-        return self._sample(block, row)[self.columns.picture]
-
-    def _sizes(self, block: int) -> np.ndarray:
-        assert self.columns.size is not None
+    def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
         entry = self._entries[int(self._shard_of[block])]
-        kinds = {name: SIZES[kind] for name, kind, _ in entry.columns if name in self.columns.size}
+        kinds = {name: SIZES[kind] for name, kind, _ in entry.columns if name in columns}
         found = np.empty((entry.samples, 2), dtype=np.int64)
         for row in range(entry.samples):
             sample = self._sample(block, row)
-            found[row] = [np.frombuffer(sample[name], kinds[name])[0] for name in self.columns.size]
+            found[row] = [np.frombuffer(sample[name], kinds[name])[0] for name in columns]
         return found
 
     def _bytes(self, entry: MDSShard, start: int, end: int) -> bytes | bytearray:
         """Bytes of a shard's verified content."""
-        if entry.zipped is None:
+        if not entry.compression:
             return self._files.read(self._folder + entry.raw.name, start, end)
-        return self._raw.get(entry.raw.name, lambda: (self._unzipped(entry), entry.raw.bytes))[start:end]
 
-    def _unzipped(self, entry: MDSShard) -> bytes:
-        assert entry.zipped is not None
-        stored = self._files.read(self._folder + entry.zipped.name, 0, entry.zipped.bytes)
-        verify(entry.zipped, [stored])
-        raw = decompress(stored, entry.compression, entry.raw.bytes, entry.zipped.name)
-        verify(entry.raw, [raw])
-        return raw
+        def unzipped() -> tuple[bytes, int]:
+            stored = self._files.read(self._folder + entry.file.name, 0, entry.file.bytes)
+            verify(entry.file, [stored])
+            raw = decompress(stored, entry.compression, entry.raw.bytes, entry.file.name)
+            verify(entry.raw, [raw])
+            return raw, entry.raw.bytes
+
+        return self._raw.get(entry.raw.name, unzipped)[start:end]
 
     def _offsets_of(self, shard: int) -> np.ndarray:
-        """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use."""
         with self._lock:
             if shard not in self._offsets:
                 self._offsets[shard] = self._verified(self._entries[shard])
             return self._offsets[shard]
 
-    def _verify_stored(self, entry: MDSShard) -> None:
-        """Verify the hashes of a shard that is stored as it is, piece by piece."""
-        name, end = self._folder + entry.raw.name, entry.raw.bytes
-        if verifiable(entry.raw.hashes):
-            verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
-
     def _verified(self, entry: MDSShard) -> np.ndarray:
-        if entry.zipped is None:
-            self._verify_stored(entry)
+        name, end = self._folder + entry.raw.name, entry.raw.bytes
+        if not entry.compression and verifiable(entry.raw.hashes):
+            verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
         head = 4 * (entry.samples + 2)
         numbers = np.frombuffer(self._bytes(entry, 0, min(head, entry.raw.bytes)), "<u4")
         offsets = numbers[1:].astype(np.int64)
@@ -239,15 +204,7 @@ def verifiable(hashes: Mapping[str, str]) -> list[str]:
 
 
 def verify(stored: MDSFile, pieces: Iterable[bytes | bytearray]) -> None:
-    """Compare a file's hashes with those in the index.
-
-    Args:
-        stored: the file.
-        pieces: its content.
-
-    Raises:
-        UserError: a hash differs.
-    """
+    """Raise a ``UserError`` if a file's content, in pieces, has other hashes than those in the index."""
     running = {name: hashlib.new(name) for name in verifiable(stored.hashes)}
     for piece in pieces:
         for each in running.values():
@@ -261,20 +218,11 @@ def verify(stored: MDSFile, pieces: Iterable[bytes | bytearray]) -> None:
 
 
 def damaged_shard_error(entry: MDSShard, why: str) -> UserError:
-    """Make the error for a shard whose content violates its format."""
     return UserError(f"data.path: {entry.file.name} is damaged: {why}. Fetch or write it again")
 
 
 def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
-    """Read an index.
-
-    Args:
-        data: its JSON.
-        place: where it is, for messages.
-
-    Raises:
-        UserError: it is not the index of an MDS data set.
-    """
+    """Read an index, which ``place`` names in messages; a ``UserError`` if it is not that of an MDS data set."""
     try:
         return [_entry(shard) for shard in json.loads(data)["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -286,12 +234,12 @@ def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
 def _entry(shard: Json) -> MDSShard:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
-    zipped = _stored(shard["zip_data"]) if shard.get("compression") else None
+    compression = shard.get("compression") or ""
+    zipped = _stored(shard["zip_data"]) if compression else None
     columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
     checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    return MDSShard(
-        _stored(shard["raw_data"]), zipped, shard.get("compression") or "", _number(shard["samples"]), checked
-    )
+    raw = _stored(shard["raw_data"])
+    return MDSShard(raw, zipped or raw, compression, _number(shard["samples"]), checked)
 
 
 def _stored(entry: Json) -> MDSFile:
@@ -309,13 +257,7 @@ def _number(value: object) -> int:
 
 
 def decompress(data: bytes | bytearray, compression: str, size: int, name: str) -> bytes:
-    """Decompress a file; never writes more than its announced size.
-
-    Args:
-        data: the compressed file.
-        compression: the algorithm, with or without a level: ``zstd:3``.
-        size: the result's size in bytes.
-        name: the file's name, for messages.
+    """Decompress a file to its announced size in bytes, and never write more; the level in ``zstd:3`` may be missing.
 
     Raises:
         UserError: the algorithm is unknown, or the file is damaged.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from simpletune.system.options import UserError
 from simpletune.system.printable import describe_exception
 
 if TYPE_CHECKING:
-    from pyarrow import ChunkedArray
+    from pyarrow import ChunkedArray, Table
     from pyarrow.parquet import FileMetaData, ParquetFile
 
 SUFFIX = ".parquet"
@@ -81,43 +81,33 @@ class ParquetRows(ShardedRows):
 
         return pq.ParquetFile(self._files.open(name), page_checksum_verification=True)
 
-    def _column(self, block: int, names: list[str]) -> tuple[list[ChunkedArray], int]:
-        """A row group's columns, and their size in memory in bytes."""
+    def _table(self, block: int, columns: Sequence[str]) -> Table:
+        """Some columns of a row group."""
         name, number = self.shards[self._shard_of[block]].name, int(self._number_of[block])
         with self._lock, reading(name, f"its row group {number}"):
-            table = self._open(name).read_row_group(number, columns=names, use_threads=False)
-        return [table[column] for column in names], table.nbytes
+            return self._open(name).read_row_group(number, columns=list(columns), use_threads=False)
 
-    def _one(self, block: int, name: str) -> tuple[ChunkedArray, int]:
-        (column,), size = self._column(block, [name])
-        return column, size
+    def _cell(self, block: int, row: int, column: str) -> object:
+        def read() -> tuple[ChunkedArray, int]:
+            table = self._table(block, [column])
+            return table[column], table.nbytes
 
-    def _caption(self, block: int, row: int) -> object:
-        name = self.columns.caption
-        assert name is not None
-        return _value(self._captions.get(block, lambda: self._one(block, name)), row)
+        cell = (self._captions if column == self.columns.caption else self._pictures).get(block, read)[row]
+        try:
+            value: object = cell.as_py()
+        except UnicodeDecodeError:
+            return bytes(cell.as_buffer())
+        return value
 
-    def _picture(self, block: int, row: int) -> object:
-        return _value(self._pictures.get(block, lambda: self._one(block, self.columns.picture)), row)
-
-    def _sizes(self, block: int) -> np.ndarray:
-        assert self.columns.size is not None
-        found, _ = self._column(block, list(self.columns.size))
-        with reading(self.shards[self._shard_of[block]].name, f"its columns {self.columns.size}"):
-            return np.stack([column.cast("int64").fill_null(0).to_numpy() for column in found], axis=1)
+    def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
+        table = self._table(block, columns)
+        with reading(self.shards[self._shard_of[block]].name, f"its columns {columns}"):
+            return np.stack([table[name].cast("int64").fill_null(0).to_numpy() for name in columns], axis=1)
 
 
 @contextmanager
 def reading(name: str, what: str) -> Iterator[None]:
-    """Name the damaged file if reading it fails.
-
-    Args:
-        name: the file's name.
-        what: what is read.
-
-    Raises:
-        UserError: instead of pyarrow's error.
-    """
+    """Instead of pyarrow's error, raise a ``UserError`` that names the damaged file."""
     import pyarrow as pa
 
     try:
@@ -130,11 +120,7 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 
 def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Columns) -> Block:
-    """Make the block of a row group in the last shard, with the uncompressed size of its pictures.
-
-    Raises:
-        UserError: its captions are too large to read.
-    """
+    """The block of a row group in the last shard, with the uncompressed size of its pictures."""
     group, sizes = footer.row_group(number), Counter[str]()
     for place in range(group.num_columns):
         column = group.column(place)
@@ -145,13 +131,3 @@ def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Colu
             f"the limit is {MAX_BLOCK:,}. Write smaller row groups"
         )
     return Block(len(shards) - 1, number, group.num_rows, sizes[columns.picture])
-
-
-def _value(column: ChunkedArray, row: int) -> object:
-    """A cell as a Python value; bytes for text that is not UTF-8."""
-    cell = column[row]
-    try:
-        value: object = cell.as_py()
-    except UnicodeDecodeError:
-        return bytes(cell.as_buffer())
-    return value

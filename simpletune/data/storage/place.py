@@ -44,7 +44,7 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
 
     Args:
         place: the place of the whole cache; a path: a folder of single files.
-        kind: ``latents``, ``text`` or ``masks``.
+        kind: ``latents`` or ``prompts``; in earlier versions ``text``.
         name: identifies the encoder.
 
     Raises:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -44,16 +45,7 @@ class Columns:
 
 
 def require_columns(columns: Columns, known: Sequence[str], where: str) -> None:
-    """Check that a data set has the columns that are read.
-
-    Args:
-        columns: the columns to read.
-        known: the columns that it has.
-        where: the file that lists them.
-
-    Raises:
-        UserError: a column is missing.
-    """
+    """Raise a ``UserError`` if a column to read is not among the known ones, which the file ``where`` lists."""
     for field, name in columns.named().items():
         if name in known:
             continue
@@ -62,33 +54,20 @@ def require_columns(columns: Columns, known: Sequence[str], where: str) -> None:
 
 
 class Shard(NamedTuple):
-    """A file of a data set.
+    """A file of a data set."""
 
-    Args:
-        name: its path relative to the data set.
-        rows: how many it has.
-        digest: SHA-256 of what identifies its content: its hashes in the index, or its footer and length.
-    """
-
-    name: str
+    name: str  # its path relative to the data set
     rows: int
-    digest: str
+    digest: str  # SHA-256 of what identifies its content: its hashes in the index, or its footer and length
 
 
 class Block(NamedTuple):
-    """Rows that are read together: a row group, or a whole shard.
+    """Rows that are read together: a row group, or a whole shard."""
 
-    Args:
-        shard: the number of its shard.
-        number: its number within the shard.
-        rows: how many it has.
-        bytes: memory that its pictures take.
-    """
-
-    shard: int
-    number: int
+    shard: int  # its number
+    number: int  # within the shard
     rows: int
-    bytes: int
+    bytes: int  # memory that its pictures take
 
 
 class LruCache(Generic[Value]):
@@ -99,12 +78,7 @@ class LruCache(Generic[Value]):
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
 
     def get(self, key: Hashable, read: Callable[[], tuple[Value, int]]) -> Value:
-        """Return a block's value, reading it if it is not held.
-
-        Args:
-            key: the block's key.
-            read: returns the value and its size in bytes.
-        """
+        """A block's value; if it is not held, ``read`` returns it and its size in bytes."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = read()
@@ -115,11 +89,7 @@ class LruCache(Generic[Value]):
 
 
 class Notes:
-    """JSON values by row in a temporary file, so that nothing is read from the shards twice.
-
-    Args:
-        rows: the number of rows.
-    """
+    """JSON values by row in a temporary file, so that nothing is read from the shards twice."""
 
     def __init__(self, rows: int):
         self._places = np.full(rows, -1, dtype=np.int64)
@@ -127,9 +97,12 @@ class Notes:
         self._lock = threading.Lock()
 
     def get(self, row: int, read: Callable[[], object]) -> object:
-        """Return a row's value, reading and storing it if it is unknown. Does not store what JSON cannot represent."""
+        """A row's value; an unknown one is read and stored, unless JSON cannot represent it."""
         if (place := int(self._places[row])) >= 0:
-            return self._noted(place)
+            with self._lock:
+                assert self._file is not None
+                self._file.seek(place)
+                return json.loads(self._file.read(int.from_bytes(self._file.read(4), "little")))
         value = read()
         try:
             text = json.dumps(value).encode()
@@ -142,14 +115,8 @@ class Notes:
             self._file.write(len(text).to_bytes(4, "little") + text)
         return value
 
-    def _noted(self, place: int) -> object:
-        with self._lock:
-            assert self._file is not None
-            self._file.seek(place)
-            return json.loads(self._file.read(int.from_bytes(self._file.read(4), "little")))
 
-
-class ShardedRows:
+class ShardedRows(ABC):
     """The rows of a data set in shards. A format extends it and reads the cells.
 
     Args:
@@ -189,24 +156,24 @@ class ShardedRows:
         return []
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
-        """The block of each row."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def name(self, row: int) -> str:
         """A row's name for messages: its shard and its number there."""
-        shard, within = self._in_shard(row)
+        shard, within = _located(self._shard_starts, row)
         return f"{self.shards[shard].name}#{within:08d}"
 
     def key(self, row: int) -> str:
         """SHA-256 of a row's shard and its number there, which needs no reading of the row."""
-        shard, within = self._in_shard(row)
+        shard, within = _located(self._shard_starts, row)
         return hashlib.sha256(f"{self.shards[shard].digest}:{within}".encode()).hexdigest()
 
     def caption(self, row: int) -> object:
         """A row's caption cell; None if there is one prompt for all."""
-        if self.columns.caption is None:
+        column = self.columns.caption
+        if column is None:
             return None
-        return self._notes.get(row, lambda: self._caption(*self._in_block(row)))
+        return self._notes.get(row, lambda: self._cell(*_located(self.starts, row), column))
 
     def picture(self, row: int) -> object:
         """A row's picture cell.
@@ -214,7 +181,7 @@ class ShardedRows:
         Raises:
             UserError: its shard is damaged.
         """
-        return self._picture(*self._in_block(row))
+        return self._cell(*_located(self.starts, row), self.columns.picture)
 
     def sizes(self) -> np.ndarray:
         """The pictures' (width, height) from the size columns: int64 [rows, 2].
@@ -222,7 +189,8 @@ class ShardedRows:
         Raises:
             UserError: a shard is damaged, or a size is not a positive number.
         """
-        found = np.concatenate([self._sizes(block) for block in range(len(self.block_bytes))])
+        assert self.columns.size is not None
+        found = np.concatenate([self._sizes(block, self.columns.size) for block in range(len(self.block_bytes))])
         bad = np.flatnonzero((found <= 0).any(axis=1))
         if len(bad):
             raise UserError(
@@ -231,22 +199,16 @@ class ShardedRows:
             )
         return found
 
-    def _in_shard(self, row: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._shard_starts, row, side="right")) - 1
-        return shard, row - int(self._shard_starts[shard])
+    @abstractmethod
+    def _cell(self, block: int, row: int, column: str) -> object:
+        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8."""
 
-    def _in_block(self, row: int) -> tuple[int, int]:
-        block = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return block, row - int(self.starts[block])
-
-    def _caption(self, block: int, row: int) -> object:
-        """The caption cell in a row of a block."""
-        raise NotImplementedError
-
-    def _picture(self, block: int, row: int) -> object:
-        """The picture cell in a row of a block."""
-        raise NotImplementedError
-
-    def _sizes(self, block: int) -> np.ndarray:
+    @abstractmethod
+    def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
         """The sizes of a block's pictures: int64 [rows, 2]."""
-        raise NotImplementedError
+
+
+def _located(starts: np.ndarray, row: int) -> tuple[int, int]:
+    """The number of the shard or block that has a row, and the row's number there."""
+    number = int(np.searchsorted(starts, row, side="right")) - 1
+    return number, row - int(starts[number])

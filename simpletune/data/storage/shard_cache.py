@@ -7,6 +7,7 @@ into a shard and removed after it is stored; the next process joins what a kille
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -73,7 +74,7 @@ class ShardCache(Cache):
         folder: this machine's folder, for what is not in a shard yet.
         shards: where the shards are stored.
         copies: keeps what was read from a remote store; None: the shards are in a folder.
-        label: the folder of this cache's samples there.
+        label: the folder of this cache's samples in ``copies``.
     """
 
     def __init__(self, folder: Path, shards: ShardStore, copies: LocalCopies | None = None, label: str = ""):
@@ -100,11 +101,11 @@ class ShardCache(Cache):
             return name_of(key) in self.index.samples or key in self.staged
 
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
-        """Return the keys that still have to be encoded. First joins what a killed process has left into shards."""
         wanted = list(dict.fromkeys(keys))
         with _store_errors():
             self.index.refresh()
             self.staged.lacking([key for key in wanted if key in self.staged and self.location(key) is None], share)
+            # what a killed process has left
             self._writer.join(everything=True, wait=False)
             if share.number == 0:
                 self.index.publish(everything=True)
@@ -123,10 +124,9 @@ class ShardCache(Cache):
                 say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
 
     def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
-        """Claim keys to encode; joins what was encoded into shards along the way and at the end. With a remote store
-        and several processes, each process encodes only its own share: it cannot claim keys of other machines."""
+        """Claim keys to encode; joins what was encoded into shards along the way and at the end."""
         keys = list(keys)
-        if self.remote and share.of > 1:
+        if self.remote and share.of > 1:  # it cannot claim keys of other machines
             keys = [key for key in keys if share.owner(key) == share.number]
             share = ALONE
         with _store_errors():
@@ -136,12 +136,9 @@ class ShardCache(Cache):
             self._writer.join(everything=True, wait=True)
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store tensors under a key, in a separate file until it is joined into a shard."""
         self.staged.save(key, tensors)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if self._writer.has_enough(size):
-            with _store_errors():
-                self._writer.join(everything=False, wait=False)
+        with _store_errors():
+            self._writer.note(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
 
     def _load(self, key: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
         with _store_errors():
@@ -157,12 +154,10 @@ class ShardCache(Cache):
             return self._read(key, at, only)
 
     def size_of(self, key: str) -> int:
-        """Return the size in bytes of a sample in a remote shard; 0 if it is in none."""
         at = self.location(key) if self.remote else None
         return 0 if at is None else at.size
 
     def fetch(self, key: str) -> None:
-        """Fetch a sample from an object store to this machine, unless it is already there."""
         at = self.location(key)
         if self.copies is None or at is None or self._copy(at) in self.copies:
             return
@@ -194,7 +189,7 @@ class ShardCache(Cache):
         return tensors if only is None else {name: tensors[name] for name in only if name in tensors}
 
     def _read_remote(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
-        """Read a sample from its local copy, or fetch it; raises as ``_read`` does."""
+        """Read a sample from its local copy, or fetch it."""
         copy = copies.get(self._copy(at))
         if copy is not None:
             try:
@@ -210,7 +205,7 @@ class ShardCache(Cache):
             self.waited += time.perf_counter() - began
 
     def _fetched(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
-        """Fetch a sample and keep a copy; raises as ``_read`` does."""
+        """Fetch a sample and keep a copy."""
         for left in reversed(range(READS)):
             content = self.shards.read(at.shard, at.start, at.start + at.size)
             self.staged.sound.discard(key)
@@ -225,11 +220,7 @@ class ShardCache(Cache):
         raise AssertionError("unreachable")
 
     def _checked(self, key: str, at: SampleLocation, content: bytearray) -> dict[str, Tensor]:
-        """The tensors in a sample's bytes; verifies the checksum once per process.
-
-        Raises:
-            DamagedSample: the checksum does not match.
-        """
+        """The tensors in a sample's bytes; verifies the checksum once per process."""
         where = f"{key[:80]!r} in shard {at.shard} of {self.shards} is damaged"
         try:
             tensors = sample_tensors(content, at.layout)
@@ -253,7 +244,6 @@ class ShardCache(Cache):
             return self._fetching.setdefault(at.name, Lock())
 
     def quarantine(self, key: str) -> str:
-        """Set a sample aside, so that it is encoded again; return where this is recorded."""
         at = self.location(key)
         if at is None:
             return self.staged.quarantine(key)
@@ -270,31 +260,24 @@ class ShardCache(Cache):
 
 
 class ShardWriter:
-    """Joins encoded samples into shards, and stores these.
-
-    Args:
-        staged: the encoded samples.
-        index: the shards, and the samples that are in them.
-    """
+    """Joins encoded samples into shards, and stores these."""
 
     def __init__(self, staged: FileCache, index: ShardIndex):
         self.staged, self.index, self.shards = staged, index, index.store
         self._new = (0, 0)  # files and bytes that this process has encoded since it joined last
 
-    def has_enough(self, size: int) -> bool:
-        """Note the bytes of an encoded sample; return whether there are enough for a shard."""
+    def note(self, size: int) -> None:
+        """Note that a sample of so many bytes was encoded, and join the samples if they are enough for a shard."""
         self._new = self._new[0] + 1, self._new[1] + size
-        return self._new[0] >= SAMPLES or self._new[1] >= BYTES
+        if self._new[0] >= SAMPLES or self._new[1] >= BYTES:
+            self.join(everything=False, wait=False)
 
     def join(self, everything: bool, wait: bool) -> None:
-        """Join encoded samples into shards, and store them.
+        """Join encoded samples into shards, and store them; if the store does not answer, they stay where they are.
 
         Args:
             everything: whether to join even fewer samples than a shard usually has.
             wait: whether to wait for another process that is doing so; otherwise leaves it to that one.
-
-        Raises:
-            StoreError: the store does not answer; the samples stay where they are.
         """
         if self.shards.store.read_only or not self.staged.folder.is_dir():
             return
@@ -312,40 +295,25 @@ class ShardWriter:
         new = [file for file in files if file.stem not in self.index.samples]
         for file in set(files) - set(new):  # left by a process that was killed before it removed them
             remove(file)
+        if not new:
+            return
         try:
-            for file in new:
-                self._require_sound(file)
-            if not new:
-                return
-            shard, file = self._written(new)
+            for file in new:  # each is verified once per process
+                key = str((read_header(file).get("__metadata__") or {}).get("key"))
+                if key not in self.staged.sound:
+                    self.staged.load(key)
+            damaged, again = {shard for _, shard in self.shards.damaged()}, 0
+            while (written := write_shard(new, self.staged.folder.parent / "joined", again))[0] in damaged:
+                again += 1  # for a name that no damaged shard has
         except FileNotFoundError:
             return  # another process has joined them, on a file system without locks
-        with open(file, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            handle.seek(0)
-            parsed = parse_header(handle.read(8 + length), shard)
-        assert not isinstance(parsed, int)
-        self.shards.put(shard, file)
-        self.index.add(sample_locations(shard, *parsed))
+        shard, joined = written
+        with open(joined, "rb") as handle:
+            header, start = parse_header(lambda end: os.pread(handle.fileno(), end, 0), shard, 8)
+        self.shards.put(shard, joined)
+        self.index.add(sample_locations(shard, header, start))
         for each in new:
             remove(each)
-
-    def _written(self, files: list[Path]) -> tuple[str, Path]:
-        """Write a shard under a name that no damaged shard has."""
-        damaged, again = {shard for _, shard in self.shards.damaged()}, 0
-        while (written := write_shard(files, self.staged.folder.parent / "joined", again))[0] in damaged:
-            again += 1
-        return written
-
-    def _require_sound(self, file: Path) -> None:
-        """Verify the checksum of an encoded sample, once per process.
-
-        Raises:
-            UserError: it is damaged, and was renamed.
-        """
-        key = str((read_header(file).get("__metadata__") or {}).get("key"))
-        if key not in self.staged.sound:
-            self.staged.load(key)
 
 
 def shards_of(files: list[Path]) -> Iterator[tuple[list[Path], bool]]:

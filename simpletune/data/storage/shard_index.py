@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -42,7 +43,6 @@ class Numbered(Generic[T]):
         self._numbers: dict[T, int] = {}
 
     def number(self, value: T) -> int:
-        """Return a value's number; adds a new value."""
         if value not in self._numbers:
             self._numbers[value] = len(self.values)
             self.values.append(value)
@@ -60,11 +60,7 @@ class SampleIndex:
 
     @classmethod
     def read(cls, content: bytes) -> SampleIndex:
-        """Read an ``index.parquet``, without its keys.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Read an ``index.parquet``, without its keys; a ``UserError`` if it is damaged."""
         index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
         for batch in _batches(content, COLUMNS):
             for field, column in index._columns(batch).items():
@@ -131,7 +127,6 @@ class SampleIndex:
         return None
 
     def add(self, rows: Iterable[SampleLocation]) -> None:
-        """Add samples."""
         for row in rows:
             if row.name not in self:
                 shard, layout = self._shards.number(row.shard), self._layouts.number(row.layout)
@@ -167,11 +162,7 @@ class SampleIndex:
 
 
 def read_rows(content: bytes) -> Iterator[SampleLocation]:
-    """Read the rows of an ``index.parquet`` with their keys, a part at a time.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Read the rows of an ``index.parquet`` with their keys, a part at a time."""
     for batch in _batches(content, ("key", *COLUMNS)):
         for row in batch.to_pylist():
             name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
@@ -187,11 +178,7 @@ def _batches(content: bytes, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
 
 
 def named_shards(content: bytes) -> list[str]:
-    """The shards that an ``index.parquet`` covers.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """The shards that an ``index.parquet`` covers."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -212,12 +199,7 @@ def _damage() -> Iterator[None]:
 
 
 def write_rows(rows: Iterable[SampleLocation], shards: Iterable[str]) -> bytes:
-    """Make an ``index.parquet``.
-
-    Args:
-        rows: rows with their keys, each name once.
-        shards: the names of all shards that it covers.
-    """
+    """Make an ``index.parquet`` of rows with their keys, each name once; ``shards`` are all that it covers."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -226,7 +208,8 @@ def write_rows(rows: Iterable[SampleLocation], shards: Iterable[str]) -> bytes:
     schema = pa.schema([("key", pa.string()), ("name", pa.binary(16)), ("shard", words), *whole, ("tensors", words)])
     content = io.BytesIO()
     with pq.ParquetWriter(content, schema, compression="zstd") as writer:
-        for portion in _portions(rows):
+        left = iter(rows)
+        while portion := list(islice(left, BATCH)):
             columns = {field: [getattr(row, field) for row in portion] for field in ("key", "shard", *dict(whole))}
             columns["name"] = [bytes.fromhex(row.name) for row in portion]
             columns["tensors"] = [json.dumps(row.layout) for row in portion]
@@ -234,17 +217,6 @@ def write_rows(rows: Iterable[SampleLocation], shards: Iterable[str]) -> bytes:
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
         writer.add_key_value_metadata({COVERED: json.dumps(sorted(shards))})
     return content.getvalue()
-
-
-def _portions(rows: Iterable[SampleLocation]) -> Iterator[list[SampleLocation]]:
-    portion = list[SampleLocation]()
-    for row in rows:
-        portion.append(row)
-        if len(portion) >= BATCH:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
 
 
 def _renumbered(column: object, number: Callable[[str], int]) -> np.ndarray:
@@ -265,11 +237,7 @@ def numbers_of(name: str) -> tuple[int, int]:
 
 
 class ShardIndex:
-    """The samples in all shards of a place.
-
-    Args:
-        store: the shards.
-    """
+    """The samples in all shards of a place."""
 
     def __init__(self, store: ShardStore):
         self.store = store
@@ -334,11 +302,7 @@ class ShardIndex:
     def _rows(self, shard: str, size: int) -> list[SampleLocation]:
         """Read the samples of a shard from its header; none, with a warning, if it is damaged."""
         try:
-            parsed = parse_header(bytes(self.store.read(shard, 0, min(HEADER, size))), shard)
-            if isinstance(parsed, int):
-                parsed = parse_header(bytes(self.store.read(shard, 0, min(parsed, size))), shard)
-            if isinstance(parsed, int):
-                raise UserError(f"the shard {shard} is damaged: it ends within its header. Remove it")
+            parsed = parse_header(lambda end: bytes(self.store.read(shard, 0, min(end, size))), shard, HEADER)
             rows = sample_locations(shard, *parsed)
             if any(row.start + row.size > size for row in rows):
                 raise UserError(f"the shard {shard} is damaged: it is truncated. Remove it")
@@ -353,7 +317,6 @@ class ShardIndex:
         self._unlisted += 1
 
     def forget(self, name: str, shard: str) -> None:
-        """Forget a sample."""
         self.samples.remove((), [(name, shard)])
         self._outdated = True
 
@@ -383,9 +346,14 @@ class ShardIndex:
     def _all_rows(self, stored: bytes | None) -> Iterator[SampleLocation]:
         """The rows of the stored index that still count, then the rows of the shards that it lacks."""
         named = set[str]()
-        if stored is not None and _is_sound(stored):
-            named = set(named_shards(stored))
-            yield from filter(self._counts, read_rows(stored))
+        if stored is not None:
+            try:
+                SampleIndex.read(stored)
+            except UserError:
+                pass  # the first reading has reported the damage
+            else:
+                named = set(named_shards(stored))
+                yield from filter(self._counts, read_rows(stored))
         names = self.store.names() or {}
         for shard in sorted(self.samples.shards & set(names) - named):
             yield from filter(self._counts, self._rows(shard, names[shard]))
@@ -393,12 +361,3 @@ class ShardIndex:
     def _counts(self, row: SampleLocation) -> bool:
         known = self.samples.find(row.name)
         return known is not None and (known.shard, known.start) == (row.shard, row.start)
-
-
-def _is_sound(content: bytes) -> bool:
-    """Whether an index can be read to its end; the first reading has reported any failure."""
-    try:
-        SampleIndex.read(content)
-    except UserError:
-        return False
-    return True

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,25 +34,15 @@ HEADER_BYTES = 2**27  # at most
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where a sample is stored.
+    """Where a sample is stored."""
 
-    Args:
-        name: the hash of its key, 32 hexadecimal digits.
-        shard: the shard's name.
-        start: its first byte in the shard.
-        size: its size in bytes, without padding.
-        crc32: the CRC-32 of its tensors (``data.storage.cache.checksum``).
-        layout: its tensors.
-        key: the cache's key for it; empty if it was not read.
-    """
-
-    name: str
-    shard: str
-    start: int
-    size: int
-    crc32: int
+    name: str  # the hash of its key, 32 hexadecimal digits
+    shard: str  # its name
+    start: int  # its first byte in the shard
+    size: int  # in bytes, without padding
+    crc32: int  # of its tensors (``data.storage.cache.checksum``)
     layout: Layout
-    key: str = ""
+    key: str = ""  # the cache's key for it; empty if it was not read
 
 
 def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[str, Path]:
@@ -106,16 +96,7 @@ def _content(file: Path) -> bytes:
 
 
 def sample_locations(shard: str, header: Mapping[str, object], start: int) -> list[SampleLocation]:
-    """The samples of a shard.
-
-    Args:
-        shard: its name.
-        header: its safetensors header.
-        start: the first byte after the header.
-
-    Raises:
-        UserError: the header is not a shard's.
-    """
+    """The samples of a shard, from its header and the first byte after it; a ``UserError`` if it is not a shard's."""
     about = header.get("__metadata__")
     places: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
     try:
@@ -138,25 +119,27 @@ def sample_locations(shard: str, header: Mapping[str, object], start: int) -> li
     return rows
 
 
-def parse_header(content: bytes, shard: str) -> tuple[dict[str, object], int] | int:
-    """Read a shard's header from its first bytes.
+def parse_header(read: Callable[[int], bytes], shard: str, first: int) -> tuple[dict[str, object], int]:
+    """Read a shard's header, and return it with the first byte after it.
 
-    Returns:
-        The header and the first byte after it; or how many bytes are needed, if there are too few.
+    Args:
+        read: returns so many of the shard's first bytes, or fewer if it has no more.
+        shard: its name.
+        first: how many bytes to read first; a longer header takes a second read.
 
     Raises:
         UserError: this is not a safetensors file.
     """
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or not 2 <= length <= HEADER_BYTES:
+    content = read(first)
+    end = 8 + int.from_bytes(content[:8], "little")
+    if len(content) < 8 or not 10 <= end <= 8 + HEADER_BYTES:
         raise UserError(f"the shard {shard} is damaged: it does not start with a header. Remove it")
-    if len(content) < 8 + length:
-        return 8 + length
+    if len(content) < end and len(content := read(end)) < end:
+        raise UserError(f"the shard {shard} is damaged: it ends within its header. Remove it")
     try:
-        header = json.loads(content[8 : 8 + length])
+        return json.loads(content[8:end]), end
     except ValueError:
         raise UserError(f"the shard {shard} is damaged: its header is not JSON. Remove it") from None
-    return header, 8 + length
 
 
 class ShardStore:
@@ -188,11 +171,6 @@ class ShardStore:
         return {(sample, shard) for sample, _, shard in pairs}
 
     def read(self, shard: str, start: int, end: int) -> bytearray:
-        """Read bytes of a shard.
-
-        Raises:
-            StoreError: it is missing, shorter, or cannot be read.
-        """
         return self.store.read_range(f"{SHARDS}/{shard}{SUFFIX}", start, end)
 
     def put(self, shard: str, file: Path) -> None:
@@ -204,11 +182,7 @@ class ShardStore:
             write_text(self._journal, f"{shard}\n", shared=True)
 
     def set_aside(self, name: str, shard: str) -> str:
-        """Mark a sample as damaged, and return where this is recorded.
-
-        Raises:
-            UserError: this is a web server.
-        """
+        """Mark a sample as damaged, and return where this is recorded; a ``UserError`` on a web server."""
         if self.store.read_only:
             raise UserError(
                 f"output.cache: the sample {name} of shard {shard} in {self} is damaged, and this can only be read. "
